@@ -340,7 +340,7 @@ def test_all_that_a_gpu_runs_draws_the_same(
     assert captured
     for launches in counts:
         assert len(launches.names) <= layer_launches * len(decoder.layers) + 30, " ".join(launches.names)
-        assert launches.names.count("_mix_token") == decoder.num_linear
+        assert launches.names.count("_delta_rule_step") == decoder.num_linear
         assert not launches.waits or family == "gemma4"  # which rounds a number of the host
         assert launches.names.count("attend_singles") == len(decoder.layers) - decoder.num_linear
 

@@ -74,13 +74,13 @@ def test_a_decode_step(name: str) -> None:
     wide, whole = (torch.empty(ROWS, dtype=dtype, device=META) for dtype in (torch.float32, torch.int32))
     with torch.no_grad(), counted_launches(run=False) as launches:
         states = RecurrentStates(decoder, ROWS, META) if decoder.num_linear else None
-        mixing = None if states is None else DecodeMixing(states, ids, ids)
+        delta_rule = None if states is None else DecodeMixing(states, ids, ids)
         context = TritonAttention.decoding(ids, table, cache, spec.num_attention_heads)
-        logits = local_logits(decoder, decoder(ids, context, mixing=mixing))
+        logits = local_logits(decoder, decoder(ids, context, delta_rule=delta_rule))
         for filters in (False, True):
             settings = SamplingTensors(wide, wide, wide, whole, filters, False, True)
             decoder.ops.draw_rows(logits, logits, settings, ids, ids)  # type: ignore[attr-defined]
-    check(launches, "locate_rows", "_mix_token" if decoder.num_linear else "attend_singles")
+    check(launches, "locate_rows", "_delta_rule_step" if decoder.num_linear else "attend_singles")
 
 
 def test_attention_of_long_rows_and_experts_without_rows() -> None:

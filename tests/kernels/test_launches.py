@@ -86,7 +86,7 @@ def test_a_decode_step_of_linear_attention() -> None:
     states, rows = RecurrentStates(decoder, 10, DEVICE), torch.arange(8, device=DEVICE)
     with torch.no_grad(), counted_launches() as launches:
         layer_of(decoder)(x, rope, DecodeMixing(states, rows, rows), 8)
-    assert len(launches.names) == 9 and "_mix_token" in launches.names, launches.names
+    assert len(launches.names) == 9 and "_delta_rule_step" in launches.names, launches.names
 
 
 @pytest.mark.parametrize(("name", "most"), [("deepseek-v2", 13), ("deepseek-v3", 15)])

@@ -259,7 +259,9 @@ def test_the_planner_counts_what_files_hold(models: dict[str, Path], name: str) 
         assert (shape.queries, shape.keys, shape.state) == (4 * 16 / 2, 2 * 16 / 2, state / 2)
     elif spec.latent is None:
         for tp in (1, 2, 4):
-            elements = [2 * math.prod(cache_shape(spec.of_layer(layer), 0, tp)) for layer in range(spec.num_hidden_layers)]
+            elements = [
+                2 * math.prod(cache_shape(spec.spec_for_layer(layer), 0, tp)) for layer in range(spec.num_hidden_layers)
+            ]
             assert shape.cached(tp) * spec.num_hidden_layers == pytest.approx(sum(elements), rel=0.01)
 
 

@@ -26,7 +26,7 @@ from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.expert_config import Experts
-from rlhf_spmd.models.linear_attention import PackedMixing
+from rlhf_spmd.models.linear_attention import PackedDeltaAttention
 from rlhf_spmd.models.spec import ModelSpec, read_spec, spec_from_config
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER, solo
@@ -163,7 +163,7 @@ def mixer_operations(tokens: int) -> tuple[int, int]:
         assert isinstance(block, Block) and block.mixer is not None
         product = torch.randn(2 * tokens, delta.columns, requires_grad=True)
         with CountedOperations() as forward:
-            out = block.mixer(product, PackedMixing(PackedAttention([tokens] * 2, "cpu")))
+            out = block.mixer(product, PackedDeltaAttention(PackedAttention([tokens] * 2, "cpu")))
         with CountedOperations() as backward:
             out.backward(torch.ones_like(out))
     return forward.count, backward.count

@@ -48,7 +48,7 @@ from tiers import tiers
 
 TOLERANCE = 1e-9
 COEF = 0.3
-SIGMOID = ["glm4-moe", "deepseek-v3"]  # which choose with a correction and in groups
+SIGMOID = ["glm4-moe", "deepseek-v3"]  # which choose with a bias of the scores and in groups
 SHORT = {"qwen3-moe", "gpt-oss", *SIGMOID}
 
 
@@ -118,7 +118,7 @@ def test_loss_gradients_and_metrics_equal_transformers(tmp_path: Path, name: str
     shares = [layer / layer.sum(-1, keepdim=True) for layer in scores]
     entropy = torch.stack([-(layer * layer.log()).sum(-1).mean() for layer in shares]).mean()
     assert report["moe/router_entropy"] == pytest.approx(float(entropy), rel=TOLERANCE)
-    if spec.experts.groups == 1 and not spec.experts.corrected:  # others take other experts than those of the highest scores
+    if spec.experts.groups == 1 and not spec.experts.score_biased:  # others take other experts than those of the highest scores
         experts = spec.experts
         loads = [torch.bincount(layer.topk(experts.per_token).indices.flatten(), minlength=experts.count) for layer in layers]
         violation = sum(float(load.max() / load.double().mean() - 1) for load in loads) / len(loads)

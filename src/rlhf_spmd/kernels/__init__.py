@@ -20,7 +20,7 @@ Any device:
 - ``dispatch``: :func:`choose_ops`
 - ``packing``: which keys a query sees; packed sequences as rectangles
 - ``dense_attention``: attention by torch's own kernels, or by plain products
-- ``delta_rule``: linear attention, by torch
+- ``linear_attention``: the gated delta rule, by torch
 - ``routing``, ``expert_rows``: which experts a token takes, and its rows for them
 - ``gradients``: makes an operation of a forward and a backward half one autograd node
 - ``devices``: :func:`capabilities`, what a device can; only this module tells kinds of devices apart
@@ -51,12 +51,12 @@ GPUs:
 """
 
 from rlhf_spmd.kernels.cpp_ops import CppOps
-from rlhf_spmd.kernels.delta_rule import DeltaShape, DeltaStates, MixerWeights, MixesToken, StateRows, mix_tokens
 from rlhf_spmd.kernels.devices import capabilities, has_amx, model_device, on_device, wait
 from rlhf_spmd.kernels.dispatch import ATTENTION, choose_ops, processor_kind, suspended
 from rlhf_spmd.kernels.gradients import differentiable
+from rlhf_spmd.kernels.linear_attention import DeltaShape, DeltaStates, HasDeltaRuleStep, MixerWeights, StateRows, delta_rule
 from rlhf_spmd.kernels.ops import Ops
-from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, LayerOptions, Packing, PageTarget
+from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, LayerOptions, LayerParts, Packing, PageTarget
 from rlhf_spmd.kernels.routing import RoutingRule
 
 __all__ = [
@@ -66,10 +66,11 @@ __all__ = [
     "CppOps",
     "DeltaShape",
     "DeltaStates",
+    "HasDeltaRuleStep",
     "HeadShape",
     "LayerOptions",
+    "LayerParts",
     "MixerWeights",
-    "MixesToken",
     "Ops",
     "Packing",
     "PageTarget",
@@ -77,9 +78,9 @@ __all__ = [
     "StateRows",
     "capabilities",
     "choose_ops",
+    "delta_rule",
     "differentiable",
     "has_amx",
-    "mix_tokens",
     "model_device",
     "on_device",
     "processor_kind",

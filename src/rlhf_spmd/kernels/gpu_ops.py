@@ -25,12 +25,12 @@ from rlhf_spmd.kernels import (
     triton_qkv,
     triton_route,
 )
-from rlhf_spmd.kernels.delta_rule import DeltaShape, MixerWeights, StateRows
 from rlhf_spmd.kernels.flash_attention import PackedFlash
 from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
 from rlhf_spmd.kernels.gradients import differentiable, differentiable_several
 from rlhf_spmd.kernels.latent_heads import LatentKeys
-from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, Groups, LogitShape, Ops
+from rlhf_spmd.kernels.linear_attention import DeltaShape, MixerWeights, StateRows
+from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, Groups, LogitTransform, Ops
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget
 from rlhf_spmd.kernels.routing import RoutingRule
 from rlhf_spmd.kernels.sampling_tensors import Drawn, SamplingTensors
@@ -109,8 +109,8 @@ class GpuOps(Ops):
     def gate_backward(self, gelu: bool, _: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
         return (triton_layers.gate_backward(grad, gate_up, gelu),)
 
-    def mix_token(self, product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
-        return triton_delta.mix_token(product, weights, shape, states)
+    def delta_rule_step(self, product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
+        return triton_delta.delta_rule_step(product, weights, shape, states)
 
     # -- packed sequences
 
@@ -121,14 +121,14 @@ class GpuOps(Ops):
 
     # -- the head
 
-    def shape_logits(self, logits: Tensor, shape: LogitShape) -> Tensor:
+    def transform_logits(self, logits: Tensor, transform: LogitTransform) -> Tensor:
         return logits
 
-    def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape) -> Tensor:
-        return triton_lm_head.logit_statistics(logits, labels, first, entropy, shape)
+    def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, transform: LogitTransform) -> Tensor:
+        return triton_lm_head.logit_statistics(logits, labels, first, entropy, transform)
 
     def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
-        return triton_lm_head.logit_statistics(logits, labels, first, entropy, LogitShape())
+        return triton_lm_head.logit_statistics(logits, labels, first, entropy, LogitTransform())
 
     def head_gradients(
         self,
@@ -138,15 +138,15 @@ class GpuOps(Ops):
         log_z: Tensor,
         grads: Tensor,
         entropy: Sequence[Tensor] | None,
-        shape: LogitShape,
+        transform: LogitTransform,
         dtype: torch.dtype,
     ) -> Tensor:
-        return triton_lm_head.logit_gradients(logits, labels, first, log_z, grads, entropy, shape, dtype)
+        return triton_lm_head.logit_gradients(logits, labels, first, log_z, grads, entropy, transform, dtype)
 
     def logit_gradients(
         self, logits: Tensor, labels: Tensor, first: int, log_z: Tensor, grads: Tensor, entropy: Sequence[Tensor] | None = None
     ) -> Tensor:
-        return triton_lm_head.logit_gradients(logits, labels, first, log_z, grads, entropy, LogitShape(), logits.dtype)
+        return triton_lm_head.logit_gradients(logits, labels, first, log_z, grads, entropy, LogitTransform(), logits.dtype)
 
     def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
         """The product itself adds in fp32, so it needs no memory of its own."""
@@ -162,13 +162,13 @@ class GpuOps(Ops):
     def route(
         self,
         logits: Tensor,
-        correction: Tensor | None,
+        score_bias: Tensor | None,
         rule: RoutingRule,
         dtype: torch.dtype,
         chosen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         def forward(logits: Tensor) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
-            weights, numbers = triton_route.route(logits, correction, rule, dtype, chosen)
+            weights, numbers = triton_route.route(logits, score_bias, rule, dtype, chosen)
             return (weights, numbers), (logits, numbers)
 
         def backward(_: object, grad: Tensor, __: object, logits: Tensor, numbers: Tensor) -> tuple[Tensor]:
@@ -191,7 +191,7 @@ class GpuOps(Ops):
         numbers = torch.arange(count, device=experts.device)
         return torch.searchsorted(experts, numbers, right=True, out_int32=True)
 
-    def waits_for_experts(self, weight: Tensor) -> bool:
+    def moe_syncs_host(self, weight: Tensor) -> bool:
         return not grouped_gemm.fits(weight[0, 0], weight)
 
     def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,17 @@ from rlhf_spmd.kernels.dense_attention import attend_dense
 from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.latent_heads import LatentKeys, latent_heads
-from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, LayerOptions, Norms, Packing, PageTarget, pad_rows, visible
+from rlhf_spmd.kernels.packing import (
+    AttentionRule,
+    HeadShape,
+    LayerOptions,
+    LayerParts,
+    Norms,
+    Packing,
+    PageTarget,
+    pad_rows,
+    visible,
+)
 from rlhf_spmd.kernels.routing import RoutingRule
 
 GPU_CHUNK_LOGITS = 1 << 28  # of GpuOps: 1 GiB; the weight is read, and sums are added to, once for so many
@@ -31,7 +41,7 @@ ONEDNN_MIN_SIZE = 16**3  # torch gives products of at most so many multiplicatio
 Groups = Sequence[int] | Tensor  # of rows by expert, see Ops.expert_groups
 
 
-class LogitShape(NamedTuple):
+class LogitTransform(NamedTuple):
     """What is done to a head's logits: softcap * tanh(logits / softcap) if there is a ``softcap``, then division by ``temperature``."""
 
     temperature: float = 1.0
@@ -49,7 +59,7 @@ class Ops:
     - head_columns: larger chunks are computed in blocks of the vocabulary, whose width is a multiple of this.
     - alike_chunks: paged attention gives a prompt's tokens the same bits in one chunk and one by one.
     - wide_head: the products of the head's backward pass are in fp32 for half-precision weights too.
-    - packed_delta: kernels of linear attention over packed sequences; None: :func:`~rlhf_spmd.kernels.mix_tokens`.
+    - packed_delta: kernels of linear attention over packed sequences; None: :func:`~rlhf_spmd.kernels.delta_rule`.
     """
 
     packed_delta: FlashLinearAttention | None = None
@@ -147,22 +157,22 @@ class Ops:
         if not cos.shape[-1]:
             return x
         if not torch.is_grad_enabled():
-            return self.turn(x, cos, sin, interleaved)
-        backward = partial(self.turn_backward, interleaved)
-        return differentiable(lambda x: (self.turn(x, cos, sin, interleaved), (cos, sin)), backward, x)
+            return self.apply_rotary(x, cos, sin, interleaved)
+        backward = partial(self.apply_rotary_backward, interleaved)
+        return differentiable(lambda x: (self.apply_rotary(x, cos, sin, interleaved), (cos, sin)), backward, x)
 
     def route(
         self,
         logits: Tensor,
-        correction: Tensor | None,
+        score_bias: Tensor | None,
         rule: RoutingRule,
         dtype: torch.dtype,
         chosen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Weights in ``dtype`` and numbers, int64, of the experts of each token [T, K], from logits [T, E]. ``correction`` [E, 3], see
+        """Weights in ``dtype`` and numbers, int64, of the experts of each token [T, K], from logits [T, E]. ``score_bias`` [E, 3], see
         :func:`~rlhf_spmd.kernels.routing.as_parts`, has no gradient. ``chosen``: the numbers, where they are given. Computed in fp32
         at least."""
-        return routing.route(logits, correction, rule, dtype, chosen)
+        return routing.route(logits, score_bias, rule, dtype, chosen)
 
     def own_choices(self, weights: Tensor, chosen: Tensor, first: int, own: int, count: int) -> tuple[Tensor, Tensor]:
         """``weights`` and ``chosen`` [T, K] of ``count`` experts, of which this rank has ``own`` from the ``first`` on: with weight 0
@@ -182,7 +192,7 @@ class Ops:
         ``count`` and above."""
         return torch.bincount(experts, minlength=count)[:count].tolist()
 
-    def waits_for_experts(self, weight: Tensor) -> bool:
+    def moe_syncs_host(self, weight: Tensor) -> bool:
         """True if :meth:`per_expert` with ``weight`` [E, blocks, out, in] makes the host wait for the device."""
         return True
 
@@ -229,15 +239,14 @@ class Ops:
         return torch.cat(outs).index_select(0, packing.places(q.shape[1], math.inf)) if outs else torch.zeros_like(q)
 
     def layer(
-        self, parts: Sequence[Any], sizes: Sequence[int], options: LayerOptions, rule: AttentionRule, index: int
+        self, parts: LayerParts, options: LayerOptions, rule: AttentionRule, index: int
     ) -> Callable[..., Tensor | None] | None:
         """Returns one function for a whole layer on one rank, without gradients, or None. Its bits equal those of the operations.
 
         The function takes x [R, hidden], cos, sin, the attention and the number of tokens, and returns [R, hidden], or None
         for an attention that it does not know.
 
-        ``parts`` have a weight and a bias, or are None: norm, qkv, norms of q and k, out, norm, norm, gate_up, down, norm. ``sizes``:
-        query heads, KV heads, head_dim, inner; ``index``: the attention's name for the layer.
+        ``index``: the attention's name for the layer.
         """
         return None
 
@@ -288,7 +297,7 @@ class Ops:
         grad_up.mul_(grad)
         return (grads,)
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    def apply_rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         out, turned = torch.empty_like(x), 2 * cos.shape[-1]
         first = slice(0, turned, 2) if interleaved else slice(turned // 2)
         second = slice(1, turned, 2) if interleaved else slice(turned // 2, turned)
@@ -300,8 +309,8 @@ class Ops:
             out[..., turned:] = x[..., turned:]
         return out
 
-    def turn_backward(self, interleaved: bool, _: object, grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
-        return (self.turn(grad.contiguous(), cos, -sin, interleaved),)
+    def apply_rotary_backward(self, interleaved: bool, _: object, grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+        return (self.apply_rotary(grad.contiguous(), cos, -sin, interleaved),)
 
     def gradient_product(self, left: Tensor, right: Tensor) -> Tensor:
         """left [n, k] times right [k, m]; bits may depend on the number of rows."""
@@ -354,14 +363,14 @@ class Ops:
         """Overwrites ``logits`` with softcap * tanh(logits / softcap)."""
         return logits.div_(softcap).tanh_().mul_(softcap)
 
-    def shape_logits(self, logits: Tensor, shape: LogitShape) -> Tensor:
-        """Applies ``shape`` in place. Subclasses whose head kernels apply it as they read return ``logits`` unchanged."""
-        if shape.softcap is not None:
-            logits = self.cap_logits(logits, shape.softcap)
-        return logits if shape.temperature == 1.0 else logits.div_(shape.temperature)
+    def transform_logits(self, logits: Tensor, transform: LogitTransform) -> Tensor:
+        """Applies ``transform`` in place. Subclasses whose head kernels apply it as they read return ``logits`` unchanged."""
+        if transform.softcap is not None:
+            logits = self.cap_logits(logits, transform.softcap)
+        return logits if transform.temperature == 1.0 else logits.div_(transform.temperature)
 
-    def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape) -> Tensor:
-        """Returns :meth:`logit_statistics` of the result of :meth:`shape_logits`."""
+    def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, transform: LogitTransform) -> Tensor:
+        """Returns :meth:`logit_statistics` of the result of :meth:`transform_logits`."""
         return self.logit_statistics(logits, labels, first, entropy)
 
     def head_gradients(
@@ -372,14 +381,14 @@ class Ops:
         log_z: Tensor,
         grads: Tensor,
         entropy: Sequence[Tensor] | None,
-        shape: LogitShape,
+        transform: LogitTransform,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Returns gradients of the head's matrix product, in ``dtype``. ``logits``: the result of :meth:`shape_logits`."""
-        slope = None if shape.softcap is None else 1 - (logits * (shape.temperature / shape.softcap)).square_()
+        """Returns gradients of the head's matrix product, in ``dtype``. ``logits``: the result of :meth:`transform_logits`."""
+        slope = None if transform.softcap is None else 1 - (logits * (transform.temperature / transform.softcap)).square_()
         grad = self.logit_gradients(logits, labels, first, log_z, grads, entropy)
         grad = grad if slope is None else grad.mul_(slope)
-        return (grad if shape.temperature == 1.0 else grad.div_(shape.temperature)).to(dtype)
+        return (grad if transform.temperature == 1.0 else grad.div_(transform.temperature)).to(dtype)
 
     def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
         """``total`` [n, m] += a [n, k] times b [k, m]; if ``begins``, ``total`` = the product. ``total`` may have a wider dtype; the

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,14 +68,35 @@ class HeadShape:
     interleaved: bool = False
 
 
-class LayerOptions(NamedTuple):
-    """What layers differ in: ``eps`` and ``plus_one`` of their norms; gelu in place of silu; ``interleaved`` as in HeadShape;
-    ``whole_norms``: q and k are normed over all heads; ``residual`` multiplies what is added to the rows."""
+class LayerParts(NamedTuple):
+    """The parameters of a layer, each with a weight and a bias; None for a norm that the layer does not have."""
 
-    eps: float
-    plus_one: bool
+    input_norm: Any | None
+    qkv: Any
+    q_norm: Any | None
+    k_norm: Any | None
+    out: Any
+    attention_norm: Any | None
+    post_norm: Any | None
+    gate_up: Any
+    down: Any
+    mlp_norm: Any | None
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """What layers differ in.
+
+    - heads: of its attention, on one rank; their eps, plus_one and interleaved are those of all norms and rotations of the layer
+    - inner: columns of the MLP
+    - gelu: in place of silu
+    - whole_norms: q and k are normed over all heads
+    - residual: multiplies what is added to the rows
+    """
+
+    heads: HeadShape
+    inner: int
     gelu: bool
-    interleaved: bool = False
     whole_norms: bool = False
     residual: float = 1.0
 

@@ -1,8 +1,8 @@
 """One token of linear attention in Triton: convolution, gates, delta rule and gated norm, one launch for all rows and heads.
 
 A program has a key head of a row, with its value heads: their states are read and written once, and nobody else reads them. Bits are as
-:mod:`triton_layers` says. What differs from :mod:`delta_rule` and the operations behind it in the last bits: the order of the sums, exp
-and rsqrt.
+:mod:`triton_layers` says. What differs from :mod:`linear_attention` and the operations behind it in the last bits: the order of the
+sums, exp and rsqrt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_spmd.kernels.delta_rule import EPS, DeltaShape, MixerWeights, StateRows
+from rlhf_spmd.kernels.linear_attention import EPS, DeltaShape, MixerWeights, StateRows
 from rlhf_spmd.kernels.triton_layers import OPTIONS, rounded, scaled
 
 ELEMENTS = 2048  # of a state, for each warp
@@ -47,7 +47,7 @@ def _convolved(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _mix_token(
+def _delta_rule_step(
     product: tl.tensor, conv: tl.tensor, decay: tl.tensor, decay_bias: tl.tensor, norm: tl.tensor, inputs: tl.tensor,
     memory: tl.tensor, slots: tl.tensor, positions: tl.tensor, out: tl.tensor, rows: tl.tensor, query_scale: tl.tensor, eps: tl.tensor,
     LENGTH_EPS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KERNEL: tl.constexpr,
@@ -117,13 +117,13 @@ def sizes_of(shape: DeltaShape) -> tuple[dict[str, Any], int]:
     return sizes, min(max(block_k * block_d // ELEMENTS, 1), 16)
 
 
-def mix_token(product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
-    """See :class:`~rlhf_spmd.kernels.delta_rule.MixesToken`."""
+def delta_rule_step(product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
+    """See :class:`~rlhf_spmd.kernels.linear_attention.HasDeltaRuleStep`."""
     assert states.inputs.is_contiguous() and states.memory.is_contiguous(), "a layer's states lie together"
     product, rows = product.contiguous(), len(product)
     out = product.new_empty(rows, shape.values, shape.value_dim)
     sizes, warps = sizes_of(shape)
     tensors = weights.conv, weights.decay, weights.decay_bias, weights.norm, *states
     scale = shape.key_dim**-0.5
-    _mix_token[(rows, shape.keys)](product, *tensors, out, rows, scale, weights.eps, **sizes, num_warps=warps, **OPTIONS)
+    _delta_rule_step[(rows, shape.keys)](product, *tensors, out, rows, scale, weights.eps, **sizes, num_warps=warps, **OPTIONS)
     return out

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_spmd.kernels.ops import LogitShape
+from rlhf_spmd.kernels.ops import LogitTransform
 
 BLOCK = 2048
 # without fused multiplications and additions: variants of the kernel that compute the same number must round alike
@@ -110,9 +110,9 @@ def _check(logits: Tensor, labels: Tensor) -> None:
 
 
 def logit_statistics(
-    logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape, scales: Tensor | None = None
+    logits: Tensor, labels: Tensor, first: int, entropy: bool, transform: LogitTransform, scales: Tensor | None = None
 ) -> Tensor:
-    """As :meth:`~rlhf_spmd.kernels.Ops.logit_statistics`, of fp32 ``logits`` [T, V] to which ``shape`` is not yet applied.
+    """As :meth:`~rlhf_spmd.kernels.Ops.logit_statistics`, of fp32 ``logits`` [T, V] to which ``transform`` is not yet applied.
 
     The logits stay unchanged. ``scales`` fp32 [T]: factor of each row, in place of the temperature's inverse.
     """
@@ -120,8 +120,8 @@ def logit_statistics(
     rows, width = logits.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     if rows:
-        sizes = logits.stride(0), width, rows, first, *_factors(shape)
-        options = {"SCALES": scales is not None, "CAPPED": shape.softcap is not None, "ENTROPY": entropy, "BLOCK": BLOCK}
+        sizes = logits.stride(0), width, rows, first, *_factors(transform)
+        options = {"SCALES": scales is not None, "CAPPED": transform.softcap is not None, "ENTROPY": entropy, "BLOCK": BLOCK}
         given = out if scales is None else scales  # not read
         _statistics[(rows,)](logits, labels.contiguous(), out, *sizes, given, **options, **STATISTICS)
     return out
@@ -134,10 +134,10 @@ def logit_gradients(
     log_z: Tensor,
     grads: Tensor,
     entropy: Sequence[Tensor] | None,
-    shape: LogitShape,
+    transform: LogitTransform,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As :meth:`~rlhf_spmd.kernels.Ops.head_gradients`, of fp32 ``logits`` [T, V] to which ``shape`` is not yet applied.
+    """As :meth:`~rlhf_spmd.kernels.Ops.head_gradients`, of fp32 ``logits`` [T, V] to which ``transform`` is not yet applied.
 
     Overwrites the logits if ``dtype`` is theirs.
     """
@@ -148,9 +148,9 @@ def logit_gradients(
     numbers = [x.contiguous() for x in (labels, log_z, grads, *(entropy or (log_z, grads)))]
     assert all(x.dtype == torch.float32 for x in numbers[1:]), "gradients of the head's numbers are fp32"
     if rows and width:
-        options = {"CAPPED": shape.softcap is not None, "ENTROPY": entropy is not None, "BLOCK": BLOCK}
+        options = {"CAPPED": transform.softcap is not None, "ENTROPY": entropy is not None, "BLOCK": BLOCK}
         grid = rows, triton.cdiv(width, BLOCK)
-        _gradients[grid](logits, *numbers, out, logits.stride(0), width, first, *_factors(shape), **options, **GRADIENTS)
+        _gradients[grid](logits, *numbers, out, logits.stride(0), width, first, *_factors(transform), **options, **GRADIENTS)
     return out
 
 
@@ -169,6 +169,6 @@ def cap_logits(logits: Tensor, softcap: float) -> Tensor:
     return logits
 
 
-def _factors(shape: LogitShape) -> tuple[float, float]:
+def _factors(transform: LogitTransform) -> tuple[float, float]:
     """Rounds the temperature to fp32, as generation does for a row that it draws."""
-    return 1.0 / float(np.float32(shape.temperature)), 1.0 if shape.softcap is None else float(shape.softcap)
+    return 1.0 / float(np.float32(transform.temperature)), 1.0 if transform.softcap is None else float(transform.softcap)

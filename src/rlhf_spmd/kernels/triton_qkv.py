@@ -34,7 +34,7 @@ def _place(head: tl.tensor, Q: tl.constexpr, KV: tl.constexpr, BLOCKS: tl.conste
 def rotated(
     a: tl.tensor, b: tl.tensor, cos: tl.tensor, sin: tl.tensor, like: tl.tensor, BACK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns both halves rotated, or rotated back; rounds each product and sum as ``Ops.turn`` does."""
+    """Returns both halves rotated, or rotated back; rounds each product and sum as ``Ops.apply_rotary`` does."""
     if BACK:
         first = rounded(a * cos, like) + rounded(b * sin, like)
         second = rounded(b * cos, like) - rounded(a * sin, like)

@@ -44,8 +44,8 @@ def _factors(scores: tl.tensor, real: tl.tensor, tiny: tl.tensor, SCORING: tl.co
 
 @triton.jit
 def _route(
-    logits: tl.tensor, correction: tl.tensor, weights: tl.tensor, chosen: tl.tensor, count: tl.tensor, scale: tl.tensor,
-    tiny: tl.tensor, K: tl.constexpr, SCORING: tl.constexpr, NORMALISE: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr,
+    logits: tl.tensor, score_bias: tl.tensor, weights: tl.tensor, chosen: tl.tensor, count: tl.tensor, scale: tl.tensor,
+    tiny: tl.tensor, K: tl.constexpr, SCORING: tl.constexpr, NORMALISE: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, SIZE: tl.constexpr, GIVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -56,8 +56,8 @@ def _route(
     nothing = float("-inf")
     scores = _scores(tl.load(logits + token * count + expert, mask=inside, other=nothing).to(tl.float32), SCORING)
     ranked = scores
-    if CORRECTED:
-        parts = correction + expert * 3
+    if BIASED:
+        parts = score_bias + expert * 3
         added = tl.load(parts, mask=inside, other=0.0).to(tl.float32) + tl.load(parts + 1, mask=inside, other=0.0).to(
             tl.float32
         )
@@ -124,7 +124,7 @@ def _route_backward(
 
 
 def route(
-    logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype, given: Tensor | None = None
+    logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As ``Ops.route``."""
     logits = logits.contiguous()
@@ -135,8 +135,8 @@ def route(
         torch.empty(tokens, rule.per_token, dtype=torch.int64, device=logits.device) if given is None else given.contiguous()
     )
     if tokens:
-        told = logits if correction is None else correction.contiguous()
-        sizes = {"CORRECTED": correction is not None, "GROUPS": rule.groups, "TOP_GROUPS": rule.top_groups, "SIZE": size}
+        told = logits if score_bias is None else score_bias.contiguous()
+        sizes = {"BIASED": score_bias is not None, "GROUPS": rule.groups, "TOP_GROUPS": rule.top_groups, "SIZE": size}
         sizes |= {"BEST": rule.group_best, "GIVEN": given is not None}
         blocks = {"BLOCK_G": triton.next_power_of_2(rule.groups), "BLOCK_S": triton.next_power_of_2(size)}
         _route[(tokens,)](logits, told, weights, chosen, count, *_numbers(rule), **_kind(rule), **sizes, **blocks, **OPTIONS)

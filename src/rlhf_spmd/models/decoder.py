@@ -20,11 +20,11 @@ from rlhf_spmd.kernels import Ops, choose_ops
 from rlhf_spmd.kernels.packing import pad_rows, round_up
 from rlhf_spmd.models.activations import run, run_again, run_part, run_part_again, save_on_host
 from rlhf_spmd.models.adapters import Adapter
-from rlhf_spmd.models.attention import Attention, ByHeads
+from rlhf_spmd.models.attention import Attention, MixedHeadAttention
 from rlhf_spmd.models.block import Block
-from rlhf_spmd.models.expert_config import CORRECTION, WHOLE
+from rlhf_spmd.models.expert_config import SCORE_BIAS, WHOLE
 from rlhf_spmd.models.layers import Linear, RMSNorm
-from rlhf_spmd.models.linear_attention import PackedMixing, TokenMixing
+from rlhf_spmd.models.linear_attention import DeltaAttention, PackedDeltaAttention
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
 from rlhf_spmd.models.rope import rope_frequencies, rope_tables
 from rlhf_spmd.models.router_balance import Routers
@@ -95,7 +95,7 @@ class Decoder(nn.Module):
         every_layer = "none", 0, 1, tp.rank, tp.size, blocks, None, whole_experts
         whole = plan_params(spec, *every_layer)  # stages must agree on the padding
         products = (
-            name for name in whole if name.startswith("layers.") and name.split(".")[2] not in (CORRECTION, "shared_gate")
+            name for name in whole if name.startswith("layers.") and name.split(".")[2] not in (SCORE_BIAS, "shared_gate")
         )
         matrices = [whole[name].shape for name in products if len(whole[name].shape) == 2]
         self.min_rows = max(self.ops.min_rows(math.prod(shape), shape[1]) for shape in matrices)
@@ -110,8 +110,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         for number, layer in enumerate(self.layer_ids):
             prefix = f"layers.{number}."
-            kind = self.kind_of(layer)
-            index = sum(self.kind_of(other) == kind for other in list(self.layer_ids)[:number])
+            kind = spec.attention_kind(layer)
+            index = sum(spec.attention_kind(other) == kind for other in list(self.layer_ids)[:number])
             shards = {name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)}
             parallel = self.slices > 1, lora, self.ep
             block = Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, *parallel)
@@ -167,7 +167,7 @@ class Decoder(nn.Module):
         return round_up(max(num_tokens, self.min_rows), self.slices) // self.slices if self.slices > 1 else num_tokens
 
     @property
-    def waits_for_experts(self) -> bool:
+    def moe_syncs_host(self) -> bool:
         """Whether a forward pass lets the host wait for the device, to see which experts were chosen."""
         for block in self.layers:
             assert isinstance(block, Block)
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
                 blocks, hidden = block.gate_up_blocks, self.spec.hidden_size
                 count = len(block.down.weight) // hidden
                 entry = block.gate_up.weight.view(blocks, count, -1, hidden).transpose(0, 1)
-                if any(map(self.ops.waits_for_experts, (entry, block.down.weight.view(count, 1, hidden, -1)))):
+                if any(map(self.ops.moe_syncs_host, (entry, block.down.weight.view(count, 1, hidden, -1)))):
                     return True
         return False
 
@@ -209,10 +209,6 @@ class Decoder(nn.Module):
         assert self.head_kind in ("value", "both"), f"this decoder has no value head, but {self.head_kind!r}"
         return self.head_weight if self.value is None else self.value.weight
 
-    def kind_of(self, layer: int) -> str:
-        """What the layer of this index in the model has: "linear" attention, "global" heads or the "usual" ones."""
-        return "linear" if self.spec.delta_of(layer) else "global" if self.spec.has_global_heads(layer) else "usual"
-
     @property
     def num_linear(self) -> int:
         """Layers of this stage with linear attention."""
@@ -224,13 +220,13 @@ class Decoder(nn.Module):
         attention: Attention,
         head: Callable[[Decoder, Tensor], Any] | None = None,
         routers: Routers | None = None,
-        mixing: TokenMixing | None = None,
+        delta_rule: DeltaAttention | None = None,
     ) -> Any:
         """Token ids [T] (first stage) or hidden [T, hidden] -> hidden [T, hidden], after the final norm on the last stage.
 
         With sequence parallelism the hidden state between stages is [num_rows(T), hidden]: this rank's rows.
         With ``head`` the last stage returns ``head(self, hidden)`` instead: called in here so that under FSDP the root's
-        parameters are gathered. ``routers``: through which the routers of mixtures choose. ``mixing``: for layers with linear
+        parameters are gathered. ``routers``: through which the routers of mixtures choose. ``delta_rule``: for layers with linear
         attention; None: sequences of a PackedAttention begin.
 
         Collective over tp: every rank of it must call, in program order.
@@ -248,15 +244,16 @@ class Decoder(nn.Module):
         positions = pad_rows(attention.positions, rows)
         dtype, frequencies = x.dtype, self._frequencies.items()
         tables = {local: rope_tables(self.spec, frequency, positions, dtype, local) for local, frequency in frequencies}
-        if mixing is None and self.num_linear:
-            mixing = PackedMixing(attention, self.ops.packed_delta)
-        contexts = (attention.usual, attention.of_global) if isinstance(attention, ByHeads) else (attention, attention)
+        if delta_rule is None and self.num_linear:
+            delta_rule = PackedDeltaAttention(attention, self.ops.packed_delta)
+        contexts: dict[str, Attention | DeltaAttention | None]
+        contexts = {"full": attention, "global": attention, "linear": delta_rule}
+        if isinstance(attention, MixedHeadAttention):
+            contexts |= {"full": attention.full, "global": attention.global_heads}
         for layer, block in zip(self.layer_ids, self.layers, strict=True):
-            kind = self.kind_of(layer)
-            context = mixing if kind == "linear" else contexts[kind == "global"]
             rope = tables[self.spec.local_rope(layer)]
             with self._saving(block, rope.cos, rope.sin):
-                x = self._run_layer(block, x, rope, context, num_tokens, routers)
+                x = self._run_layer(block, x, rope, contexts[self.spec.attention_kind(layer)], num_tokens, routers)
         if self.norm is not None:
             x = self.norm(x)
             x = gather_whole(x, self.tp) if self.slices > 1 else x

@@ -9,7 +9,7 @@ import torch
 
 from rlhf_spmd.kernels import RoutingRule
 
-CORRECTION, SCALAR = "correction", "scalar"  # the parameters of a layer that no optimizer changes
+SCORE_BIAS, SCALAR = "score_bias", "scalar"  # the parameters of a layer that no optimizer changes
 # every tp rank has them whole, beside its slices of the others: their gradients are sums over tp
 WHOLE = ("router", "shared_gate", "router_bias", "down_bias")
 
@@ -18,7 +18,7 @@ BY_EXPERT = ("gate_up", "down", "gate_up_bias", "down_bias")  # those whose rows
 
 def is_fixed(name: str) -> bool:
     """Returns True for a parameter of the decoder that no optimizer changes."""
-    return name.endswith((f".{CORRECTION}.weight", f".{SCALAR}.weight"))
+    return name.endswith((f".{SCORE_BIAS}.weight", f".{SCALAR}.weight"))
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Experts:
 
     - count, per_token, intermediate_size: experts, how many of them a token takes, and columns of each
     - normalise, scoring, scale, groups, top_groups, group_best: how a token chooses them, see :class:`~rlhf_spmd.kernels.RoutingRule`
-    - corrected: the router has a correction of the scores by which it chooses; gradients do not change it
+    - score_biased: the router adds a bias to the scores by which it chooses; gradients do not change it
     - shared_size: columns of an MLP beside the experts, which every token takes. shared_gate: its output is multiplied by the sigmoid
       of one more product
     - wide_router: half-precision models compute the router's logits in fp32
@@ -47,7 +47,7 @@ class Experts:
     groups: int = 1
     top_groups: int = 1
     group_best: Literal[1, 2] = 2
-    corrected: bool = False
+    score_biased: bool = False
     shared_size: int = 0
     shared_gate: bool = False
     wide_router: bool = False
@@ -86,7 +86,7 @@ class Experts:
             "gate_up",
             "down",
             *biases,
-            *(CORRECTION,) * self.corrected,
+            *(SCORE_BIAS,) * self.score_biased,
             *shared,
             *("shared_gate",) * self.shared_gate,
         )

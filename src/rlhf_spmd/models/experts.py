@@ -29,7 +29,7 @@ class MixtureWeights(NamedTuple):
     - router [E, hidden], gate_up [blocks * E * 2n, hidden], down [E * hidden, blocks * n]
     - router_bias [E], gate_up_bias [blocks * E * 2n], down_bias [E * hidden], which is added on one tp rank
     - E of gate_up, down and their biases: the experts that this rank has
-    - correction [E, 3], see :func:`~rlhf_spmd.kernels.routing.as_parts`
+    - score_bias [E, 3], see :func:`~rlhf_spmd.kernels.routing.as_parts`
     - shared_gate_up [blocks * 2s, hidden], shared_down [hidden, blocks * s], shared_gate [1, hidden]
     """
 
@@ -39,7 +39,7 @@ class MixtureWeights(NamedTuple):
     router_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    correction: Tensor | None = None
+    score_bias: Tensor | None = None
     shared_gate_up: Tensor | None = None
     shared_down: Tensor | None = None
     shared_gate: Tensor | None = None
@@ -107,4 +107,4 @@ def route(
     """Weights, in x's dtype, and numbers of the experts of each token, [T, per_token] each."""
     wide = torch.promote_types(x.dtype, torch.float32) if experts.wide_router else x.dtype
     logits = ops.linear(x.to(wide), weights.router.to(wide), weights.router_bias)
-    return choose(logits, weights.correction, experts.rule, x.dtype)
+    return choose(logits, weights.score_bias, experts.rule, x.dtype)

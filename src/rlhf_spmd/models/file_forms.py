@@ -1,6 +1,6 @@
 """Tensors whose form in a model's files is not that of the decoder, which the boxes of plans and checkpoints have.
 
-- The correction of a router: its sums, in fp32.
+- The bias of a router's scores: its sums, in fp32.
 - Experts that are ``fused``: matrices of all experts in one tensor [E, in, out], in which gate and up take turns; biases alike. Or in
   MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss is published: ``_blocks`` uint8 [E, out, in / 32, 16], of 4 bits the lower first,
   and ``_scales`` uint8 [E, out, in / 32], exponents of two above -127. bf16 holds the products exactly.
@@ -42,7 +42,7 @@ def file_forms(spec: ModelSpec, shapes: Mapping[str, Shape]) -> list[FileForm]:
     for name, shape in shapes.items():
         if (stored := _fused_name(spec, name)) is not None:
             fused.setdefault(stored, []).append(name)
-        elif is_correction(spec, name):
+        elif is_score_bias(spec, name):
             forms.append(FileForm(name, shape[:1], (name,), lambda tensors: from_parts(tensors[0]), torch.float32))
         else:
             forms.append(FileForm(name, shape, (name,), lambda tensors: tensors[0]))
@@ -63,7 +63,7 @@ def file_names(spec: ModelSpec, shapes: Mapping[str, Shape]) -> set[str]:
 def find_tensor(stored: StoredModel, spec: ModelSpec, name: str, shape: Shape, missing_head_ok: bool) -> Any:
     """A tensor of the model from its files: safetensors' slice object, or a whole tensor where its form is another; None for a value
     head that may be absent and is. Raises ValueError."""
-    if is_correction(spec, name):
+    if is_score_bias(spec, name):
         return as_parts(stored.find(spec, name, shape[:1], False)[:])
     if (stacked := _stacked_name(spec, name)) in stored.stored and spec.experts is not None:
         number, which = _place(name)
@@ -75,10 +75,10 @@ def find_tensor(stored: StoredModel, spec: ModelSpec, name: str, shape: Shape, m
     return stored.find(spec, name, shape, missing_head_ok)
 
 
-def is_correction(spec: ModelSpec, name: str) -> bool:
-    """Whether a tensor is the correction of a router, of which the files have the sums in fp32 (``kernels.routing.as_parts``)."""
-    corrected = spec.experts is not None and spec.experts.corrected
-    return corrected and name.endswith(spec.names.correction.rpartition(".")[2])
+def is_score_bias(spec: ModelSpec, name: str) -> bool:
+    """Return True for the bias of a router's scores, of which the files have the sums in fp32 (``kernels.routing.as_parts``)."""
+    score_biased = spec.experts is not None and spec.experts.score_biased
+    return score_biased and name.endswith(spec.names.score_bias.rpartition(".")[2])
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -70,16 +70,16 @@ class RouterBalance:
         self.sums = torch.zeros(len(self.numbers), self.num_experts + 2, dtype=torch.float64, device=device)
 
     def begin(
-        self, lengths: Tensor, places: Tensor | None, row_weight: float, chosen: Tensor | None = None, counts: bool = True
+        self, lengths: Tensor, token_index: Tensor | None, row_weight: float, chosen: Tensor | None = None, counts: bool = True
     ) -> RouterPass | None:
         """What the routers of one micro-batch's forward pass report to; None without rows or routers.
 
-        ``lengths`` int64 [R] and ``places``: as of ``PackedAttention``. ``row_weight``: by which the loss of each row is multiplied.
+        ``lengths`` int64 [R] and ``token_index``: as of ``PackedAttention``. ``row_weight``: factor of the loss of each row.
         ``chosen`` [sum(lengths), mixtures of the model, K] on the CPU: the experts that each token of the rows has to take. ``counts``:
         whether :meth:`report` counts the tokens.
         """
         given = row_weight * self.coef, chosen, counts
-        return RouterPass(self, lengths, places, *given) if self.local and len(lengths) else None
+        return RouterPass(self, lengths, token_index, *given) if self.local and len(lengths) else None
 
     def report(self, pool: Group) -> dict[str, float]:
         """The metrics, the same on all ranks; {} without mixtures or tokens. Collective over ``pool``: every rank of it must call, in
@@ -104,7 +104,7 @@ class Routers(Protocol):
     """Through which the routers of a forward pass choose."""
 
     def route(
-        self, ops: Ops, layer: int, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype
+        self, ops: Ops, layer: int, logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """As ``Ops.route``, of a layer by its global index."""
 
@@ -116,7 +116,7 @@ class RouterPass:
         self,
         balance: RouterBalance,
         lengths: Tensor,
-        places: Tensor | None,
+        token_index: Tensor | None,
         weight: float,
         chosen: Tensor | None = None,
         counts: bool = True,
@@ -124,8 +124,8 @@ class RouterPass:
         self._balance, self._weight = balance, weight
         cp = balance.cp
         tokens, row = torch.arange(int(lengths.sum())), torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        if places is not None:
-            tokens = places
+        if token_index is not None:
+            tokens = token_index
         if cp.size > 1:
             mine = tokens % cp.size == cp.rank
             tokens, row = tokens[mine] // cp.size, row[mine]
@@ -133,7 +133,7 @@ class RouterPass:
         self._num_tokens = int(tokens.max()) + 1 if len(tokens) else 0
         self._counted: set[int] = set() if counts else set(balance.local)
         # tokens that several rows share count once in each
-        self._copies = None if places is None else Copies(tokens, balance.device)
+        self._copies = None if token_index is None else Copies(tokens, balance.device)
         times = torch.bincount(tokens, minlength=self._num_tokens).double()
         self._times = on_device(times.repeat_interleave(balance.per_token), balance.device)  # of each choice
         self._chosen: Tensor | None = None
@@ -145,7 +145,7 @@ class RouterPass:
             self._norm = on_device(balance.num_experts / lengths.double().square()[:, None], balance.device)
 
     def route(
-        self, ops: Ops, layer: int, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype
+        self, ops: Ops, layer: int, logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """As ``Ops.route``, of a layer by its global index. In the backward pass the logits' gradient gets that of the loss.
 
@@ -156,7 +156,7 @@ class RouterPass:
             scores = shares(logits[: self._num_tokens].detach(), rule)
         if self._weight:
             logits = self._balanced(layer, logits, scores, rule)
-        weights, chosen = ops.route(logits, correction, rule, dtype, self._given(layer, logits))
+        weights, chosen = ops.route(logits, score_bias, rule, dtype, self._given(layer, logits))
         if counts:
             self._count(layer, scores, chosen)
         return weights, chosen
@@ -211,4 +211,4 @@ class RouterPass:
 
     def _of_rows(self, x: Tensor) -> Tensor:
         """x [T, ...] -> [N, ...], of each row's tokens on this rank, one row after the other."""
-        return x if self._copies is None else x.index_select(0, self._copies.places)
+        return x if self._copies is None else x.index_select(0, self._copies.token_index)

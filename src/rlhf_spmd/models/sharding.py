@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlhf_spmd.models.delta_config import DeltaRule
-from rlhf_spmd.models.expert_config import BY_EXPERT, CORRECTION, SCALAR, Experts
+from rlhf_spmd.models.expert_config import BY_EXPERT, SCALAR, SCORE_BIAS, Experts
 from rlhf_spmd.models.latent import NAMES as LATENT_NAMES
 from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, is_adapter, plan_adapters
 from rlhf_spmd.models.spec import ModelSpec
@@ -151,7 +151,7 @@ def check_lora(spec: ModelSpec, lora: LoraConfig, where: str) -> None:
 
 
 def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int, whole_experts: bool) -> dict[str, ParamShard]:
-    spec = spec.of_layer(layer)
+    spec = spec.spec_for_layer(layer)
     names, hidden, dim = spec.names, spec.hidden_size, spec.head_dim
     heads = spec.num_attention_heads // tp
     kv = kv_heads_of(spec, tp_rank, tp)
@@ -306,8 +306,8 @@ def _plan_latent(spec: ModelSpec, layer: int, first: int, heads: int) -> dict[st
 def _plan_shared(spec: ModelSpec, experts: Experts, layer: int, tp_rank: int, tp: int, blocks: int) -> dict[str, ParamShard]:
     """What a mixture has beside router and experts."""
     names, hidden, width, plan = spec.names, spec.hidden_size, experts.shared_size, dict[str, ParamShard]()
-    if experts.corrected:
-        plan[f"{CORRECTION}.weight"] = _replicated(names.correction.format(layer=layer), experts.count, 3)
+    if experts.score_biased:
+        plan[f"{SCORE_BIAS}.weight"] = _replicated(names.score_bias.format(layer=layer), experts.count, 3)
     if width:
         gate, up, down = (name.format(layer=layer) for name in (names.shared_gate, names.shared_up, names.shared_down))
         rows = tp_rank * width // tp, width // tp, width

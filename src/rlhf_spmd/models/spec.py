@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.data.tokenizer import end_token_ids
@@ -52,7 +52,7 @@ class Names:
     mlp_norm: str | None = None  # of the MLP's
     router: str = "model.layers.{layer}.mlp.gate.weight"
     router_bias: str = "model.layers.{layer}.mlp.router.bias"
-    correction: str = "model.layers.{layer}.mlp.gate.e_score_correction_bias"
+    score_bias: str = "model.layers.{layer}.mlp.gate.e_score_correction_bias"
     gate: str = "model.layers.{layer}.mlp.gate_proj"
     up: str = "model.layers.{layer}.mlp.up_proj"
     down: str = "model.layers.{layer}.mlp.down_proj"
@@ -138,7 +138,7 @@ class ModelSpec:
         """Dims of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor) if self.latent is None else self.latent.rope_dim
 
-    def of_layer(self, layer: int) -> ModelSpec:
+    def spec_for_layer(self, layer: int) -> ModelSpec:
         """The same with the heads that one layer has, by its index in the model."""
         if self.global_heads is None:
             return self
@@ -149,10 +149,21 @@ class ModelSpec:
     def has_global_heads(self, layer: int) -> bool:
         return self.global_heads is not None and self.windows[layer] is None
 
+    def attention_kind(self, layer: int) -> Literal["full", "global", "linear"]:
+        """Return which attention a layer has, by its global index: linear, with ``global_heads``, or the heads of the others."""
+        if self.delta_of(layer) is not None:
+            return "linear"
+        return "global" if self.has_global_heads(layer) else "full"
+
+    def supports_fused_layer(self, layer: int) -> bool:
+        """Return True if :meth:`~rlhf_spmd.kernels.Ops.layer` knows all that a layer computes, by its global index."""
+        plain_attention = self.latent is None and self.delta is None and self.names.sinks is None and self.query_growth is None
+        return plain_attention and not self.value_norm and self.experts_of(layer) is None and self.names.scalar is None
+
     def kinds_of_heads(self) -> list[ModelSpec]:
-        """:meth:`of_layer` for one layer of each kind."""
+        """:meth:`spec_for_layer` for one layer of each kind."""
         found = {self.has_global_heads(layer): layer for layer in range(self.num_hidden_layers)}
-        return [self.of_layer(found[kind]) for kind in sorted(found)]
+        return [self.spec_for_layer(found[kind]) for kind in sorted(found)]
 
     @property
     def attention_numel(self) -> int:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.file_forms import file_forms, file_names, find_tensor, is_correction
+from rlhf_spmd.models.file_forms import file_forms, file_names, find_tensor, is_score_bias
 from rlhf_spmd.models.lora import PREFIX, LoraConfig, check_peft_config, is_adapter
 from rlhf_spmd.models.sharding import plan_params, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec, Names, read_eos_ids, spec_from_config
@@ -163,8 +163,8 @@ def _quantized_places(decoder: Decoder) -> Iterator[tuple[Tensor, Box]]:
 
 def random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """The initial fp32 value of a tensor: norms multiply by 1, biases 0, matrices normal with ``initializer_range`` (0.02),
-    corrections of routers 0."""
-    if is_correction(spec, name):
+    biases of routers' scores 0."""
+    if is_score_bias(spec, name):
         return torch.zeros(shape)
     if name.endswith(".A_log"):  # decays of transformers' range; all equal would let no head remember longer than others
         return torch.empty(shape).uniform_(0.01, 16, generator=_generator(seed, name)).log_()

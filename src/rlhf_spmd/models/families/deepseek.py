@@ -80,7 +80,7 @@ def sigmoid_experts(full: Mapping[str, Any], source: str, sizes: tuple[int, int,
         "sigmoid",
         read_positive(full.get("routed_scaling_factor", 1.0), source, "routed_scaling_factor"),
         *read_groups(full, source, count, per_token),
-        corrected=True,
+        score_biased=True,
         shared_size=shared * width,
         wide_router=True,
     )
@@ -157,7 +157,7 @@ _DEEPSEEK_V3_DEFAULTS = {
 
 def deepseek_v3(config: Mapping[str, Any], source: str) -> ModelSpec:
     """DeepSeek-V3 and R1: latent attention, and behind the first layers experts chosen by sigmoid scores, in groups,
-    with a correction.
+    with a bias of the scores.
 
     transformers' DeepseekV3Config, with its defaults. The layer that predicts further tokens, which the files have
     behind the last one, is read by nobody and not exported.
