@@ -31,8 +31,8 @@ from rlhf_spmd.kernels import suspended
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
 

@@ -25,7 +25,7 @@ from measure import join_world, machine_facts, on_ranks, run_parts, save, table
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh

@@ -31,7 +31,7 @@ from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.kernels.devices import DeviceCapabilities
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh

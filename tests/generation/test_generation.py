@@ -35,7 +35,8 @@ from rlhf_spmd.generation import GenerationConfig, GenerationStats, Generator, R
 from rlhf_spmd.generation.kv_cache import KVCache, room_on_device, step_bytes
 from rlhf_spmd.kernels import devices
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import read_eos_ids, spec_from_config
+from rlhf_spmd.models.families import spec_from_config
+from rlhf_spmd.models.stored import read_eos_ids
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import Layout

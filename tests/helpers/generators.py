@@ -18,7 +18,7 @@ from rlhf_spmd.generation.sequence import SamplingOverrides, SequenceState
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.spec import read_eos_ids, read_spec
+from rlhf_spmd.models.stored import read_eos_ids, read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout

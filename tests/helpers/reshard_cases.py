@@ -8,7 +8,8 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from rlhf_spmd.models.sharding import check_layout, plan_params
+from rlhf_spmd.models.layout_rules import check_layout
+from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
@@ -74,7 +75,7 @@ def leave_out(without: str, shards: Shards) -> Shards:
 def fits(spec: ModelSpec, *layouts: Layout | GenerationLayout) -> bool:
     try:
         for layout in layouts:
-            check_layout(spec, layout.pp, layout.tp, "layout")
+            check_layout(spec, "layout", layout.pp, layout.tp)
     except ValueError:
         return False
     return True

@@ -22,7 +22,7 @@ from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention, choos
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.collectives import solo
 from small_models import CONFIGS, LENGTHS, make_batch, make_model

@@ -20,9 +20,9 @@ from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.rope import Rope, rope_tables
 from rlhf_spmd.models.sharding import cache_shape
-from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
 from small_models import CONFIGS

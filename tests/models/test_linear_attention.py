@@ -22,7 +22,7 @@ from rlhf_spmd.generation.recurrent_states import slot_bytes
 from rlhf_spmd.kernels import DeltaShape, DeltaStates, delta_rule
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.spec import read_eos_ids
+from rlhf_spmd.models.stored import read_eos_ids
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -211,7 +211,7 @@ def test_what_linear_attention_cannot_do(tmp_path: Path) -> None:
     for more, words in (
         (f"{generation}.reuse_rollout_log_probs=true", "linear attention .* one token by other sums than many; leave it out"),
         ("models.actor.layout.cp=2", r"models\.actor\.layout\.cp=2: linear attention .* allowed: 1"),
-        ("models.actor.layout.tp=8", r"tp=8 does not divide"),
+        ("models.actor.layout.tp=8", r"tp=8: does not divide"),
     ):
         with pytest.raises(ValueError, match=words):
             job(more, ranks=8 if "layout" in more else 1)

@@ -26,8 +26,10 @@ from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.expert_config import Experts
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.linear_attention import PackedDeltaAttention
-from rlhf_spmd.models.spec import ModelSpec, read_spec, spec_from_config
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.layout import Layout

@@ -13,7 +13,7 @@ import pytest
 from known_models import KEYS
 from places import ROOT
 from rlhf_spmd import plan
-from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.planner import memory
 from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.machine import ClusterConfig

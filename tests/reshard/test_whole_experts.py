@@ -13,9 +13,10 @@ from ranks import run_ranks
 from reshard_cases import Simulated, generation_shards, generation_shards_at, layout_of, train_shards, train_shards_at
 from reshard_generation import generate_in_layout, transitions
 from reshard_plans import check_plans
-from rlhf_spmd.models.expert_parallel import check_generation_ep
-from rlhf_spmd.models.sharding import check_layout, plan_params
-from rlhf_spmd.models.spec import ModelSpec, spec_from_config
+from rlhf_spmd.models.families import spec_from_config
+from rlhf_spmd.models.layout_rules import check_generation_ep, check_layout
+from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.reshard import choose_method, missing_elements
 
@@ -135,6 +136,6 @@ def test_what_cannot_be() -> None:
 
 
 def test_columns_need_not_divide() -> None:
-    check_layout(QWEN3, 1, 8, "layout", whole_experts=True)
-    with pytest.raises(ValueError, match=r"^layout: tp=8 does not divide moe_intermediate_size=12"):
-        check_layout(QWEN3, 1, 8, "layout")
+    check_layout(QWEN3, "layout", tp=8, expert_parallel_generation=True)
+    with pytest.raises(ValueError, match=r"^layout.tp=8: does not divide moe_intermediate_size=12"):
+        check_layout(QWEN3, "layout", tp=8)

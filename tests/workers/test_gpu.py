@@ -24,8 +24,9 @@ from rlhf_spmd.kernels.devices import unavailable
 from rlhf_spmd.kernels.pinned_memory import copy_to_host, host_like, host_zeros
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.spec import read_spec, spec_from_config
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import init_random, load_pretrained, write_random_model
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout

@@ -20,34 +20,10 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels import Ops, differentiable
-from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.collectives import Group
 
 LABEL = "expert_rows"  # under which the rows are counted
 COUNTS = "expert_counts"  # and the numbers of rows
-
-
-def check_ep(spec: ModelSpec, ep: int, where: str) -> None:
-    """Raises ValueError if ``ep`` ranks cannot share the experts of the model. ``where`` names the layout."""
-    if ep == 1:
-        return
-    if spec.experts is None:
-        raise ValueError(f"{where}.ep={ep}: model_type {spec.family!r} has no experts to share; allowed: 1")
-    if (count := spec.experts.count) % ep:
-        allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise ValueError(f"{where}.ep={ep}: must divide the model's {count} experts; allowed: {allowed}")
-
-
-def check_generation_ep(spec: ModelSpec, ep: int, tp: int, where: str, tp_key: str) -> bool:
-    """Returns True if each tp rank that generates has ``1 / ep`` of the experts, whole. ``tp_key``: the setting of ``tp``.
-
-    Raises ValueError for an ``ep`` that is neither 1 nor ``tp``, and if the experts cannot be shared so.
-    """
-    if ep not in (1, tp):
-        allowed = "1" if tp == 1 else f"1 and {tp}"
-        raise ValueError(f"{where}.ep={ep}: the tp ranks share the experts, and {tp_key} is {tp}; allowed: {allowed}")
-    check_ep(spec, ep, where)
-    return ep > 1
 
 
 def at_experts(

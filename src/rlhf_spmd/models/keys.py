@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # sizes that multiply the tensors of a model, of which lists are made: several times the largest published
+FP8_BLOCK = 128  # rows and columns of an FP8 matrix that share a scale
 MOST = {"num_hidden_layers": 1000, "num_experts": 10_000, "num_local_experts": 10_000}
 
 
@@ -143,3 +144,15 @@ def check_factors(scaling: Mapping[str, Any] | None, pairs: int, source: str) ->
         count = len((scaling or {}).get(name, (1,) * pairs))
         if count != pairs:
             raise ValueError(f"{source}: '{name}' of the rotary scaling has {count} numbers; a head rotates {pairs} pairs")
+
+
+def check_fp8(config: Mapping[str, Any], source: str) -> None:
+    """Raise ValueError if ``quantization_config`` is there and says something other than FP8 as it is read here."""
+    if config.get("quantization_config") is None:
+        return
+    quantization, where = config["quantization_config"], f"{source}: quantization_config"
+    if not isinstance(quantization, Mapping):
+        raise ValueError(f"{source}: 'quantization_config' is {quantization!r}; it must be an object")
+    reject_unless({"quant_method": "none", **quantization}, where, "quant_method", "fp8")
+    reject_unless(quantization, where, "fmt", "e4m3")
+    reject_unless(quantization, where, "weight_block_size", [FP8_BLOCK, FP8_BLOCK])

@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from rlhf_spmd.config.constraints import NonNegativeInt, PositiveFloat, Range
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.models.expert_config import is_fixed
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 
@@ -64,32 +65,33 @@ class LoraConfig:
     path: str | None = None
     bits: Literal[4, 8] | None = None
 
+    needs: ClassVar = {"rank or path": ("alpha", "dropout", "target_modules", "use_rslora", "bits")}
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("target_modules",),
+            lambda s: not s.target_modules or (isinstance(s.target_modules, str) and s.target_modules != ALL_LINEAR),
+            "it names no matrices",
+            f"set {ALL_LINEAR}, or a list of modules such as [q_proj, v_proj]",
+        ),
+    )
+
     @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     def targets(self, tensor: str) -> bool:
-        """Whether a matrix of the layers, ``<module>.weight``, has an adapter."""
+        """Return True if a matrix of the layers, ``<module>.weight``, has an adapter."""
         module, named = tensor.removesuffix(".weight"), self.target_modules
         return named == ALL_LINEAR or any(f".{module}".endswith(f".{end}") for end in named)
 
     def check(self, where: str) -> None:
-        if not self.rank and self.path is None and self != LoraConfig():
-            raise ValueError(f"{where}.rank=0: there are no adapters, and the other keys of {where} do nothing; give it a rank")
-        self.need_package(where)
-        if not self.target_modules or (isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR):
-            raise ValueError(
-                f"{where}.target_modules={self.target_modules!r}: must be {ALL_LINEAR}, or a list of modules such as [q_proj, v_proj]"
-            )
-
-    def need_package(self, where: str) -> None:
-        """Raises ValueError without bitsandbytes."""
+        """Raise ValueError without bitsandbytes."""
         if self.bits is not None and find_spec("bitsandbytes") is None:
             raise ValueError(f"{where}.bits={self.bits} needs the library: pip install bitsandbytes")
 
 
 def with_stored_settings(lora: LoraConfig, config: Mapping[str, Any], file: str) -> LoraConfig:
-    """Returns ``lora`` with the rank of the adapter whose adapter_config.json is ``config``, and with what else the file says where
+    """Return ``lora`` with the rank of the adapter whose adapter_config.json is ``config``, and with what else the file says where
     ``lora`` has the default. Raises ValueError for a file without a rank."""
     rank, modules, usual = config.get("r"), config.get("target_modules"), LoraConfig()
     if type(rank) is not int or rank < 1:
@@ -128,8 +130,8 @@ def is_adapter(name: str) -> bool:
 
 
 def is_trained(name: str, head: str, lora: bool) -> bool:
-    """Whether a role trains a parameter: with adapters these, and a head of values, which the model's directory may not have; otherwise
-    all but what no optimizer changes."""
+    """Return True for a parameter that a role trains: with adapters these, and a head of values, which the model's directory may not
+    have; otherwise all but what no optimizer changes."""
     if not lora:
         return not is_fixed(name)
     return is_adapter(name) or name.endswith("value.weight") or (head == "value" and name.endswith("head.weight"))

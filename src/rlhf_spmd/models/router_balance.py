@@ -18,13 +18,14 @@ Shape legend: T tokens of this rank, R rows, E experts, K of which a token takes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.kernels import Ops, RoutingRule, differentiable, on_device
 from rlhf_spmd.kernels.routing import TINY
 from rlhf_spmd.models.attention import Copies
@@ -32,14 +33,29 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.collectives import Group
 
 
-def check_balance(spec: ModelSpec, coef: float, trained: bool, where: str) -> None:
-    """Raises ValueError if ``coef`` cannot be that of the balance loss of a role, ``trained`` or not. ``where`` names it."""
-    if not 0 <= coef < math.inf:
-        raise ValueError(f"{where}={coef:g} must be at least 0")
-    if coef and not trained:
-        raise ValueError(f"{where}={coef:g}: this role is not trained; leave it out")
-    if coef and spec.experts is None:
-        raise ValueError(f"{where}={coef:g}: models of {spec.family} have no experts; leave it out")
+@dataclass(frozen=True)
+class BalanceLoss:
+    """The balance loss of a role, trained or not."""
+
+    router_aux_loss_coef: float
+    spec: ModelSpec
+    trained: bool
+
+
+BALANCE_RULES: Rules = (
+    Rule(
+        ("router_aux_loss_coef",),
+        lambda s: s.router_aux_loss_coef > 0 and not s.trained,
+        "this role is not trained",
+        "leave it out",
+    ),
+    Rule(
+        ("router_aux_loss_coef",),
+        lambda s: s.router_aux_loss_coef > 0 and s.spec.experts is None,
+        "models of {s.spec.family} have no experts",
+        "leave it out",
+    ),
+)
 
 
 def mixture_numbers(spec: ModelSpec) -> dict[int, int]:

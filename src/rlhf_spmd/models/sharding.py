@@ -15,6 +15,7 @@ from dataclasses import replace
 from rlhf_spmd.models.delta_config import DeltaRule
 from rlhf_spmd.models.expert_config import BY_EXPERT, SCALAR, SCORE_BIAS, Experts
 from rlhf_spmd.models.latent import NAMES as LATENT_NAMES
+from rlhf_spmd.models.layout_rules import check_layout
 from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, is_adapter, plan_adapters
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard
@@ -40,35 +41,6 @@ def kv_heads_of(spec: ModelSpec, tp_rank: int, tp: int) -> range:
 def cache_shape(spec: ModelSpec, tp_rank: int, tp: int) -> tuple[int, int]:
     """Heads that a rank caches in a layer of ``spec.kinds_of_heads()``, and elements of each."""
     return (len(kv_heads_of(spec, tp_rank, tp)), spec.head_dim) if spec.latent is None else (1, spec.latent.entry)
-
-
-def check_layout(spec: ModelSpec, pp: int, tp: int, where: str, vpp: int = 1, whole_experts: bool = False) -> None:
-    """Raises ValueError if the model cannot be cut into pp * vpp stages of tp slices, but for ``whole_experts``. ``where`` names the
-    setting, as in ``models.actor.layout``."""
-    if pp * vpp > spec.num_hidden_layers:
-        name = f"pp={pp}" if vpp == 1 else f"pp={pp} * vpp={vpp}"
-        raise ValueError(
-            f"{where}: {name} stages need at least one layer each, but the model has "
-            f"num_hidden_layers={spec.num_hidden_layers}; choose at most as many stages"
-        )
-    sizes = {key: getattr(spec, key) for key in ("num_attention_heads", "intermediate_size")}
-    if spec.experts is not None:
-        if not whole_experts:
-            sizes["moe_intermediate_size"] = spec.experts.intermediate_size
-        sizes["shared_expert_intermediate_size"] = spec.experts.shared_size
-    if spec.delta is not None:
-        sizes["linear_num_key_heads"] = spec.delta.key_heads
-    for key, size in sizes.items():
-        if size % tp:
-            raise ValueError(f"{where}: tp={tp} does not divide {key}={size}; choose a tp that does")
-    for kv in (kind.num_key_value_heads for kind in spec.kinds_of_heads()):
-        if kv % tp and tp % kv:
-            raise ValueError(
-                f"{where}: tp={tp} and num_key_value_heads={kv}: one must divide the other (a rank holds whole KV heads, or "
-                "several ranks hold copies of one); choose another tp"
-            )
-    if spec.vocab_size < tp:
-        raise ValueError(f"{where}: tp={tp} slices of a vocabulary of vocab_size={spec.vocab_size}; choose a smaller tp")
 
 
 def fused_blocks(spec: ModelSpec, tp: int, blocks: int) -> tuple[int, int]:
@@ -99,7 +71,7 @@ def plan_params(
     if head not in HEAD_KINDS:
         raise ValueError(f"head {head!r} is not one of {', '.join(HEAD_KINDS)}")
     for slices in sorted({tp, tp * blocks}):
-        check_layout(spec, pp, slices, f"layout pp({pp}) * tp({slices})", whole_experts=whole_experts)
+        check_layout(spec, "layout", pp, slices, expert_parallel_generation=whole_experts)
     assert blocks == 1 or not whole_experts, f"{blocks} blocks of whole experts"
     assert 0 <= stage < pp and 0 <= tp_rank < tp, f"stage {stage} of {pp}, tp rank {tp_rank} of {tp}"
     names, hidden = spec.names, spec.hidden_size

@@ -1,33 +1,18 @@
-"""What a model is, in our words: read from a Hugging Face ``config.json``, without the network and without running its code.
-
-``families`` has a function ``(config, source) -> ModelSpec`` for each ``model_type``; the name can choose no other code.
-"""
+"""What a model is: a description of a decoder that names no family's code."""
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.delta_config import DeltaRule
 from rlhf_spmd.models.expert_config import Experts
-from rlhf_spmd.models.fp8 import check_fp8
 from rlhf_spmd.models.keys import check_factors, longest_row, read_positive, read_rope, read_size, reject_unless
 from rlhf_spmd.models.latent import Latent
-from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
-
-_untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
-# families that the decoder cannot be, why, and the nearest that it can
-UNFIT = {
-    "llama4": ("its attention is in chunks, and its experts take weighted tokens", "llama"),
-}
 
 
 @dataclass(frozen=True)
@@ -195,52 +180,11 @@ class ModelSpec:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
 
-def read_spec(path: str | Path) -> ModelSpec:
-    """The architecture of a Hugging Face directory, whose weights need not be there. ``tie_word_embeddings`` is false where an output
-    matrix lies there that differs from the embedding, as transformers has it.
-
-    Raises ValueError naming the file, the key and the value.
-    """
-    source = Path(path) / "config.json"
-    spec = spec_from_config(read_json(source), str(source), read_eos_ids(path))
-    if not spec.tie_word_embeddings or not any((Path(path) / name).is_file() for name in (WEIGHTS, INDEX)):
-        return spec
-    files = sorted(Path(path).glob("*.safetensors"))
-    stamps = (str(path), *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
-    if stamps not in _untied:  # several roles have the same model, whose matrices are large
-        with ExitStack() as stack:
-            _untied[stamps] = StoredModel(Path(path), spec, stack).has_own_head(spec)
-    return replace(spec, tie_word_embeddings=False) if _untied[stamps] else spec
-
-
 def join_ends(spec: ModelSpec, tokenizer: Any, template: str | None = None) -> ModelSpec:
     """``spec`` with all tokens that end a response: those that the model's files name, the end token of ``tokenizer`` (None: there is
     none) and the one that closes the assistant's turn in ``template``, by default the tokenizer's own."""
     known = (token for token in end_token_ids(tokenizer, template) if token < spec.vocab_size)
     return replace(spec, eos_token_ids=tuple(sorted({*spec.eos_token_ids, *known})))
-
-
-def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tuple[int, ...] | None = None) -> ModelSpec:
-    """The same from the contents of a config.json; ``source`` names it in messages."""
-    family = config.get("model_type")
-    if not isinstance(family, str):
-        raise ValueError(f"{source}: 'model_type' is {family!r}; it must name a model family")
-    if unfit := UNFIT.get(family.removesuffix("_text")):
-        raise ValueError(f"{source}: model_type {family!r} is not supported: {unfit[0]}; the nearest that is: {unfit[1]!r}")
-    families = importlib.import_module(f"{__package__}.families")  # which import this module
-    if family not in families.FAMILIES:
-        hint = nearest(family.lower(), list(families.FAMILIES)) or ";"
-        known = ", ".join(families.FAMILIES)
-        raise ValueError(f"{source}: model_type: unknown model family '{family}'{hint} available: {known}")
-    unchecked = families.UNCHECKED.get(family, ())
-    if "quantization_config" not in unchecked:
-        check_fp8(config, source)
-    if "auto_map" not in unchecked:
-        reject_unless(config, source, "auto_map", None)
-    spec: ModelSpec = families.FAMILIES[family](config, source)
-    if eos_token_ids is not None:
-        spec = replace(spec, eos_token_ids=eos_token_ids)
-    return spec
 
 
 def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
@@ -265,7 +209,7 @@ def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> Model
         "rope_scaling": rope_scaling,
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "max_position_embeddings": longest_row(rope_scaling, context),
-        "eos_token_ids": _eos_ids(config.get("eos_token_id"), source) or (),
+        "eos_token_ids": end_ids(config.get("eos_token_id"), source) or (),
         "hf_config": dict(config),
     }
     spec = ModelSpec(**{**fields, **flags})
@@ -298,21 +242,8 @@ def read_windows(config: Mapping[str, Any], source: str, pattern: int | None = N
     return tuple(read_size(config, source, "sliding_window") if kind == "sliding_attention" else None for kind in types)
 
 
-def read_eos_ids(path: str | Path) -> tuple[int, ...]:
-    """End-of-sequence token ids: generation_config.json if it names any, else config.json; () where neither does.
-
-    Raises ValueError naming the file and the value.
-    """
-    for name in ("generation_config.json", "config.json"):
-        source = Path(path) / name
-        if source.is_file():
-            ids = _eos_ids(read_json(source).get("eos_token_id"), str(source))
-            if ids is not None:
-                return ids
-    return ()
-
-
-def _eos_ids(value: Any, source: str) -> tuple[int, ...] | None:
+def end_ids(value: Any, source: str) -> tuple[int, ...] | None:
+    """Return the end-of-sequence ids that a file's ``eos_token_id`` names; None where it names none. Raises ValueError."""
     if value is None:
         return None
     ids = value if isinstance(value, list) else [value]

@@ -17,11 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.file_forms import file_forms, file_names, find_tensor, is_score_bias
 from rlhf_spmd.models.lora import PREFIX, LoraConfig, check_peft_config, is_adapter
 from rlhf_spmd.models.sharding import plan_params, tensor_shapes
-from rlhf_spmd.models.spec import ModelSpec, Names, read_eos_ids, spec_from_config
-from rlhf_spmd.models.stored import ADAPTER_CONFIG, StoredModel, read_json
+from rlhf_spmd.models.spec import ModelSpec, Names
+from rlhf_spmd.models.stored import ADAPTER_CONFIG, StoredModel, read_eos_ids, read_json
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.zero import local_part
@@ -45,9 +46,9 @@ def load_pretrained(
     """
     with contextlib.ExitStack() as stack, torch.no_grad():
         checkpoint = StoredModel(Path(path), decoder.spec, stack)
-        checkpoint.refuse_unknown(decoder.spec, file_names(decoder.spec, tensor_shapes(decoder.spec, "both")))
+        checkpoint.refuse_unknown(file_names(decoder.spec, tensor_shapes(decoder.spec, "both")))
         for target, box in chain(_places(decoder, shards), _quantized_places(decoder)):
-            found = find_tensor(checkpoint, decoder.spec, box.name, box.shape, missing_head_ok)
+            found = find_tensor(checkpoint, box.name, box.shape, missing_head_ok)
             if found is None:
                 target.zero_()
             else:
@@ -61,10 +62,10 @@ def check_pretrained(spec: ModelSpec, path: str | Path, head: str, missing_head_
     """
     with contextlib.ExitStack() as stack:
         checkpoint = StoredModel(Path(path), spec, stack)
-        checkpoint.refuse_fewer(spec)
-        checkpoint.refuse_unknown(spec, file_names(spec, tensor_shapes(spec, "both")))
+        checkpoint.refuse_fewer()
+        checkpoint.refuse_unknown(file_names(spec, tensor_shapes(spec, "both")))
         for name, shape in tensor_shapes(spec, head).items():
-            find_tensor(checkpoint, spec, name, shape, missing_head_ok)
+            find_tensor(checkpoint, name, shape, missing_head_ok)
 
 
 def init_random(decoder: Decoder, seed: int, shards: Mapping[str, ParamShard] | None = None) -> None:

@@ -17,7 +17,7 @@ from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.controller import CallRecord, Graph
 from rlhf_spmd.kernels import capabilities, model_device
 from rlhf_spmd.kernels.devices import total_bytes
-from rlhf_spmd.models.expert_parallel import check_ep
+from rlhf_spmd.models.layout_rules import check_layout
 from rlhf_spmd.planner.cluster import waits
 from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.machine import GIB, GPUS, ClusterConfig, Gpu, Machine
@@ -51,7 +51,7 @@ def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> 
         call, role = graph.nodes[node], graph.nodes[node].role.name
         plan, kind, generation = plans[role], call.spec.kind, plans[role].config.generation
         assert plan.spec is not None and kind is not None and issubclass(plan.worker, ModelWorker)
-        check_ep(plan.spec, plan.config.layout.ep, f"models.{role}.layout")
+        check_layout(plan.spec, f"models.{role}.layout", ep=plan.config.layout.ep)
         of_method = sum(other.role.name == role and other.spec.name == call.spec.name for other in graph.nodes)
         found.append(
             ModelCall(
