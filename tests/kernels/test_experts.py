@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from launches import counted_launches
-from rlhf_spmd.kernels import Ops, grouped_gemm, triton_experts
+from rlhf_spmd.kernels import Ops, triton_experts
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.models.expert_config import BY_EXPERT, SCORE_BIAS, Experts
 from rlhf_spmd.models.experts import MixtureWeights, apply_experts, mix_experts
@@ -67,7 +67,7 @@ def test_outputs_and_gradients_equal_float64(blocks: int, per_token: int, normal
 def test_what_grouped_products_do_not_take_is_a_loop(dtype: torch.dtype, hidden: int) -> None:
     parts, experts = [part.to(DEVICE, dtype) for part in draw(9, 1, hidden)], Experts(COUNT, 2, WIDTH, True)
     found, plain = (mix(ops, parts, experts) for ops in (GpuOps(), Ops()))
-    assert not grouped_gemm.fits(parts[0], parts[3].view(COUNT, 1, hidden, -1))
+    assert not triton_experts.fits_grouped_product(parts[0], parts[3].view(COUNT, 1, hidden, -1))
     torch.testing.assert_close(found, plain, atol=2e-2 if dtype == torch.bfloat16 else 1e-6, rtol=1e-2)
 
 

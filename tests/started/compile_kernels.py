@@ -84,7 +84,7 @@ def experts() -> None:
         (triton_experts._sum_rows, {"K": 8, "WEIGHTED": False}),
         (triton_experts._sum_rows_backward, {"K": 8}),
         (triton_experts._clear_idle, {}),
-        (triton_experts._own_choices, {}),
+        (triton_experts._local_choices, {}),
         (triton_experts._places, {}),
         (triton_experts._clamped_gate, {"BACK": False}),
         (triton_experts._clamped_gate, {"BACK": True}),

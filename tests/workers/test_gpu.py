@@ -179,7 +179,7 @@ def test_host_memory_is_pinned_in_slabs_and_in_the_arena() -> None:
 def test_segments_of_the_allocator_grow() -> None:
     """In a process that sets CUDA up as the programs do, after torch was imported and before a GPU was asked for."""
     script = (
-        "import torch; from rlhf_spmd.kernels.cuda_settings import set_up_cuda; set_up_cuda()\n"
+        "import torch; from rlhf_spmd.kernels.devices import set_up_cuda; set_up_cuda()\n"
         "held = torch.zeros(1 << 26, device='cuda')\n"
         "assert all(segment['is_expandable'] for segment in torch.cuda.memory_snapshot())"
     )

@@ -14,7 +14,6 @@ Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim, V voc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -52,19 +51,7 @@ class BatchInvariantGpuOps(GpuOps):
     # -- products
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, recomputed: bool = False) -> Tensor:
-        if not torch.is_grad_enabled():
-            return product(x, weight, bias)
-
-        def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
-            return x.new_empty(len(x), len(weight)) if recomputed else product(x, weight, bias), (x, weight)
-
-        return differentiable(forward, self._linear_backward, x, weight, bias)
-
-    def _linear_backward(
-        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        grad_x = torch.mm(grad, weight) if needed[0] else None
-        return grad_x, torch.mm(grad.t(), x) if needed[1] else None, grad.sum(0) if needed[2] else None
+        return self._linear_by(product, x, weight, bias, recomputed)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return product(hidden, weight, wide=True)

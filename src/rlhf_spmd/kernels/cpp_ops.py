@@ -91,19 +91,7 @@ class CppOps(BatchInvariantOps):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, recomputed: bool = False) -> Tensor:
         if not self.multiplies(x, weight):
             return super().linear(x, weight, bias)
-        if not torch.is_grad_enabled():
-            return self.product(x, weight, bias)
-
-        def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
-            return x.new_empty(len(x), len(weight)) if recomputed else self.product(x, weight, bias), (x, weight)
-
-        return differentiable(forward, self._product_backward, x, weight, bias)
-
-    def _product_backward(
-        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        grad_x = self.gradient_product(grad, weight) if needed[0] else None
-        return grad_x, self.gradient_product(grad.t(), x) if needed[1] else None, grad.sum(0) if needed[2] else None
+        return self._linear_by(self.product, x, weight, bias, recomputed)
 
     def gradient_product(self, left: Tensor, right: Tensor) -> Tensor:
         if self._widens and left.dtype == torch.bfloat16:

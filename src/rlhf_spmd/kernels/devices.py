@@ -9,6 +9,7 @@ import math
 import os
 import resource
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -21,6 +22,8 @@ from torch import Tensor
 
 EXTRAS = {"triton": "triton", "flash_attn": "gpu"}  # optional packages of GPUs: the extras of this one that bring them
 MIN_CAPABILITY = (8, 0)
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its name before torch 2.9
+EXPANDABLE = "expandable_segments:True"
 
 
 @dataclass(frozen=True)
@@ -225,3 +228,32 @@ def _interpreted() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
+
+
+def usual_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what to add to ``environment``: variables that CUDA, torch's allocator and NCCL read before their first use. Pure.
+
+    - ``CUDA_DEVICE_MAX_CONNECTIONS=32``: hardware queues for the streams of a process; CUDA's default is 8. Streams that share a queue
+      wait for each other for no reason. A rank has streams for its computation, FSDP2 (four), tp, each direction of the pipeline,
+      gathers and weight sync. Megatron sets 1, which on GPUs before Hopper orders a product's launch behind a collective. That does not
+      suit FSDP2, whose copies would then queue behind its collectives, nor tensor parallelism here.
+    - ``PYTORCH_ALLOC_CONF=expandable_segments:True``: generation and training take turns with blocks of different sizes, so blocks of
+      one phase would leave holes in the next. Expandable segments are mapped page by page instead. CUDA graphs may hold such memory,
+      because a private pool's pages stay mapped. CUDA IPC of tensors and NCCL's registration of user buffers would not work with them;
+      neither is used here. Pinned memory has another allocator.
+    - ``NCCL_GRAPH_REGISTER=0``, needed with it: NCCL would register the buffers of captured collectives by itself, and would read
+      outside of them in expandable segments.
+    """
+    usual = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    if not any(name in environment for name in ALLOCATOR):
+        usual[ALLOCATOR[0]] = EXPANDABLE
+    if any(EXPANDABLE in {**environment, **usual}.get(name, "") for name in ALLOCATOR):
+        usual["NCCL_GRAPH_REGISTER"] = "0"
+    return {name: value for name, value in usual.items() if name not in environment}
+
+
+def set_up_cuda() -> None:
+    """Set :func:`usual_settings` for this process and its children. To be called before anything asks for a GPU; later it does
+    nothing."""
+    if not torch.cuda.is_initialized():
+        os.environ.update(usual_settings(os.environ))

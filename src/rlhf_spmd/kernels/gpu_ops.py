@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels import (
-    grouped_gemm,
     triton_delta,
     triton_draw,
     triton_experts,
@@ -25,13 +24,14 @@ from rlhf_spmd.kernels import (
     triton_qkv,
     triton_route,
 )
+from rlhf_spmd.kernels.dense_attention import LatentKeys
 from rlhf_spmd.kernels.flash_attention import PackedFlash
 from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
 from rlhf_spmd.kernels.gradients import differentiable, differentiable_several
-from rlhf_spmd.kernels.latent_heads import LatentKeys
 from rlhf_spmd.kernels.linear_attention import DeltaShape, MixerWeights, StateRows
-from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, Groups, LogitTransform, Ops
+from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, LogitTransform, Ops
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget
+from rlhf_spmd.kernels.products import Groups
 from rlhf_spmd.kernels.routing import RoutingRule
 from rlhf_spmd.kernels.sampling_tensors import Drawn, SamplingTensors
 
@@ -143,11 +143,6 @@ class GpuOps(Ops):
     ) -> Tensor:
         return triton_lm_head.logit_gradients(logits, labels, first, log_z, grads, entropy, transform, dtype)
 
-    def logit_gradients(
-        self, logits: Tensor, labels: Tensor, first: int, log_z: Tensor, grads: Tensor, entropy: Sequence[Tensor] | None = None
-    ) -> Tensor:
-        return triton_lm_head.logit_gradients(logits, labels, first, log_z, grads, entropy, LogitTransform(), logits.dtype)
-
     def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
         """The product itself adds in fp32, so it needs no memory of its own."""
         if total.dtype == a.dtype:
@@ -177,8 +172,8 @@ class GpuOps(Ops):
         weights, numbers = differentiable_several(forward, backward, logits)
         return weights, numbers.detach()
 
-    def own_choices(self, weights: Tensor, chosen: Tensor, first: int, own: int, count: int) -> tuple[Tensor, Tensor]:
-        return triton_experts.own_choices(weights, chosen, first, own, count)
+    def local_choices(self, weights: Tensor, chosen: Tensor, first: int, num_local: int, count: int) -> tuple[Tensor, Tensor]:
+        return triton_experts.local_choices(weights, chosen, first, num_local, count)
 
     def sort_choices(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         experts, order = chosen.flatten().sort(stable=True)
@@ -192,13 +187,14 @@ class GpuOps(Ops):
         return torch.searchsorted(experts, numbers, right=True, out_int32=True)
 
     def moe_syncs_host(self, weight: Tensor) -> bool:
-        return not grouped_gemm.fits(weight[0, 0], weight)
+        return not triton_experts.fits_grouped_product(weight[0, 0], weight)
 
     def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         assert isinstance(groups, Tensor), "rows of experts end where a tensor says"
-        if not grouped_gemm.fits(x, weight):
+        if not triton_experts.fits_grouped_product(x, weight):
             return super().per_expert(x, weight, groups.diff(prepend=groups.new_zeros(1)).tolist())
-        return differentiable(partial(grouped_gemm.forward, groups), partial(grouped_gemm.backward, groups), x, weight)
+        forward = partial(triton_experts.grouped_product, groups)
+        return differentiable(forward, partial(triton_experts.grouped_product_backward, groups), x, weight)
 
     def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
         def backward(_: object, grad: Tensor) -> tuple[Tensor]:

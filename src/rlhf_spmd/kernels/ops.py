@@ -1,7 +1,7 @@
 """The operations of a model, in torch, on any device, in the form that suits GPUs.
 
-A model calls differentiable methods (``linear`` to ``attend_packed``). The head, the sampler and the autograd nodes call the others,
-which have no gradients. Subclasses replace methods by kernels for one device; no model changes.
+A model calls differentiable methods (``rms_norm`` to ``attend_packed``, and products, which :mod:`products` has). The head, the sampler
+and the autograd nodes call the others, which have no gradients. Subclasses replace methods by kernels for one device; no model changes.
 
 Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim, V local vocabulary.
 """
@@ -17,11 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_spmd.kernels import expert_rows, routing
-from rlhf_spmd.kernels.dense_attention import attend_dense
+from rlhf_spmd.kernels.dense_attention import LatentKeys, attend_dense, latent_heads
 from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
 from rlhf_spmd.kernels.gradients import differentiable
-from rlhf_spmd.kernels.latent_heads import LatentKeys, latent_heads
 from rlhf_spmd.kernels.packing import (
     AttentionRule,
     HeadShape,
@@ -33,12 +31,9 @@ from rlhf_spmd.kernels.packing import (
     pad_rows,
     visible,
 )
-from rlhf_spmd.kernels.routing import RoutingRule
+from rlhf_spmd.kernels.products import ProductOps
 
 GPU_CHUNK_LOGITS = 1 << 28  # of GpuOps: 1 GiB; the weight is read, and sums are added to, once for so many
-MIN_ROWS = 4  # fewer rows are multiplied by other kernels, with other rounding
-ONEDNN_MIN_SIZE = 16**3  # torch gives products of at most so many multiplications to MKL even where oneDNN is chosen
-Groups = Sequence[int] | Tensor  # of rows by expert, see Ops.expert_groups
 
 
 class LogitTransform(NamedTuple):
@@ -48,7 +43,7 @@ class LogitTransform(NamedTuple):
     softcap: float | None = None
 
 
-class Ops:
+class Ops(ProductOps):
     """The operations of a model, in torch. Subclasses replace some of them by kernels for one kind of device.
 
     - name: the attention's name in ``models.<role>.attention``.
@@ -67,25 +62,12 @@ class Ops:
     chunk_logits, backward_rows = 1 << 26, 1 << 13
     small_head, keeps_logits, wide_head, head_columns = 1 << 23, False, False, 1
 
-    def min_rows(self, numel: int, inner: int) -> int:
-        """Returns the fewest rows with which x @ w is batch-invariant. ``numel``: elements of all w; ``inner``: columns of x."""
-        return max(MIN_ROWS, ONEDNN_MIN_SIZE // max(numel, 1) + 1)
-
-    def is_batch_invariant(self, dtype: torch.dtype, threads: int = 1) -> bool:
-        """True if a row's bits do not depend on the rest of the batch on this device."""
-        return False
-
     @staticmethod
     def page_elements(page_size: int, head_dim: int) -> int:
         """Elements of one page of one head in the KV cache, keys or values."""
         return page_size * head_dim
 
     # -- differentiable
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, recomputed: bool = False) -> Tensor:
-        """x [T, in] times the transpose of ``weight`` [out, in], plus ``bias``. With at least :meth:`min_rows` rows a row's bits do
-        not depend on the others. ``recomputed``: only the saved tensors are needed, the result may be left out."""
-        return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
         """weight * x / sqrt(mean(x^2) + eps) over the last dim; ``plus_one``: (1 + weight) * ..."""
@@ -140,7 +122,7 @@ class Ops:
         return q
 
     def latent_to_pages(self, q: Tensor, made: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
-        """Returns the queries of :func:`latent_heads`. Writes the keys of the first ``len(pages.slots)`` tokens to ``pages``."""
+        """Return the queries of :func:`latent_heads`. Writes the keys of the first ``len(pages.slots)`` tokens to ``pages``."""
         q, entries = latent_heads(self, q, made, keys)
         pages.pages.view(-1, entries.shape[1]).index_copy_(0, pages.slots, entries[: len(pages.slots)])
         return q
@@ -160,66 +142,6 @@ class Ops:
             return self.apply_rotary(x, cos, sin, interleaved)
         backward = partial(self.apply_rotary_backward, interleaved)
         return differentiable(lambda x: (self.apply_rotary(x, cos, sin, interleaved), (cos, sin)), backward, x)
-
-    def route(
-        self,
-        logits: Tensor,
-        score_bias: Tensor | None,
-        rule: RoutingRule,
-        dtype: torch.dtype,
-        chosen: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Weights in ``dtype`` and numbers, int64, of the experts of each token [T, K], from logits [T, E]. ``score_bias`` [E, 3], see
-        :func:`~rlhf_spmd.kernels.routing.as_parts`, has no gradient. ``chosen``: the numbers, where they are given. Computed in fp32
-        at least."""
-        return routing.route(logits, score_bias, rule, dtype, chosen)
-
-    def own_choices(self, weights: Tensor, chosen: Tensor, first: int, own: int, count: int) -> tuple[Tensor, Tensor]:
-        """``weights`` and ``chosen`` [T, K] of ``count`` experts, of which this rank has ``own`` from the ``first`` on: with weight 0
-        of others, and numbers that begin with its own. Without gradients."""
-        return expert_rows.own_choices(weights, chosen, first, own, count)
-
-    def sort_choices(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sorted experts of ``chosen`` [T, K], with ``order`` and ``places`` of the pairs for :meth:`expert_rows`: [T * K] each."""
-        return expert_rows.sort_choices(chosen)
-
-    def sigmoid_gate(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The sigmoid of x [T, in] times the transpose of ``weight`` [1, in] -> [T, 1]."""
-        return expert_rows.sigmoid_gate(x, weight)
-
-    def expert_groups(self, experts: Tensor, count: int) -> Groups:
-        """Returns ``groups`` of :meth:`per_expert`: here each expert's number of rows. ``experts`` [N], sorted: each row's, or
-        ``count`` and above."""
-        return torch.bincount(experts, minlength=count)[:count].tolist()
-
-    def moe_syncs_host(self, weight: Tensor) -> bool:
-        """True if :meth:`per_expert` with ``weight`` [E, blocks, out, in] makes the host wait for the device."""
-        return True
-
-    def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-        """x [N, in], sorted by expert, times each row's expert's matrix [blocks, out, in] -> [N, blocks * out]. ``groups``: from
-        :meth:`expert_groups`."""
-        assert not isinstance(groups, Tensor), "rows of experts are counted on the host here"
-        halves = partial(expert_rows.multiply, self, groups), partial(expert_rows.multiply_backward, self, groups)
-        return differentiable(*halves, x, weight)
-
-    def add_expert_bias(self, rows: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
-        """``rows`` [N, m] plus the ``bias`` [E, m] of the expert of each, ``experts`` [N]."""
-        return differentiable(expert_rows.add_bias, expert_rows.add_bias_backward, rows, bias, experts)
-
-    def clamped_gate(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        """[T, 2n] = [gate; up] -> gate * sigmoid(alpha * gate) * (up + 1) [T, n], gate at most ``limit``, up within it (gpt-oss)."""
-        return expert_rows.clamped_gate(gate_up, alpha, limit)
-
-    def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
-        """x [T, hidden] -> one row per token and expert of it, sorted by expert [T * per_token, hidden]. Row i belongs to the (token,
-        choice) pair ``order[i]``; pair j lies at ``places[j]``."""
-        return expert_rows.gather(x, order, per_token)
-
-    def sum_experts(self, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        """Sums each token's rows, sorted as by :meth:`expert_rows`, times ``weights`` [T, per_token] -> [T, hidden], in the order of
-        the token's choices. GPUs do not read rows of weight 0."""
-        return expert_rows.sum_choices(rows, weights, places)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
         """Attention for generation, without gradients: rows q over keys k and values v [H, B, L, D], returned in the shape of q.
@@ -249,12 +171,6 @@ class Ops:
         ``index``: the attention's name for the layer.
         """
         return None
-
-    # -- in place
-
-    def add_product(self, out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-        """``out`` [n, m] += ``scale`` * ``left`` [n, k] times ``right`` [k, m], summed in fp32 at least and rounded once."""
-        out.addmm_(left, right, alpha=scale)
 
     # -- forward and backward functions of the above
 
@@ -312,10 +228,6 @@ class Ops:
     def apply_rotary_backward(self, interleaved: bool, _: object, grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
         return (self.apply_rotary(grad.contiguous(), cos, -sin, interleaved),)
 
-    def gradient_product(self, left: Tensor, right: Tensor) -> Tensor:
-        """left [n, k] times right [k, m]; bits may depend on the number of rows."""
-        return torch.mm(left, right)
-
     # -- the head and the sampler
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -324,10 +236,6 @@ class Ops:
         if hidden.dtype in (torch.float32, torch.float64):
             return F.linear(padded, weight)[: len(hidden)]
         return self.wide_product(padded, weight)[: len(hidden)]
-
-    def wide_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [T, in] times the transpose of ``weight`` [out, in], both in half precision -> fp32 [T, out]."""
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
     def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
         """Logits [T, V], fp32 or fp64, of the vocabulary from ``first`` on -> [4, T]: largest; sum of exp(l - largest); the label's
@@ -389,16 +297,6 @@ class Ops:
         grad = self.logit_gradients(logits, labels, first, log_z, grads, entropy)
         grad = grad if slope is None else grad.mul_(slope)
         return (grad if transform.temperature == 1.0 else grad.div_(transform.temperature)).to(dtype)
-
-    def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
-        """``total`` [n, m] += a [n, k] times b [k, m]; if ``begins``, ``total`` = the product. ``total`` may have a wider dtype; the
-        product is not rounded before it is added."""
-        if begins:
-            total.zero_()
-        if total.dtype == a.dtype:
-            total.addmm_(a, b)
-        else:
-            total += self.wide_product(a, b.t())
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Returns int64 [T]: the index of the largest of logits [T, V], the first of equal ones."""

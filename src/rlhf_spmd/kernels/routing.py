@@ -58,15 +58,6 @@ def choose(logits: Tensor, score_bias: Tensor | None, rule: RoutingRule) -> Tens
         return ranked.topk(rule.per_token, -1).indices
 
 
-def route(
-    logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype, chosen: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """As ``Ops.route``."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    chosen = choose(wide, score_bias, rule) if chosen is None else chosen
-    return weigh(wide, chosen, rule).to(dtype), chosen
-
-
 def weigh(logits: Tensor, chosen: Tensor, rule: RoutingRule) -> Tensor:
     """Weights of the ``chosen`` experts [T, K], in the logits' dtype."""
     if rule.scoring == "chosen":

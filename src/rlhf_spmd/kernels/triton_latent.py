@@ -1,9 +1,9 @@
 """Latent attention of generation in Triton: keys and queries, and the tiles with which :mod:`triton_paged_attention` reads the keys.
 
 One launch norms the short vectors, rotates what is rotated, and writes each token's key to the pages. The product of the queries is
-torch's. Results are those of :func:`~rlhf_spmd.kernels.latent_heads.latent_heads` up to the order of the norm's sums and rsqrt.
+torch's. Results are those of :func:`~rlhf_spmd.kernels.dense_attention.latent_heads` up to the order of the norm's sums and rsqrt.
 
-Shape legend: as in ``latent_heads``.
+Shape legend: as in ``dense_attention``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_spmd.kernels.latent_heads import LatentKeys
+from rlhf_spmd.kernels.dense_attention import LatentKeys
 from rlhf_spmd.kernels.packing import PageTarget
 from rlhf_spmd.kernels.triton_layers import OPTIONS, TILE, scaled
 from rlhf_spmd.kernels.triton_paged_attention import TileShape

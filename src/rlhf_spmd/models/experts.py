@@ -60,7 +60,7 @@ def mix_experts(
     the experts. ``first``: the rank has whole experts, from this one on, and computes their part alone."""
     factors, chosen = route(ops, x, weights, experts, choose or ops.route)
     if first is not None:
-        factors, chosen = ops.own_choices(factors, chosen, first, len(weights.down) // x.shape[1], experts.count)
+        factors, chosen = ops.local_choices(factors, chosen, first, len(weights.down) // x.shape[1], experts.count)
     sorted_experts, order, places = ops.sort_choices(chosen)
     rows = ops.expert_rows(x, order, places, experts.per_token)
 

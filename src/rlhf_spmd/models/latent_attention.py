@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_spmd.kernels import AttentionRule, Ops
-from rlhf_spmd.kernels.latent_heads import LatentKeys, latent_heads
+from rlhf_spmd.kernels.dense_attention import LatentKeys, latent_heads
 from rlhf_spmd.kernels.packing import pad_rows
 from rlhf_spmd.models.attention import Attention, HasCache, WritesPages
 from rlhf_spmd.models.latent import Latent

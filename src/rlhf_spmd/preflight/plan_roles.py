@@ -37,7 +37,7 @@ from rlhf_spmd.workers.config import BatchLimits
 KINDS = ("generate", "infer", "train")
 ATTEMPTS = 8  # searches, each with as much less memory as the last plan took too much
 SLACK = 1.01
-ALIGNED = 8  # sizes of experts that are grouped are multiples of it, as in ``kernels.grouped_gemm``, which needs triton
+ALIGNED = 8  # sizes of experts that are grouped are multiples of it, as in ``kernels.triton_experts``, which needs triton
 BUDGETS = (2.0, 1.0, 0.5, 0.25)  # token budgets of micro-batches that are tried, as shares of the configuration's
 
 
