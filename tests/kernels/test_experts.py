@@ -11,8 +11,8 @@ from torch import Tensor
 from launches import counted_launches
 from rlhf_spmd.kernels import Ops, triton_experts
 from rlhf_spmd.kernels.gpu_ops import GpuOps
-from rlhf_spmd.models.expert_config import BY_EXPERT, SCORE_BIAS, Experts
 from rlhf_spmd.models.experts import MixtureWeights, apply_experts, mix_experts
+from rlhf_spmd.models.layer_kinds import BY_EXPERT, SCORE_BIAS, Experts
 from triton_device import DEVICE
 from wide_products import wide_products_on_cpus
 

@@ -47,10 +47,10 @@ def test_statistics_equal_float64(case: dict[str, Any]) -> None:
     size, shape, entropy = case.values()
     logits, first = draw(*size), 1000
     labels, before = some_labels(*size, first), logits.clone()
-    found = GpuOps().head_statistics(logits, labels, first, entropy, shape)
+    found = GpuOps().logit_statistics(logits, labels, first, entropy, shape)
     assert torch.equal(logits, before) and found.shape == (4, size[0]) and found.dtype == torch.float32
     exact = Ops()
-    wanted = exact.head_statistics(exact.transform_logits(before.double(), shape), labels, first, entropy, shape)
+    wanted = exact.logit_statistics(exact.transform_logits(before.double(), shape), labels, first, entropy, shape)
     if not entropy:
         assert not found[3].any()
     torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=2e-5)

@@ -23,9 +23,9 @@ from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.expert_config import is_fixed
 from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.heads import local_logits, token_log_probs, values
+from rlhf_spmd.models.layer_kinds import is_fixed
 from rlhf_spmd.models.sharding import cache_shape
 from rlhf_spmd.models.stored import read_json, read_spec
 from rlhf_spmd.models.weights import load_pretrained

@@ -7,6 +7,7 @@ import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,13 +21,13 @@ from ranks import run_ranks
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.page_allocator import PrefixTable
 from rlhf_spmd.generation.scheduler import Scheduler
-from rlhf_spmd.kernels import suspended
+from rlhf_spmd.kernels import dispatch
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.expert_config import Experts
 from rlhf_spmd.models.families import spec_from_config
+from rlhf_spmd.models.layer_kinds import Experts
 from rlhf_spmd.models.linear_attention import PackedDeltaAttention
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.stored import read_spec
@@ -159,7 +160,7 @@ def mixer_operations(tokens: int) -> tuple[int, int]:
     spec = spec_from_config(FAMILIES["qwen3-5"], "test")
     delta = spec.delta
     assert delta is not None
-    with suspended():
+    with mock.patch.object(dispatch, "_load", lambda: None):
         decoder = Decoder(spec, "none", 0, 1, solo(), torch.float32, "cpu")
         block = decoder.layers[min(delta.layers)]
         assert isinstance(block, Block) and block.mixer is not None

@@ -52,7 +52,7 @@ GPUs:
 
 from rlhf_spmd.kernels.cpp_ops import CppOps
 from rlhf_spmd.kernels.devices import capabilities, has_amx, model_device, on_device, wait
-from rlhf_spmd.kernels.dispatch import ATTENTION, choose_ops, processor_kind, suspended
+from rlhf_spmd.kernels.dispatch import ATTENTION, choose_ops, processor_kind
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.linear_attention import DeltaShape, DeltaStates, HasDeltaRuleStep, MixerWeights, StateRows, delta_rule
 from rlhf_spmd.kernels.ops import Ops
@@ -84,6 +84,5 @@ __all__ = [
     "model_device",
     "on_device",
     "processor_kind",
-    "suspended",
     "wait",
 ]

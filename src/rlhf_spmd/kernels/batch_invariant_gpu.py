@@ -24,7 +24,7 @@ from rlhf_spmd.kernels import triton_lm_head, triton_paged_attention
 from rlhf_spmd.kernels.flash_attention import TorchFlash
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.gradients import differentiable
-from rlhf_spmd.kernels.ops import LogitTransform, Ops
+from rlhf_spmd.kernels.ops import UNCHANGED, Ops
 from rlhf_spmd.kernels.packing import AttentionRule, Packing
 from rlhf_spmd.kernels.sampling_tensors import Drawn, SamplingTensors
 from rlhf_spmd.kernels.triton_paged_attention import TileShape, score_factors
@@ -87,7 +87,7 @@ class BatchInvariantGpuOps(GpuOps):
     @staticmethod
     def _log_probs(logits: Tensor, tokens: Tensor, drawn: Tensor, scales: Tensor | None) -> Tensor:
         """As ``models.heads`` makes log-probs of the statistics on one rank; NaN where those that were ``drawn`` are not finite."""
-        largest, total, label, _ = triton_lm_head.logit_statistics(logits, tokens, 0, False, LogitTransform(), scales)
+        largest, total, label, _ = triton_lm_head.logit_statistics(logits, tokens, 0, False, UNCHANGED, scales)
         return torch.add((label - largest) - total.log(), drawn, alpha=0)  # one launch, of 0 * drawn
 
 

@@ -21,7 +21,7 @@ from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.kernels.dense_attention import sink_gradients
 from rlhf_spmd.kernels.devices import has_amx
 from rlhf_spmd.kernels.gradients import differentiable
-from rlhf_spmd.kernels.ops import Ops
+from rlhf_spmd.kernels.ops import UNCHANGED, LogitTransform, Ops
 from rlhf_spmd.kernels.packing import AttentionRule, Context, LayerOptions, LayerParts, Packing, pad_rows
 
 
@@ -262,7 +262,9 @@ class CppOps(BatchInvariantOps):
 
         return run
 
-    def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
+    def logit_statistics(
+        self, logits: Tensor, labels: Tensor, first: int, entropy: bool, transform: LogitTransform = UNCHANGED
+    ) -> Tensor:
         assert logits.is_contiguous() and logits.dtype == torch.float32, "logit statistics are of contiguous fp32 logits"
         out, threads = torch.empty(4, logits.shape[0], dtype=torch.float32), torch.get_num_threads()
         self._c.logit_statistics(logits, *logits.shape, labels.contiguous(), first, entropy, out, threads)

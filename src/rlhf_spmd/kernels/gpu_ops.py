@@ -27,9 +27,9 @@ from rlhf_spmd.kernels import (
 from rlhf_spmd.kernels.dense_attention import LatentKeys
 from rlhf_spmd.kernels.flash_attention import PackedFlash
 from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
-from rlhf_spmd.kernels.gradients import differentiable, differentiable_several
+from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.linear_attention import DeltaShape, MixerWeights, StateRows
-from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, LogitTransform, Ops
+from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, UNCHANGED, LogitTransform, Ops
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget
 from rlhf_spmd.kernels.products import Groups
 from rlhf_spmd.kernels.routing import RoutingRule
@@ -66,7 +66,7 @@ class GpuOps(Ops):
             of_total, of_weight = triton_layers.norm_backward(grad, grad_total, total, weight, scales, plus_one)
             return of_total, of_total, of_weight
 
-        total, out = differentiable_several(forward, backward, x, y, weight)
+        total, out = differentiable(forward, backward, x, y, weight)
         return total, out
 
     def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +78,7 @@ class GpuOps(Ops):
             q, k, v, qkv, cos, sin, of_q, of_k = given
             return triton_qkv.heads_backward((q, k, v), qkv, (of_q, of_k), cos, sin, shape)
 
-        q, k, v = differentiable_several(forward, backward, qkv, *norms)
+        q, k, v = differentiable(forward, backward, qkv, *norms)
         return q, k, v
 
     def heads_to_pages(
@@ -124,11 +124,10 @@ class GpuOps(Ops):
     def transform_logits(self, logits: Tensor, transform: LogitTransform) -> Tensor:
         return logits
 
-    def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, transform: LogitTransform) -> Tensor:
+    def logit_statistics(
+        self, logits: Tensor, labels: Tensor, first: int, entropy: bool, transform: LogitTransform = UNCHANGED
+    ) -> Tensor:
         return triton_lm_head.logit_statistics(logits, labels, first, entropy, transform)
-
-    def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
-        return triton_lm_head.logit_statistics(logits, labels, first, entropy, LogitTransform())
 
     def head_gradients(
         self,
@@ -169,7 +168,7 @@ class GpuOps(Ops):
         def backward(_: object, grad: Tensor, __: object, logits: Tensor, numbers: Tensor) -> tuple[Tensor]:
             return (triton_route.route_backward(rule, grad, logits, numbers),)
 
-        weights, numbers = differentiable_several(forward, backward, logits)
+        weights, numbers = differentiable(forward, backward, logits)
         return weights, numbers.detach()
 
     def local_choices(self, weights: Tensor, chosen: Tensor, first: int, num_local: int, count: int) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,9 @@ class LogitTransform(NamedTuple):
     softcap: float | None = None
 
 
+UNCHANGED = LogitTransform()
+
+
 class Ops(ProductOps):
     """The operations of a model, in torch. Subclasses replace some of them by kernels for one kind of device.
 
@@ -237,10 +240,12 @@ class Ops(ProductOps):
             return F.linear(padded, weight)[: len(hidden)]
         return self.wide_product(padded, weight)[: len(hidden)]
 
-    def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
+    def logit_statistics(
+        self, logits: Tensor, labels: Tensor, first: int, entropy: bool, transform: LogitTransform = UNCHANGED
+    ) -> Tensor:
         """Logits [T, V], fp32 or fp64, of the vocabulary from ``first`` on -> [4, T]: largest; sum of exp(l - largest); the label's
-        logit, 0 if it lies in another slice; with ``entropy`` the sum of exp(l - largest) * (l - largest), else 0. Overwrites the
-        logits unless ``keeps_logits``."""
+        logit, 0 if it lies in another slice; with ``entropy`` the sum of exp(l - largest) * (l - largest), else 0. ``transform``: the
+        logits are the result of :meth:`transform_logits`. Overwrites them unless ``keeps_logits``."""
         local = labels - first
         inside = (local >= 0) & (local < logits.shape[1])
         at_label = logits.gather(1, local.masked_fill(~inside, 0)[:, None])[:, 0].masked_fill(~inside, 0)
@@ -276,10 +281,6 @@ class Ops(ProductOps):
         if transform.softcap is not None:
             logits = self.cap_logits(logits, transform.softcap)
         return logits if transform.temperature == 1.0 else logits.div_(transform.temperature)
-
-    def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, transform: LogitTransform) -> Tensor:
-        """Returns :meth:`logit_statistics` of the result of :meth:`transform_logits`."""
-        return self.logit_statistics(logits, labels, first, entropy)
 
     def head_gradients(
         self,

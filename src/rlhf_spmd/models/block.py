@@ -15,9 +15,9 @@ from rlhf_spmd.kernels.packing import pad_rows
 from rlhf_spmd.models.activations import run_part
 from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention, WritesPages
-from rlhf_spmd.models.expert_config import SCALAR, SCORE_BIAS, WHOLE
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts
 from rlhf_spmd.models.latent_attention import LatentAttention
+from rlhf_spmd.models.layer_kinds import SCALAR, SCORE_BIAS, WHOLE
 from rlhf_spmd.models.layers import Linear, RMSNorm, norm_values, split_gates, whole_norms
 from rlhf_spmd.models.linear_attention import DeltaAttention, LinearMixer
 from rlhf_spmd.models.lora import LoraConfig

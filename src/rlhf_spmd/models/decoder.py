@@ -22,7 +22,7 @@ from rlhf_spmd.models.activations import run, run_again, run_part, run_part_agai
 from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention, MixedHeadAttention
 from rlhf_spmd.models.block import Block
-from rlhf_spmd.models.expert_config import SCORE_BIAS, WHOLE
+from rlhf_spmd.models.layer_kinds import SCORE_BIAS, WHOLE
 from rlhf_spmd.models.layers import Linear, RMSNorm
 from rlhf_spmd.models.linear_attention import DeltaAttention, PackedDeltaAttention
 from rlhf_spmd.models.lora import LoraConfig, is_adapter

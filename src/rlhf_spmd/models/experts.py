@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rlhf_spmd.kernels import Ops
 from rlhf_spmd.kernels.packing import pad_rows
-from rlhf_spmd.models.expert_config import Experts
 from rlhf_spmd.models.expert_parallel import at_experts
+from rlhf_spmd.models.layer_kinds import Experts
 from rlhf_spmd.parallel.collectives import Group, solo
 
 

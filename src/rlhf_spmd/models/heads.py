@@ -73,7 +73,7 @@ class _TokenLogProbs(torch.autograd.Function):
         first_kept = tokens - (ops.small_head // vocab if keep and whole and ops.keeps_logits else 0)
         for rows in _chunks(tokens, chunk_rows):
             logits = ops.transform_logits(ops.logits(hidden[rows], weight), transform)
-            parts.append(ops.head_statistics(logits, labels[rows], decoder.vocab_range[0], entropy, transform))
+            parts.append(ops.logit_statistics(logits, labels[rows], decoder.vocab_range[0], entropy, transform))
             if rows.start >= first_kept:
                 ctx.kept[rows.start] = logits
             del logits  # before the next chunk's are made

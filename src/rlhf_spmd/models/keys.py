@@ -51,6 +51,11 @@ def read_text_config(config: Mapping[str, Any], source: str) -> Mapping[str, Any
     return text
 
 
+def read_biases(config: Mapping[str, Any], default: bool = False) -> dict[str, bool]:
+    """Return ``attention_bias`` and ``attention_out_bias`` of ModelSpec, where one key gives both."""
+    return dict.fromkeys(("attention_bias", "attention_out_bias"), bool(config.get("attention_bias", default)))
+
+
 PART = "partial_rotary_factor"
 # the numbers that each kind needs; a kind's optional ones are read by name
 _KEYS: dict[str, tuple[str, ...]] = {

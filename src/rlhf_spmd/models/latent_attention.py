@@ -1,4 +1,4 @@
-"""Multi-head latent attention of a layer on one tensor-parallel rank, see :class:`~rlhf_spmd.models.latent.Latent`.
+"""Multi-head latent attention of a layer on one tensor-parallel rank, see :class:`~rlhf_spmd.models.layer_kinds.Latent`.
 
 Training and scoring make keys and values of all heads from each token's short vector, and attend as other models do. Values are
 filled up with zeros to the size of keys, which the kernels take.
@@ -22,7 +22,7 @@ from rlhf_spmd.kernels import AttentionRule, Ops
 from rlhf_spmd.kernels.dense_attention import LatentKeys, latent_heads
 from rlhf_spmd.kernels.packing import pad_rows
 from rlhf_spmd.models.attention import Attention, HasCache, WritesPages
-from rlhf_spmd.models.latent import Latent
+from rlhf_spmd.models.layer_kinds import Latent
 from rlhf_spmd.models.layers import Linear, RMSNorm
 from rlhf_spmd.models.rope import Rope
 from rlhf_spmd.models.tensor_parallel import copy_to_tp

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rlhf_spmd.kernels import DeltaShape, HasDeltaRuleStep, MixerWeights, Ops, StateRows, delta_rule
 from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
 from rlhf_spmd.models.attention import Attention, PackedAttention
-from rlhf_spmd.models.delta_config import DeltaRule
+from rlhf_spmd.models.layer_kinds import DeltaRule
 from rlhf_spmd.models.layers import Linear, RMSNorm
 from rlhf_spmd.models.tensor_parallel import copy_to_tp
 from rlhf_spmd.parallel.boxes import ParamShard

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from rlhf_spmd.config.constraints import NonNegativeInt, PositiveFloat, Range
 from rlhf_spmd.config.rules import Rule, Rules
-from rlhf_spmd.models.expert_config import is_fixed
+from rlhf_spmd.models.layer_kinds import is_fixed
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 
 ALL_LINEAR = "all-linear"

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlhf_spmd.models.delta_config import DeltaRule
-from rlhf_spmd.models.expert_config import BY_EXPERT, SCALAR, SCORE_BIAS, Experts
-from rlhf_spmd.models.latent import NAMES as LATENT_NAMES
+from rlhf_spmd.models.layer_kinds import BY_EXPERT, LATENT_NAMES, SCALAR, SCORE_BIAS, DeltaRule, Experts
 from rlhf_spmd.models.layout_rules import check_layout
 from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, is_adapter, plan_adapters
 from rlhf_spmd.models.spec import ModelSpec

@@ -9,10 +9,8 @@ from typing import Any, Literal
 
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
-from rlhf_spmd.models.delta_config import DeltaRule
-from rlhf_spmd.models.expert_config import Experts
 from rlhf_spmd.models.keys import check_factors, longest_row, read_positive, read_rope, read_size, reject_unless
-from rlhf_spmd.models.latent import Latent
+from rlhf_spmd.models.layer_kinds import DeltaRule, Experts, Latent
 
 
 @dataclass(frozen=True)
@@ -210,7 +208,6 @@ def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> Model
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "max_position_embeddings": longest_row(rope_scaling, context),
         "eos_token_ids": end_ids(config.get("eos_token_id"), source) or (),
-        "hf_config": dict(config),
     }
     spec = ModelSpec(**{**fields, **flags})
     if spec.num_attention_heads % spec.num_key_value_heads:

@@ -30,9 +30,8 @@ def language_model(*text_types: str, **defaults: Any) -> BuildSpec:
             raise ValueError(
                 f"{source}: 'text_config' has the model_type {text_type!r}; {config['model_type']!r} takes {' or '.join(text_types)}"
             )
-        return replace(
-            FAMILIES[text_type]({**defaults, **text, "model_type": text_type}, source), text_prefix="language_model."
-        )
+        text = {**defaults, **text, "model_type": text_type}
+        return replace(FAMILIES[text_type](text, source), text_prefix="language_model.", hf_config=text)
 
     return build
 
@@ -101,7 +100,7 @@ def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tupl
         check_fp8(config, source)
     if "auto_map" not in unchecked:
         reject_unless(config, source, "auto_map", None)
-    spec: ModelSpec = FAMILIES[family](config, source)
-    if eos_token_ids is not None:
-        spec = replace(spec, eos_token_ids=eos_token_ids)
-    return spec
+    spec = FAMILIES[family](config, source)
+    if not spec.text_prefix:
+        spec = replace(spec, hf_config=dict(config))
+    return spec if eos_token_ids is None else replace(spec, eos_token_ids=eos_token_ids)
