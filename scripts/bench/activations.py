@@ -73,13 +73,13 @@ def layer_cases(decoder: Decoder, shape: Shape) -> Iterator[dict[str, Any]]:
     def forward(decoder: Decoder = decoder) -> Tensor:
         return decoder(ids, attention).square().mean()
 
-    with mock.patch.object(dispatch, "_load", lambda: None):
+    with mock.patch.object(dispatch, "_load", return_value=None):
         plain = build(shape)  # the counter sees the products of torch only
     for offload, checkpointing in product((False, True) if shape.device != "cpu" else (False,), CHECKPOINTING):
         decoder.keep_activations(checkpointing, offload)
         forward()
         plain.keep_activations(checkpointing, offload)
-        with mock.patch.object(dispatch, "_load", lambda: None), FlopCounterMode(display=False) as counter:
+        with mock.patch.object(dispatch, "_load", return_value=None), FlopCounterMode(display=False) as counter:
             loss = forward(plain)
             once = counter.get_total_flops()
             loss.backward()

@@ -221,7 +221,7 @@ def matmul_precision(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
     else:
         torch.set_float32_matmul_precision(request.param)
-        with mock.patch.object(dispatch, "_load", lambda: None):
+        with mock.patch.object(dispatch, "_load", return_value=None):
             yield request.param
     torch.set_float32_matmul_precision(before)
 
@@ -234,7 +234,7 @@ def skip_unless_exact(ops: kernels.Ops, dtype: torch.dtype, threads: int = 1) ->
 
 @pytest.fixture(params=["torch", "cpp"])
 def backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    with mock.patch.object(dispatch, "_load", lambda: None) if request.param == "torch" else contextlib.nullcontext():
+    with mock.patch.object(dispatch, "_load", return_value=None) if request.param == "torch" else contextlib.nullcontext():
         yield
 
 

@@ -101,7 +101,7 @@ def test_where_torch_computes_nothing_is_said_to_be_exact(tmp_path: Path) -> Non
     if choose_ops(torch.float32, CPU, "torch").is_batch_invariant(torch.float32):
         ready = prepare(config, [*settings, "run.threads=1", "models.actor.generation.reuse_rollout_log_probs=true"], 1)
         assert exact_rollouts(ready.config, ready.plans)
-    with mock.patch.object(dispatch, "_load", lambda: None):  # as without a compiler, auto is torch
+    with mock.patch.object(dispatch, "_load", return_value=None):  # as without a compiler, auto is torch
         assert not choose_ops(torch.float32, CPU).is_batch_invariant(torch.float32, 2)
     with pytest.raises(ValueError, match=r"run.threads=0: must be at least 1"):
         prepare(config, [*settings, "run.threads=0"], 1)

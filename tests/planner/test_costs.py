@@ -160,7 +160,7 @@ def mixer_operations(tokens: int) -> tuple[int, int]:
     spec = spec_from_config(FAMILIES["qwen3-5"], "test")
     delta = spec.delta
     assert delta is not None
-    with mock.patch.object(dispatch, "_load", lambda: None):
+    with mock.patch.object(dispatch, "_load", return_value=None):
         decoder = Decoder(spec, "none", 0, 1, solo(), torch.float32, "cpu")
         block = decoder.layers[min(delta.layers)]
         assert isinstance(block, Block) and block.mixer is not None

@@ -98,15 +98,15 @@ def _packed(
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (tokens, heads, dim), group = k.shape, q.shape[1] // k.shape[1]
     shape = TileShape.of_alike(dim, q.element_size(), PAGE_SIZE, group)
-    held = packing.tiles(shape.rows // group, PAGE_SIZE)
-    pages = k.new_empty(2, heads, held.num_pages, PAGE_SIZE * dim)
+    tiles = packing.tiles(shape.rows // group, PAGE_SIZE)
+    pages = k.new_empty(2, heads, tiles.num_pages, PAGE_SIZE * dim)
     strides = (*k.stride()[:2], *v.stride()[:2], pages.stride(1))
-    triton_paged_attention.write[(tokens, heads)](k, v, pages, held.slots, *strides, heads, dim, triton.next_power_of_2(dim))
+    triton_paged_attention.write[(tokens, heads)](k, v, pages, tiles.slots, *strides, heads, dim, triton.next_power_of_2(dim))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     log_sums = q.new_empty(q.shape[1], tokens, dtype=torch.float32)
     sizes = group, PAGE_SIZE, dim, 0, rule.window or 0, rule.softcap is not None, triton_paged_attention.SPLIT_KEYS
-    triton_paged_attention.attend_chunks[(len(held.tiles) * heads,)](
-        q, pages, out, log_sums, q, held.tiles, held.table, *q.stride()[:2], pages.stride(1), held.table.stride(0), heads, tokens,
+    triton_paged_attention.attend_chunks[(len(tiles.tiles) * heads,)](
+        q, pages, out, log_sums, q, tiles.tiles, tiles.table, *q.stride()[:2], pages.stride(1), tiles.table.stride(0), heads, tokens,
         *score_factors(rule), True, False, *sizes, *shape[:3], **shape.options,
     )  # fmt: skip
     return out, (q, k, v, out, log_sums)

@@ -37,7 +37,7 @@ def build(target: str = "native") -> Path:
         raise ValueError(
             f"target {target} of the C++ kernels does not run here: this processor has no {', '.join(sorted(missing))}"
         )
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise OSError(f"no C++ compiler ({', '.join(COMPILERS)}) on PATH")
     directory = cache_directory()

@@ -162,9 +162,9 @@ def container_bytes(root: Path) -> float:
         (root / "memory.max", root / "memory.current", "inactive_file"),
         (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes", "total_inactive_file"),
     ):
-        if limit.exists() and (most := limit.read_text().strip()) != "max":
+        if limit.exists() and (maximum := limit.read_text().strip()) != "max":
             stat = dict(line.split() for line in (limit.parent / "memory.stat").read_text().splitlines())
-            return float(most) - float(used.read_text()) + float(stat.get(cached, 0))
+            return float(maximum) - float(used.read_text()) + float(stat.get(cached, 0))
     return math.inf
 
 

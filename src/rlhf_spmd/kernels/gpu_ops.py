@@ -74,8 +74,8 @@ class GpuOps(Ops):
             of_q, of_k = norms
             return triton_qkv.heads(qkv, (of_q, of_k), cos, sin, shape), (qkv, cos, sin, *norms)
 
-        def backward(_: object, *given: Any) -> tuple[Tensor | None, ...]:
-            q, k, v, qkv, cos, sin, of_q, of_k = given
+        def backward(_: object, *tensors: Any) -> tuple[Tensor | None, ...]:
+            q, k, v, qkv, cos, sin, of_q, of_k = tensors
             return triton_qkv.heads_backward((q, k, v), qkv, (of_q, of_k), cos, sin, shape)
 
         q, k, v = differentiable(forward, backward, qkv, *norms)
@@ -92,8 +92,8 @@ class GpuOps(Ops):
     ) -> Tensor:
         return triton_qkv.heads(qkv, norms, cos, sin, shape, pages)[0]
 
-    def latent_to_pages(self, q: Tensor, made: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
-        return triton_latent.latent_to_pages(q, made, keys, pages)
+    def latent_to_pages(self, q: Tensor, short: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
+        return triton_latent.latent_to_pages(q, short, keys, pages)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
         return triton_layers.norm(x, None, weight, eps, plus_one)[1:]

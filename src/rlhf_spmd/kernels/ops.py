@@ -124,9 +124,9 @@ class Ops(ProductOps):
             block.index_copy_(1, pages.slots, x[: len(pages.slots)].transpose(0, 1))
         return q
 
-    def latent_to_pages(self, q: Tensor, made: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
+    def latent_to_pages(self, q: Tensor, short: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
         """Return the queries of :func:`latent_heads`. Writes the keys of the first ``len(pages.slots)`` tokens to ``pages``."""
-        q, entries = latent_heads(self, q, made, keys)
+        q, entries = latent_heads(self, q, short, keys)
         pages.pages.view(-1, entries.shape[1]).index_copy_(0, pages.slots, entries[: len(pages.slots)])
         return q
 
@@ -156,9 +156,9 @@ class Ops(ProductOps):
         outs, sinks = [], None if rule.sinks is None else rule.sinks[None, :, None, None]
         for part in packing.alike(q.shape[1], math.inf):
             queries, keys, values = (part.gather(x).transpose(1, 2) for x in (q, k, v))
-            at = torch.arange(part.num_queries, device=q.device)
+            position = torch.arange(part.num_queries, device=q.device)
             reached = rule.window is not None and part.num_queries > rule.window
-            allowed = visible(at, at, rule.window) if reached else None
+            allowed = visible(position, position, rule.window) if reached else None
             mixed = attend_dense(queries, keys, values, rule, allowed, sinks).transpose(1, 2)
             outs.append(part.picked(mixed))
         return torch.cat(outs).index_select(0, packing.places(q.shape[1], math.inf)) if outs else torch.zeros_like(q)

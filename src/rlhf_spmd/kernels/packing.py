@@ -259,11 +259,11 @@ class Packing:
             within = np.arange(lengths.sum()) - firsts.repeat(lengths)
             per_row = -(-lengths // width)
             starts = (np.arange(per_row.sum()) - (per_row.cumsum() - per_row).repeat(per_row)) * width
-            line = np.arange(len(lengths)).repeat(per_row)
-            tiles = np.stack([firsts[line] + starts, starts, np.minimum(lengths[line] - starts, width), line], 1)
+            sequence = np.arange(len(lengths)).repeat(per_row)
+            tiles = np.stack([firsts[sequence] + starts, starts, np.minimum(lengths[sequence] - starts, width), sequence], 1)
             tiles = tiles[np.argsort(-starts, kind="stable")].astype(np.int32)
             table = (pages[:, None] + np.arange(counts.max(initial=1))).astype(np.int32)  # a row's last numbers are never read
             slots = pages.repeat(lengths) * page_size + within
-            placed, of_rows, at = (on_device(each, self.device) for each in (tiles, table, slots))
-            self._tiles[key] = PackedTiles(placed, of_rows, at, int(counts.sum()))
+            placed, of_rows, token_slots = (on_device(each, self.device) for each in (tiles, table, slots))
+            self._tiles[key] = PackedTiles(placed, of_rows, token_slots, int(counts.sum()))
         return self._tiles[key]

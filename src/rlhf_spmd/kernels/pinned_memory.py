@@ -76,11 +76,11 @@ def host_zeros(forms: Sequence[Form], device: torch.device) -> list[Tensor]:
     if not capabilities(device).pinned:
         return [torch.zeros(tuple(shape), dtype=dtype) for shape, dtype in forms]
     sizes = [_rounded(math.prod(shape) * dtype.itemsize) for shape, dtype in forms]
-    slab, offset, made = (PinnedSlab(sum(sizes)) if any(sizes) else None), 0, list[Tensor]()
+    slab, offset, tensors = (PinnedSlab(sum(sizes)) if any(sizes) else None), 0, list[Tensor]()
     for (shape, dtype), size in zip(forms, sizes, strict=True):
-        made.append(slab.cut(offset, shape, dtype) if slab is not None and size else torch.zeros(tuple(shape), dtype=dtype))
+        tensors.append(slab.cut(offset, shape, dtype) if slab is not None and size else torch.zeros(tuple(shape), dtype=dtype))
         offset += size
-    return made
+    return tensors
 
 
 class PinnedArena:
@@ -106,15 +106,15 @@ class PinnedArena:
             return torch.empty(tuple(shape), dtype=dtype)
         self._collect()
         slab, offset = self._find(size) or self._grow(size)
-        with memoryview(slab) as whole:
-            view = whole[offset : offset + size]
+        with memoryview(slab) as memory:
+            view = memory[offset : offset + size]
         tensor = slab.cut(0, shape, dtype, view)
         weakref.finalize(view, self._given_back.append, (slab, offset, size)).atexit = False
         return tensor
 
     def _find(self, size: int) -> tuple[PinnedSlab, int] | None:
         """Returns the smallest hole that is large enough, or None."""
-        fits = [(room, n, at) for n, holes in enumerate(self._free) for at, room in holes if room >= size]
+        fits = [(room, n, start) for n, holes in enumerate(self._free) for start, room in holes if room >= size]
         if not fits:
             return None
         room, number, offset = min(fits)

@@ -63,30 +63,30 @@ def _delta_rule_step(
     known = tl.load(positions + row) > 0
     if slot < 0:
         return
-    at = product + row * (CHANNELS + VALUES * (D + 2)) + block * (WIDTH + OWN * GROUP * (D + 2))
+    source = product + row * (CHANNELS + VALUES * (D + 2)) + block * (WIDTH + OWN * GROUP * (D + 2))
     channel = block * WIDTH
     before = inputs + slot * ((KERNEL - 1) * CHANNELS) + channel
     weight = conv + channel * KERNEL
     first = number * K
-    q = _convolved(at + first, before + first, weight + first * KERNEL, K, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_K)
+    q = _convolved(source + first, before + first, weight + first * KERNEL, K, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_K)
     first = (OWN + number) * K
-    k = _convolved(at + first, before + first, weight + first * KERNEL, K, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_K)
+    k = _convolved(source + first, before + first, weight + first * KERNEL, K, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_K)
     q = q * tl.rsqrt(tl.sum(q * q, 0) + LENGTH_EPS) * query_scale
     k = k * tl.rsqrt(tl.sum(k * k, 0) + LENGTH_EPS)
     i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
     inside = (i < K)[:, None] & (j < D)[None, :]
     factor = tl.load(norm + j, mask=j < D, other=0.0).to(tl.float32)
     for value in range(GROUP):
-        own = number * GROUP + value  # among the value heads of the block
-        whole = head * GROUP + value
-        first = 2 * OWN * K + own * D
-        v = _convolved(at + first, before + first, weight + first * KERNEL, D, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_D)
-        numbers = at + WIDTH + OWN * GROUP * D + own
+        in_block = number * GROUP + value  # among the value heads of the block
+        value_head = head * GROUP + value
+        first = 2 * OWN * K + in_block * D
+        v = _convolved(source + first, before + first, weight + first * KERNEL, D, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_D)
+        numbers = source + WIDTH + OWN * GROUP * D + in_block
         rate = rounded(1.0 / (1.0 + tl.exp(-tl.load(numbers).to(tl.float32))), out)
-        step = tl.load(numbers + OWN * GROUP).to(tl.float32) + tl.load(decay_bias + whole).to(tl.float32)
+        step = tl.load(numbers + OWN * GROUP).to(tl.float32) + tl.load(decay_bias + value_head).to(tl.float32)
         step = tl.where(step > 20.0, step, _log_of_one_plus(tl.exp(tl.minimum(step, 20.0))))
-        keep = tl.exp(-tl.exp(tl.load(decay + whole).to(tl.float32)) * step)
-        place = memory + (slot * VALUES + whole) * (K * D) + i[:, None] * D + j[None, :]
+        keep = tl.exp(-tl.exp(tl.load(decay + value_head).to(tl.float32)) * step)
+        place = memory + (slot * VALUES + value_head) * (K * D) + i[:, None] * D + j[None, :]
         state = tl.load(place, mask=inside & known, other=0.0) * keep
         change = (v - tl.sum(k[:, None] * state, 0)) * rate
         state += k[:, None] * change[None, :]
@@ -94,9 +94,9 @@ def _delta_rule_step(
         tl.debug_barrier()
         tl.store(place, state, mask=inside)
         normal = mixed * tl.rsqrt(tl.sum(mixed * mixed, 0) / D + eps)
-        gate = tl.load(at + WIDTH + own * D + j, mask=j < D, other=0.0).to(tl.float32)
+        gate = tl.load(source + WIDTH + in_block * D + j, mask=j < D, other=0.0).to(tl.float32)
         result = (scaled(normal, factor, out, False) * (gate / (1.0 + tl.exp(-gate)))).to(out.dtype.element_ty)
-        to = out + whole * D + j
+        to = out + value_head * D + j
         tl.store(to + row * VALUES * D, result, mask=j < D)
         if row == 0:
             for first in range(1, rows, PADDING):

@@ -65,20 +65,20 @@ def _local_choices(
     weights: tl.tensor, chosen: tl.tensor, out: tl.tensor, numbers: tl.tensor, size: tl.tensor, first: tl.tensor, num_local: tl.tensor,
     count: tl.tensor, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    number = tl.load(chosen + at, mask=inside, other=0) - first
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < size
+    number = tl.load(chosen + index, mask=inside, other=0) - first
     number = tl.where(number < 0, number + count, number)
-    weight = tl.load(weights + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, tl.where(number < num_local, weight, 0.0).to(out.dtype.element_ty), mask=inside)
-    tl.store(numbers + at, number, mask=inside)
+    weight = tl.load(weights + index, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + index, tl.where(number < num_local, weight, 0.0).to(out.dtype.element_ty), mask=inside)
+    tl.store(numbers + index, number, mask=inside)
 
 
 @triton.jit
 def _places(order: tl.tensor, places: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    tl.store(places + tl.load(order + at, mask=inside, other=0), at.to(tl.int64), mask=inside)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < size
+    tl.store(places + tl.load(order + index, mask=inside, other=0), index.to(tl.int64), mask=inside)
 
 
 @triton.jit
@@ -86,9 +86,9 @@ def _clear_idle(ends: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.cons
     expert = tl.program_id(1)
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     if first == tl.load(ends + expert):
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         zeros = tl.full([BLOCK], 0.0, tl.float32).to(out.dtype.element_ty)
-        tl.store(out + expert.to(tl.int64) * size + at, zeros, mask=at < size)
+        tl.store(out + expert.to(tl.int64) * size + offset, zeros, mask=offset < size)
 
 
 @triton.jit
@@ -100,18 +100,18 @@ def _clamped_gate(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < n
-    at = row * 2 * n + column
-    given = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(gate_up + at + n, mask=inside, other=0.0).to(tl.float32)
-    gate, up = tl.minimum(given, limit), tl.minimum(tl.maximum(other, -limit), limit) + 1.0
+    offset = row * 2 * n + column
+    raw_gate = tl.load(gate_up + offset, mask=inside, other=0.0).to(tl.float32)
+    raw_up = tl.load(gate_up + offset + n, mask=inside, other=0.0).to(tl.float32)
+    gate, up = tl.minimum(raw_gate, limit), tl.minimum(tl.maximum(raw_up, -limit), limit) + 1.0
     share = 1.0 / (1.0 + tl.exp(-alpha * gate))
     if BACK:
         of_out = tl.load(grad + row * n + column, mask=inside, other=0.0).to(tl.float32)
         of_gate = of_out * up * share * (1.0 + alpha * gate * (1.0 - share))
-        of_gate = tl.where(given <= limit, of_gate, 0.0)
-        of_up = tl.where((other >= -limit) & (other <= limit), of_out * gate * share, 0.0)
-        tl.store(out + at, of_gate.to(out.dtype.element_ty), mask=inside)
-        tl.store(out + at + n, of_up.to(out.dtype.element_ty), mask=inside)
+        of_gate = tl.where(raw_gate <= limit, of_gate, 0.0)
+        of_up = tl.where((raw_up >= -limit) & (raw_up <= limit), of_out * gate * share, 0.0)
+        tl.store(out + offset, of_gate.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + offset + n, of_up.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + row * n + column, (gate * share * up).to(out.dtype.element_ty), mask=inside)
 

@@ -39,7 +39,7 @@ def _statistics(
 ) -> None:  # fmt: skip
     """SCALES: each row has its own scale, in place of ``scale``."""
     row = tl.program_id(0).to(tl.int64)
-    at = logits + row * stride
+    source = logits + row * stride
     if SCALES:
         scale = tl.load(scales + row)
     lane = tl.arange(0, BLOCK)
@@ -48,7 +48,7 @@ def _statistics(
     weighted = tl.full([BLOCK], 0.0, tl.float32)
     for start in range(0, width, BLOCK):
         inside = start + lane < width
-        x = tl.load(at + start + lane, mask=inside, other=float("-inf"))
+        x = tl.load(source + start + lane, mask=inside, other=float("-inf"))
         if CAPPED:
             x = tl.where(inside, cap * _tanh(x / cap), float("-inf"))
         x = x * scale
@@ -65,14 +65,14 @@ def _statistics(
     tl.store(out + row, largest)
     tl.store(out + rows.to(tl.int64) + row, tl.sum(total * part, 0))
     label = tl.load(labels + row).to(tl.int64) - first
-    held = (label >= 0) & (label < width)
-    x = tl.load(at + label, mask=held, other=0.0)
+    has_label = (label >= 0) & (label < width)
+    x = tl.load(source + label, mask=has_label, other=0.0)
     if CAPPED:
         x = cap * _tanh(x / cap)
     tl.store(out + 2 * rows.to(tl.int64) + row, x * scale)
     if ENTROPY:
-        whole = tl.sum(tl.where(part > 0, (weighted + total * (top - largest)) * part, 0.0), 0)
-        tl.store(out + 3 * rows.to(tl.int64) + row, whole)
+        entropy_sum = tl.sum(tl.where(part > 0, (weighted + total * (top - largest)) * part, 0.0), 0)
+        tl.store(out + 3 * rows.to(tl.int64) + row, entropy_sum)
     else:
         tl.store(out + 3 * rows.to(tl.int64) + row, 0.0)
 
@@ -100,8 +100,8 @@ def _gradients(
         of_entropy = (log_p + tl.load(entropies + row)) * tl.load(entropy_grads + row)
         of_all = tl.where(p > 0, grad + of_entropy, 0.0)
     of_label = tl.where(column == tl.load(labels + row).to(tl.int64) - first, grad, 0.0)
-    found = (of_label - p * of_all) * slope * scale
-    tl.store(out + row * width + column, found.to(out.dtype.element_ty), mask=inside)
+    of_logits = (of_label - p * of_all) * slope * scale
+    tl.store(out + row * width + column, of_logits.to(out.dtype.element_ty), mask=inside)
 
 
 def _check(logits: Tensor, labels: Tensor) -> None:
@@ -122,8 +122,8 @@ def logit_statistics(
     if rows:
         sizes = logits.stride(0), width, rows, first, *_factors(transform)
         options = {"SCALES": scales is not None, "CAPPED": transform.softcap is not None, "ENTROPY": entropy, "BLOCK": BLOCK}
-        given = out if scales is None else scales  # not read
-        _statistics[(rows,)](logits, labels.contiguous(), out, *sizes, given, **options, **STATISTICS)
+        row_scales = out if scales is None else scales  # not read
+        _statistics[(rows,)](logits, labels.contiguous(), out, *sizes, row_scales, **options, **STATISTICS)
     return out
 
 
@@ -156,8 +156,8 @@ def logit_gradients(
 
 @triton.jit
 def _cap(logits: tl.tensor, cap: tl.tensor, number: tl.tensor, BLOCK: tl.constexpr) -> None:
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(logits + at, cap * _tanh(tl.load(logits + at, mask=at < number, other=0.0) / cap), mask=at < number)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(logits + index, cap * _tanh(tl.load(logits + index, mask=index < number, other=0.0) / cap), mask=index < number)
 
 
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:

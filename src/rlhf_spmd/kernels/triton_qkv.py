@@ -88,9 +88,9 @@ def _heads(
     inside = (head < HEADS)[:, None] & real[None, :]
     is_q, is_v = head < Q, head >= Q + KV
     left, right = left_dims(column, HALF, PAIRS, INTERLEAVED), right_dims(column, HALF, PAIRS, INTERLEAVED)
-    at = qkv + token * ((Q + 2 * KV) * DIM) + _place(head, Q, KV, BLOCKS)[:, None] * DIM
-    a = tl.load(at + left[None, :], mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(at + right[None, :], mask=inside, other=0.0).to(tl.float32)
+    source = qkv + token * ((Q + 2 * KV) * DIM) + _place(head, Q, KV, BLOCKS)[:, None] * DIM
+    a = tl.load(source + left[None, :], mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + right[None, :], mask=inside, other=0.0).to(tl.float32)
     c = tl.load(cos + token * PAIRS + column, mask=column < PAIRS, other=1.0).to(tl.float32)[None, :]
     s = tl.load(sin + token * PAIRS + column, mask=column < PAIRS, other=0.0).to(tl.float32)[None, :]
     x, y = a, b
@@ -166,9 +166,9 @@ def _heads_backward(
         s = tl.load(sin + token * PAIRS + column, mask=column < PAIRS, other=0.0).to(tl.float32)[None, :]
         a, b = rotated(a, b, c, s, out, True)
         if NORMED:
-            at = qkv + token * ((Q + 2 * KV) * DIM) + place
-            x = tl.load(at + left[None, :], mask=of_q | of_k, other=0.0).to(tl.float32)
-            y = tl.load(at + right[None, :], mask=of_q | of_k, other=0.0).to(tl.float32)
+            source = qkv + token * ((Q + 2 * KV) * DIM) + place
+            x = tl.load(source + left[None, :], mask=of_q | of_k, other=0.0).to(tl.float32)
+            y = tl.load(source + right[None, :], mask=of_q | of_k, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(x * x + y * y, 1) / DIM + eps)[:, None]
             x, y = x * scale, y * scale
             sum_a += a * x

@@ -103,8 +103,8 @@ class Copies:
         self._several: list[tuple[Tensor, Tensor]] = []  # tokens of equally many copies [S], and where these are [copies, S]
         for number in counts[counts > 1].unique().tolist():
             tokens = (counts == number).nonzero()[:, 0]
-            at = order[starts[tokens] + torch.arange(number)[:, None]]
-            self._several.append((on_device(tokens, device), on_device(at, device)))
+            positions = order[starts[tokens] + torch.arange(number)[:, None]]
+            self._several.append((on_device(tokens, device), on_device(positions, device)))
 
     def spread(self, x: Tensor, only_first: bool = False) -> Tensor:
         """x [U, ...] -> [T, ...]. ``only_first``: copies other than the first have no gradient."""
@@ -117,8 +117,8 @@ class Copies:
     def sum(self, x: Tensor) -> Tensor:
         """x [T, ...] -> [U, ...]: sums over the copies of a token, without a gradient."""
         total = x.index_select(0, self.firsts)
-        for tokens, at in self._several:
-            copies = x.index_select(0, at.flatten()).view(*at.shape, *x.shape[1:])
+        for tokens, positions in self._several:
+            copies = x.index_select(0, positions.flatten()).view(*positions.shape, *x.shape[1:])
             summed = copies.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
             total.index_copy_(0, tokens, summed.to(x.dtype))
         return total

@@ -165,16 +165,22 @@ class Block(nn.Module):
         return linear.product(self.ops, self._enter_tp(x, self.tp), recomputed, linear.bias)
 
     def _mix(
-        self, recomputed: bool, rope: Rope, attention: Attention | DeltaAttention, num_tokens: int, qkv: Tensor, *made: Tensor
+        self,
+        recomputed: bool,
+        rope: Rope,
+        attention: Attention | DeltaAttention,
+        num_tokens: int,
+        qkv: Tensor,
+        *keys_values: Tensor,
     ) -> Tensor:
-        """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed. ``made``: the
-        other product of :meth:`_enter`."""
+        """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed.
+        ``keys_values``: the other product of :meth:`_enter`."""
         if self.mixer is not None:
             assert isinstance(attention, DeltaAttention)
             mixed = self.mixer(qkv[:num_tokens], attention)
         elif self.latent is not None:
             assert not isinstance(attention, DeltaAttention)
-            mixed = self.latent.attend((qkv, *made), rope, attention, num_tokens, self.index, self.rule)
+            mixed = self.latent.attend((qkv, *keys_values), rope, attention, num_tokens, self.index, self.rule)
         elif self.gated_heads:
             qkv, gates = split_gates(qkv, self.head_shape)
             mixed = self._attend(qkv, rope, attention, num_tokens) * gates[:num_tokens].sigmoid()

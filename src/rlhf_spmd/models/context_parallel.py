@@ -59,8 +59,8 @@ class SharedTokens:
         if rule.sinks is not None:
             rule = replace(rule, sinks=rule.sinks.chunk(cp)[self._cp.rank])
         sent = torch.cat([x.unflatten(1, (cp, -1)) for x in (q, k, v)], 2)  # [T', cp, hq + 2 hkv, D]
-        whole = self._exchange(sent).flatten(0, 1)[: self._tokens]  # [T, hq + 2 hkv, D]
-        q_whole, k_whole, v_whole = whole.split(heads, 1)
+        tokens = self._exchange(sent).flatten(0, 1)[: self._tokens]  # [T, hq + 2 hkv, D]
+        q_whole, k_whole, v_whole = tokens.split(heads, 1)
         mixed = self._inner.attend(layer_index, q_whole, k_whole, v_whole, rule)
         rows = pad_rows(mixed, len(q) * cp).unflatten(0, (len(q), cp))  # [T', cp, hq, D]
         return self._exchange(rows).flatten(1, 2)
@@ -91,9 +91,9 @@ def at_tokens(
     index = torch.arange(len(positions))
     if cp.size > 1:
         index = (positions % cp.size == cp.rank).nonzero()[:, 0]
-    at, index = on_device(positions[index] // cp.size, hidden.device), on_device(index, hidden.device)
-    found = compute(hidden[at], index)
+    rows, index = on_device(positions[index] // cp.size, hidden.device), on_device(index, hidden.device)
+    outputs = compute(hidden[rows], index)
     if cp.size == 1:
-        return list(found)
-    placed = [part.new_zeros(len(positions)).index_copy(0, index, part) for part in found]
+        return list(outputs)
+    placed = [part.new_zeros(len(positions)).index_copy(0, index, part) for part in outputs]
     return [reduce_from_tp(part, cp, "cp_outputs") for part in placed]

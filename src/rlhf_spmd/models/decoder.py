@@ -93,11 +93,11 @@ class Decoder(nn.Module):
         self.scattered = (halves if tp.size > 1 else set()) | (residual if self.slices > 1 else set())
         self._random = lora is not None and lora.dropout > 0
         every_layer = "none", 0, 1, tp.rank, tp.size, blocks, None, whole_experts
-        whole = plan_params(spec, *every_layer)  # stages must agree on the padding
+        every_shard = plan_params(spec, *every_layer)  # stages must agree on the padding
         products = (
-            name for name in whole if name.startswith("layers.") and name.split(".")[2] not in (SCORE_BIAS, "shared_gate")
+            name for name in every_shard if name.startswith("layers.") and name.split(".")[2] not in (SCORE_BIAS, "shared_gate")
         )
-        matrices = [whole[name].shape for name in products if len(whole[name].shape) == 2]
+        matrices = [every_shard[name].shape for name in products if len(every_shard[name].shape) == 2]
         self.min_rows = max(self.ops.min_rows(math.prod(shape), shape[1]) for shape in matrices)
         # no buffers: they must survive construction on the meta device
         self._frequencies = {local: rope_frequencies(spec, local) for local in set(map(spec.local_rope, self.layer_ids))}

@@ -36,12 +36,12 @@ def at_experts(
     """
     if ep.size == 1:
         return compute(rows, experts)
-    own = torch.arange(count // ep.size, device=rows.device)
+    local = torch.arange(count // ep.size, device=rows.device)
     ends = torch.searchsorted(experts, torch.arange(count, device=rows.device), right=True)
     leaving = ends.diff(prepend=ends.new_zeros(1)).view(ep.size, -1)  # [rank, expert of it]
     coming = ep.all_to_all(leaving, COUNTS)  # [rank that sends, expert of this rank]
     sent, received = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
-    arriving = own.repeat(ep.size).repeat_interleave(coming.flatten(), output_size=sum(received))
+    arriving = local.repeat(ep.size).repeat_interleave(coming.flatten(), output_size=sum(received))
     arriving, order = arriving.sort(stable=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     arrived = ops.expert_rows(_exchange(rows, sent, received, ep), order, places, 1)

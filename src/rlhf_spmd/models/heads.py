@@ -67,10 +67,11 @@ class _TokenLogProbs(torch.autograd.Function):
         transform = LogitTransform(temperature, decoder.spec.logit_softcap)
         (tokens, _), vocab = hidden.shape, weight.shape[0]
         block_rows = min(ops.backward_rows, tokens)
-        whole = chunk_rows >= block_rows or tokens * vocab <= ops.small_head
+        whole_vocabulary = chunk_rows >= block_rows or tokens * vocab <= ops.small_head
         columns = chunk_rows * vocab // max(block_rows, 1)  # a replica may have no tokens
-        ctx.tile = (chunk_rows, vocab) if whole else (block_rows, max(columns - columns % ops.head_columns, ops.head_columns))
-        first_kept = tokens - (ops.small_head // vocab if keep and whole and ops.keeps_logits else 0)
+        blocks = block_rows, max(columns - columns % ops.head_columns, ops.head_columns)
+        ctx.tile = (chunk_rows, vocab) if whole_vocabulary else blocks
+        first_kept = tokens - (ops.small_head // vocab if keep and whole_vocabulary and ops.keeps_logits else 0)
         for rows in _chunks(tokens, chunk_rows):
             logits = ops.transform_logits(ops.logits(hidden[rows], weight), transform)
             parts.append(ops.logit_statistics(logits, labels[rows], decoder.vocab_range[0], entropy, transform))

@@ -116,21 +116,21 @@ def _stretched(kind: str, scaling: Mapping[str, Any], config: Mapping[str, Any],
     longest = read_size(config, source, "max_position_embeddings", 2048)
     original = read_size(config, source, name, read_size(scaling, f"{source}: {key}", name, longest))
     factor = optional("factor", longest / original)
-    found: dict[str, Any] = {"factor": factor, name: original}
+    numbers: dict[str, Any] = {"factor": factor, name: original}
     if kind == "longrope":
         for name in ("short_factor", "long_factor"):
             listed = scaling.get(name)
             if not isinstance(listed, Sequence) or isinstance(listed, str):
                 raise ValueError(f"{source}: '{key}.{name}' is {listed!r}; it must be a list of numbers")
-            found[name] = tuple(read_positive(one, source, f"{key}.{name}") for one in listed)
+            numbers[name] = tuple(read_positive(factor_of_pair, source, f"{key}.{name}") for factor_of_pair in listed)
         usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     else:
         of_all = optional("mscale_all_dim", 0.0)
         mscale = optional("mscale", 0.0) if of_all else 0.0
         usual = _mscale(factor, mscale) / _mscale(factor, of_all) if mscale else _mscale(factor, 1.0)
-        found |= {"beta_fast": optional("beta_fast", 32.0), "beta_slow": optional("beta_slow", 1.0)}
-        found["truncate"] = bool(scaling.get("truncate", True))
-    return {**found, "attention_factor": optional("attention_factor", usual)}
+        numbers |= {"beta_fast": optional("beta_fast", 32.0), "beta_slow": optional("beta_slow", 1.0)}
+        numbers["truncate"] = bool(scaling.get("truncate", True))
+    return {**numbers, "attention_factor": optional("attention_factor", usual)}
 
 
 def _mscale(factor: float, mscale: float) -> float:

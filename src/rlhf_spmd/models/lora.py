@@ -147,8 +147,8 @@ def adapter_parts(matrix: ParamShard, lora: LoraConfig) -> list[AdapterPart]:
     boxes, parts, first = [box for box in matrix.boxes if lora.targets(box.name)], list[AdapterPart](), 0
     number = {name: i for i, name in enumerate(dict.fromkeys(box.name for box in boxes))}
     for box in boxes:
-        count, start, at = box.size[0], box.local[0], number[box.name] * lora.rank
-        parts.append(AdapterPart(slice(at, at + lora.rank), slice(first, first + count), slice(start, start + count)))
+        count, start, row = box.size[0], box.local[0], number[box.name] * lora.rank
+        parts.append(AdapterPart(slice(row, row + lora.rank), slice(first, first + count), slice(start, start + count)))
         first += count
     return parts
 

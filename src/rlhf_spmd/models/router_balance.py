@@ -94,8 +94,8 @@ class RouterBalance:
         ``chosen`` [sum(lengths), mixtures of the model, K] on the CPU: the experts that each token of the rows has to take. ``counts``:
         whether :meth:`report` counts the tokens.
         """
-        given = row_weight * self.coef, chosen, counts
-        return RouterPass(self, lengths, token_index, *given) if self.local and len(lengths) else None
+        options = row_weight * self.coef, chosen, counts
+        return RouterPass(self, lengths, token_index, *options) if self.local and len(lengths) else None
 
     def report(self, pool: Group) -> dict[str, float]:
         """The metrics, the same on all ranks; {} without mixtures or tokens. Collective over ``pool``: every rank of it must call, in
@@ -109,11 +109,11 @@ class RouterBalance:
         tokens = loads.sum(1) / self.per_token
         if not bool(tokens.all()):
             return {}
-        found = {
+        metrics = {
             "moe/max_vio": float((loads.amax(1) / loads.mean(1) - 1).mean()),
             "moe/router_entropy": float((entropy / tokens).mean()),
         }
-        return found | ({"moe/load_balancing_loss": float(loss.mean())} if self.coef else {})
+        return metrics | ({"moe/load_balancing_loss": float(loss.mean())} if self.coef else {})
 
 
 class Routers(Protocol):
@@ -181,9 +181,9 @@ class RouterPass:
         """The experts that each row of the logits has to take, padding among them."""
         if self._chosen is None:
             return None
-        given = self._chosen[:, self._balance.local.index(layer)].long()
-        padding = torch.arange(given.shape[1], device=given.device).expand(len(logits) - len(given), -1)
-        return torch.cat([given, padding])
+        experts = self._chosen[:, self._balance.local.index(layer)].long()
+        padding = torch.arange(experts.shape[1], device=experts.device).expand(len(logits) - len(experts), -1)
+        return torch.cat([experts, padding])
 
     def _count(self, layer: int, scores: Tensor, chosen: Tensor) -> None:
         self._counted.add(layer)
@@ -204,9 +204,9 @@ class RouterPass:
         tokens, weight = self._num_tokens, self._weight / len(self._balance.numbers)
 
         def backward(_: object, grad: Tensor, logits: Tensor, factors: Tensor) -> tuple[Tensor]:
-            scores, given = shares(logits[:tokens], rule), factors.index_select(0, self._row)
-            given = given if self._copies is None else self._copies.sum(given)
-            slope = scores * (given - (given * scores).sum(-1, keepdim=True))
+            scores, row_factors = shares(logits[:tokens], rule), factors.index_select(0, self._row)
+            row_factors = row_factors if self._copies is None else self._copies.sum(row_factors)
+            slope = scores * (row_factors - (row_factors * scores).sum(-1, keepdim=True))
             if rule.scoring == "sigmoid":
                 slope = slope * torch.sigmoid(-logits[:tokens].to(slope.dtype))
             grad = grad.clone()

@@ -108,8 +108,8 @@ def check_lora(spec: ModelSpec, lora: LoraConfig, where: str) -> None:
 
     def modules(config: LoraConfig) -> dict[str, str]:
         plan = plan_params(spec, "none", 0, 1, 0, 1, lora=config)
-        found = {box.name.split(".lora_")[0]: name for name, shard in plan.items() if is_adapter(name) for box in shard.boxes}
-        return {f".{module}": name.split(".")[1] for module, name in found.items()}
+        names = {box.name.split(".lora_")[0]: name for name, shard in plan.items() if is_adapter(name) for box in shard.boxes}
+        return {f".{module}": name.split(".")[1] for module, name in names.items()}
 
     every = modules(LoraConfig(rank=1))
     ends = [] if lora.target_modules == ALL_LINEAR else lora.target_modules
@@ -177,8 +177,8 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int,
     if experts is not None and experts.biased:
         plan["router_bias.weight"] = _replicated(at(names.router_bias), experts.count)
         plan["gate_up_bias.weight"] = _columns([(name + ".bias", a, n, of) for name, a, n, of in gate_up], None)
-        whole = (0, hidden, hidden)
-        down_bias = _columns([(down + ".bias", *whole) for _, _, down in mlps], None)
+        all_rows = (0, hidden, hidden)
+        down_bias = _columns([(down + ".bias", *all_rows) for _, _, down in mlps], None)
         plan["down_bias.weight"] = replace(down_bias, whole_on_tp=not whole_experts)
     if experts is not None:
         plan |= {name: replace(plan[name], by_expert=True) for key in BY_EXPERT if (name := f"{key}.weight") in plan}
@@ -198,7 +198,7 @@ def _plan_delta(rule: DeltaRule, prefix: str, hidden: int, tp_rank: int, tp: int
     plan["qkv.weight"] = _columns([(name + ".weight", start, count, total) for name, start, count, total in first], hidden)
     k, v = (tp_rank * keys * rule.key_dim, keys * rule.key_dim), (tp_rank * values * rule.value_dim, values * rule.value_dim)
     before = 0, rule.key_heads * rule.key_dim, 2 * rule.key_heads * rule.key_dim
-    channels = [(at + start, count) for at, (start, count) in zip(before, (k, k, v), strict=True)]
+    channels = [(offset + start, count) for offset, (start, count) in zip(before, (k, k, v), strict=True)]
     boxes, local, tail = [], 0, (1, rule.kernel)
     for block in range(blocks):
         for start, count in channels:
@@ -222,31 +222,31 @@ def _delta_rows(rule: DeltaRule, prefix: str, heads: range, blocks: int) -> list
     widths = (rule.key_dim, rule.key_dim, group * rule.value_dim, group * rule.value_dim, group, group)
     totals = [width * rule.key_heads for width in widths]
     parts = ("in_proj_qkv", "in_proj_qkv", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    found: list[tuple[str, int, int, int]] = []
+    rows: list[tuple[str, int, int, int]] = []
     for block in range(blocks):
         some = heads[block * len(heads) // blocks : (block + 1) * len(heads) // blocks]
         for i, (name, width) in enumerate(zip(parts, widths, strict=True)):
             if rule.fused:  # all parts of a key head lie together
-                name, own = ("in_proj_qkvz", range(4)) if i < 4 else ("in_proj_ba", range(4, 6))
-                stride, before = sum(widths[j] for j in own), sum(widths[j] for j in own if j < i)
-                found += [(prefix + name, head * stride + before, width, stride * rule.key_heads) for head in some]
+                name, group_parts = ("in_proj_qkvz", range(4)) if i < 4 else ("in_proj_ba", range(4, 6))
+                stride, before = sum(widths[j] for j in group_parts), sum(widths[j] for j in group_parts if j < i)
+                rows += [(prefix + name, head * stride + before, width, stride * rule.key_heads) for head in some]
             else:
                 together = range(3) if i < 3 else range(i, i + 1)
                 before = sum(totals[j] for j in together if j < i)
-                found.append((prefix + name, before + some.start * width, len(some) * width, sum(totals[j] for j in together)))
-    return found
+                rows.append((prefix + name, before + some.start * width, len(some) * width, sum(totals[j] for j in together)))
+    return rows
 
 
 def _gated_rows(parts: list[tuple[str, tuple[int, int, int]]], dim: int, blocks: int) -> list[tuple[str, int, int, int]]:
     """As :func:`_interleave` of queries, keys and values, where each query is followed by its gate. Gates come behind the values."""
     (q, (start, count, total)), *others = parts
-    found: list[tuple[str, int, int, int]] = []
+    gated: list[tuple[str, int, int, int]] = []
     for block in range(blocks):
         first, rows = 2 * (start + block * count // blocks), count // blocks
-        found += [(q, first + 2 * row, dim, 2 * total) for row in range(0, rows, dim)]
-        found += [(name, at + block * n // blocks, n // blocks, of) for name, (at, n, of) in others]
-        found += [(q, first + 2 * row + dim, dim, 2 * total) for row in range(0, rows, dim)]
-    return found
+        gated += [(q, first + 2 * row, dim, 2 * total) for row in range(0, rows, dim)]
+        gated += [(name, start_of + block * n // blocks, n // blocks, of) for name, (start_of, n, of) in others]
+        gated += [(q, first + 2 * row + dim, dim, 2 * total) for row in range(0, rows, dim)]
+    return gated
 
 
 def _plan_latent(spec: ModelSpec, layer: int, first: int, heads: int) -> dict[str, ParamShard]:

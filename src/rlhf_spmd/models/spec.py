@@ -145,8 +145,8 @@ class ModelSpec:
 
     def kinds_of_heads(self) -> list[ModelSpec]:
         """:meth:`spec_for_layer` for one layer of each kind."""
-        found = {self.has_global_heads(layer): layer for layer in range(self.num_hidden_layers)}
-        return [self.spec_for_layer(found[kind]) for kind in sorted(found)]
+        layers = {self.has_global_heads(layer): layer for layer in range(self.num_hidden_layers)}
+        return [self.spec_for_layer(layers[kind]) for kind in sorted(layers)]
 
     @property
     def attention_numel(self) -> int:

@@ -101,14 +101,16 @@ class StoredModel:
         if mixture is not None and not (mixture.fused or mixture.stacked):
             experts = mixture.count * (spec.num_hidden_layers - len(mixture.dense_layers))
         if len(self.stored) < max(spec.num_hidden_layers, experts):
-            its = f"num_hidden_layers={spec.num_hidden_layers}" + (f" with {experts} experts" if experts else "")
-            raise ValueError(f"{self.source}: {len(self.stored)} tensors are too few for the model of config.json, {its}")
+            expected = f"num_hidden_layers={spec.num_hidden_layers}" + (f" with {experts} experts" if experts else "")
+            raise ValueError(f"{self.source}: {len(self.stored)} tensors are too few for the model of config.json, {expected}")
 
     def refuse_unknown(self, known: Collection[str]) -> None:
         """Raises ValueError for a tensor whose name is neither ``known`` nor a head's."""
         heads = self.spec.names.lm_head, self.spec.names.value_head
         names = {n: scaled_tensor(n) for n in self.stored}
-        unknown = sorted(n for n, its in names.items() if its not in known and its not in heads and not _IGNORED.search(n))
+        unknown = sorted(
+            n for n, tensor in names.items() if tensor not in known and tensor not in heads and not _IGNORED.search(n)
+        )
         if unknown:
             raise ValueError(
                 f"{self.source}: {len(unknown)} tensors that a {self.spec.family} model does not have, such as '{unknown[0]}'"
@@ -148,17 +150,17 @@ class StoredModel:
     def slices(self, name: str, shape: tuple[int, ...], why: str, dtypes: Collection[str] = FLOATS) -> Any:
         """safetensors' slice object of a tensor, or one like it that reads FP8, after checking its shape and dtype. ``why`` it has that
         shape."""
-        found, source = self._slice(name)
-        if tuple(found.get_shape()) != shape:
-            raise ValueError(f"{source}: tensor '{name}' has shape {list(found.get_shape())}, but {why} {list(shape)}")
+        tensor, source = self._slice(name)
+        if tuple(tensor.get_shape()) != shape:
+            raise ValueError(f"{source}: tensor '{name}' has shape {list(tensor.get_shape())}, but {why} {list(shape)}")
         scales = f"{name}{SCALES}"
-        if found.get_dtype() == E4M3 and dtypes is FLOATS:
+        if tensor.get_dtype() == E4M3 and dtypes is FLOATS:
             blocks = scales_shape(shape) if self._slice(scales)[0].get_shape() else ()
-            return ScaledSlice(found, self.slices(scales, blocks, f"blocks of {FP8_BLOCK} x {FP8_BLOCK} have"))
+            return ScaledSlice(tensor, self.slices(scales, blocks, f"blocks of {FP8_BLOCK} x {FP8_BLOCK} have"))
         allowed = (E4M3,) if scales in self.stored else dtypes
-        if found.get_dtype() not in allowed:
-            raise ValueError(f"{source}: tensor '{name}' has dtype {found.get_dtype()}; allowed: {', '.join(allowed)}")
-        return found
+        if tensor.get_dtype() not in allowed:
+            raise ValueError(f"{source}: tensor '{name}' has dtype {tensor.get_dtype()}; allowed: {', '.join(allowed)}")
+        return tensor
 
     def _slice(self, name: str) -> tuple[Any, Path]:
         """A tensor as it lies in its file, and the file."""
@@ -222,11 +224,11 @@ class ScaledSlice:
 
     def __getitem__(self, places: Any) -> Tensor:
         """bf16 of the shape that the tensor has at ``places``: slices, or numbers in front of the last two dims."""
-        at: list[Any] = [*places] if isinstance(places, tuple) else [places]
-        shape, values = self._codes.get_shape(), self._codes[tuple(at)].float()
+        index: list[Any] = [*places] if isinstance(places, tuple) else [places]
+        shape, values = self._codes.get_shape(), self._codes[tuple(index)].float()
         if not self._scales.get_shape():
             return _product(values, self._scales[...])
-        *outer, rows, columns = at + [slice(None)] * (len(shape) - len(at))
+        *outer, rows, columns = index + [slice(None)] * (len(shape) - len(index))
         scales = self._scales[(*outer, slice(None), slice(None))]
         row, column = (torch.arange(size)[part] // FP8_BLOCK for size, part in zip(shape[-2:], (rows, columns), strict=True))
         return _product(values, scales[..., row, :][..., column])

@@ -48,11 +48,11 @@ def load_pretrained(
         checkpoint = StoredModel(Path(path), decoder.spec, stack)
         checkpoint.refuse_unknown(file_names(decoder.spec, tensor_shapes(decoder.spec, "both")))
         for target, box in chain(_places(decoder, shards), _quantized_places(decoder)):
-            found = find_tensor(checkpoint, box.name, box.shape, missing_head_ok)
-            if found is None:
+            tensor = find_tensor(checkpoint, box.name, box.shape, missing_head_ok)
+            if tensor is None:
                 target.zero_()
             else:
-                target.copy_(found[box.global_slices])
+                target.copy_(tensor[box.global_slices])
 
 
 def check_pretrained(spec: ModelSpec, path: str | Path, head: str, missing_head_ok: bool = False) -> None:
@@ -128,16 +128,16 @@ def check_adapter(spec: ModelSpec, lora: LoraConfig, head: str, where: str) -> N
     wanted = {box.name: box.shape for name, shard in plan.items() if is_adapter(name) for box in shard.boxes}
     try:
         with safe_open(folder / ADAPTER_FILE, framework="pt", device="cpu") as stored:
-            found = {name.replace(spec.text_prefix, ""): tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+            shapes = {name.replace(spec.text_prefix, ""): tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{where}.path={lora.path}: {ADAPTER_FILE} cannot be read: {error}") from error
     config = read_json(folder / ADAPTER_CONFIG)
-    if head == "value" and STORED_HEAD in found:
+    if head == "value" and STORED_HEAD in shapes:
         wanted[STORED_HEAD] = (1, spec.hidden_size)
-    other = min((name for name in {**wanted, **found} if wanted.get(name) != found.get(name)), default=None)
+    other = min((name for name in {**wanted, **shapes} if wanted.get(name) != shapes.get(name)), default=None)
     if other is not None:
         raise ValueError(
-            f"{where}.path={lora.path}: tensor {other} there is {found.get(other)}, by {where}.rank={lora.rank} and "
+            f"{where}.path={lora.path}: tensor {other} there is {shapes.get(other)}, by {where}.rank={lora.rank} and "
             f"target_modules={lora.target_modules} it is {wanted.get(other)}; they must be the adapter's, whose {ADAPTER_CONFIG} has "
             f"target_modules={config.get('target_modules')}"
         )
