@@ -114,7 +114,7 @@ class BatchInvariantOps(Ops):
 
 @cache
 def _multiplies_exactly(dtype: torch.dtype, precision: str) -> bool:
-    """Returns True if torch's products on this processor, at its present float32 ``precision``, follow the rules above; tries some.
+    """Return True if torch's products on this processor, at its present float32 ``precision``, follow the rules above; tries some.
 
     MKL's for AVX2 do not, nor do oneDNN's in bf16 where there is AMX: these round 8 rows of 32 by 32 otherwise than 9, and 36 of 2048
     by 517 otherwise than 37."""

@@ -85,7 +85,7 @@ class CppOps(BatchInvariantOps):
         return max(-(-page_size // _LANES) * _LANES * head_dim, page_size * (-(-head_dim // _LANES) * _LANES))
 
     def multiplies(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether :meth:`product` has a product for these: for bf16 only where there is no AMX, which beats it."""
+        """Return True if :meth:`product` has a product for these: for bf16 only where there is no AMX, which beats it."""
         return x.dtype in self._products and x.dtype == weight.dtype and (x.dtype == torch.float32 or x.shape[-1] % 2 == 0)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, recomputed: bool = False) -> Tensor:
@@ -303,7 +303,7 @@ def _sinks(rule: AttentionRule) -> Tensor | None:
 
 
 def _with_adjacent_columns(logits: Tensor) -> Tensor:
-    """Returns logits [rows, n] whose columns lie side by side, as those of a wider matrix do: no copy of these."""
+    """Return logits [rows, n] whose columns lie side by side, as those of a wider matrix do: no copy of these."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 

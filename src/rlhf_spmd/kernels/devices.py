@@ -1,4 +1,4 @@
-"""What a device can. Other modules ask :func:`capabilities` for an ability by its name.
+"""The abilities of devices. Other modules ask :func:`capabilities` for an ability by its name.
 
 Only this module tells kinds of devices apart.
 """
@@ -56,7 +56,7 @@ def capabilities(device: torch.device) -> DeviceCapabilities:
 
 
 def model_device() -> torch.device:
-    """Returns the kind of device that this process's models are on, without an index."""
+    """Return the kind of device that this process's models are on, without an index."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -67,7 +67,7 @@ def has_amx() -> bool:
 
 
 def on_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """Returns the values on ``device``.
+    """Return the values on ``device``.
 
     They reach a GPU through pinned memory: from other memory the host would wait for all queued work.
     """
@@ -102,7 +102,7 @@ class HostCopy:
         return self._values
 
     def tolist(self) -> list[int]:
-        """As :meth:`values`, of int64 [n]."""
+        """Return :meth:`values` of int64 [n]."""
         values: list[int] = self.values().tolist()
         return values
 
@@ -115,7 +115,7 @@ def wait(device: torch.device | None = None) -> None:
 
 @cache
 def side_stream() -> torch.cuda.Stream:
-    """Returns the one stream for transfers beside this process's computation.
+    """Return the one stream for transfers beside this process's computation.
 
     There is only one, because torch's allocator keeps the blocks of each stream apart.
     """
@@ -123,7 +123,7 @@ def side_stream() -> torch.cuda.Stream:
 
 
 def free_bytes(device: torch.device, local_size: int = 1) -> float:
-    """Returns how much memory a rank could still take.
+    """Return how much memory a rank could still take.
 
     On GPUs: what the driver has left, plus what torch holds unused. On CPUs: the rank's share of what the host has
     available within the limit of its container.
@@ -137,24 +137,24 @@ def free_bytes(device: torch.device, local_size: int = 1) -> float:
 
 
 def total_bytes(device: torch.device, local_size: int) -> float:
-    """Returns the memory of a rank's device when nothing is on it: all of a GPU; on CPUs :func:`free_bytes`."""
+    """Return the memory of a rank's device when nothing is on it: all of a GPU; on CPUs :func:`free_bytes`."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return free_bytes(device, local_size)
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Returns how much memory of a GPU this process's tensors take."""
+    """Return how much memory of a GPU this process's tensors take."""
     return torch.cuda.memory_allocated(device)
 
 
 def host_bytes() -> float:
-    """Returns how much memory all processes of a host could still take together."""
+    """Return how much memory all processes of a host could still take together."""
     return free_bytes(torch.device("cpu"))
 
 
 def container_bytes(root: Path) -> float:
-    """Returns what a container may still take: the limit of its control group, minus use without cached files.
+    """Return what a container may still take: the limit of its control group, minus use without cached files.
 
     ``root``: directory of the control group's files, of version 2 or 1. Infinite without a limit.
     """
@@ -169,13 +169,13 @@ def container_bytes(root: Path) -> float:
 
 
 def gpu_identity(device: torch.device) -> str:
-    """Returns the GPU's UUID, which all processes read alike; its index may differ between them."""
+    """Return the GPU's UUID, which all processes read alike; its index may differ between them."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 @cache
 def shared_memory() -> int:
-    """Returns how many bytes of shared memory a program of a kernel may have on this process's GPU; without one, on an H100.
+    """Return how many bytes of shared memory a program of a kernel may have on this process's GPU; without one, on an H100.
 
     99 KiB on A10, L40S and consumer cards, 163 KiB on an A100, 227 KiB later (CUDA's guide, "Technical specifications").
     """
@@ -186,14 +186,14 @@ def shared_memory() -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak use so far: of the GPU's allocator; on CPUs the peak resident size of the process."""
+    """Return the peak use so far: of the GPU's allocator; on CPUs the peak resident size of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def unavailable(package: str, device: torch.device, dtype: torch.dtype | None = None) -> str | None:
-    """Returns why the kernels of ``package``, one of EXTRAS, do not serve here, or None.
+    """Return why the kernels of ``package``, one of EXTRAS, do not serve here, or None.
 
     ``dtype`` None: dtype and GPU are not known yet.
     """
@@ -213,7 +213,7 @@ def unavailable(package: str, device: torch.device, dtype: torch.dtype | None = 
 
 @cache
 def _broken(package: str) -> str | None:
-    """Returns why an installed package does not work on this machine, or None."""
+    """Return why an installed package does not work on this machine, or None."""
     if package == "triton":
         compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
         return None if compiler else "triton needs a C compiler (gcc, clang, or the one that CC names)"

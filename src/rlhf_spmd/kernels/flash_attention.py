@@ -34,7 +34,7 @@ class PackedFlash(Protocol):
         """True if there is a kernel for these queries and this rule."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
-        """As :meth:`~rlhf_spmd.kernels.Ops.attend_packed`, for at least one token."""
+        """Return :meth:`~rlhf_spmd.kernels.Ops.attend_packed` for at least one token."""
 
 
 class TorchFlash:
@@ -77,7 +77,7 @@ class TorchFlash:
         log_sums: Tensor,
         *sinks: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Returns gradients of q, k, v and the sinks from the output's. ``log_sums``: fp32 [H * G, T]."""
+        """Return gradients of q, k, v and the sinks from the output's. ``log_sums``: fp32 [H * G, T]."""
         state = q.new_empty(2, dtype=torch.uint64)  # of random numbers: nothing is dropped, so nobody reads it
         sequences, options = _sequences(packing), _options(rule)
         grads: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
@@ -106,7 +106,7 @@ class FlashAttn:
 
 
 def choose_packed(dtype: torch.dtype) -> PackedFlash | None:
-    """Returns the flash attention of this process's models of ``dtype``, or None if none serves."""
+    """Return the flash attention of this process's models of ``dtype``, or None if none serves."""
     device = model_device()
     if device.type != "cuda" or dtype not in DTYPES:
         return None
@@ -121,7 +121,7 @@ def _sequences(packing: Packing) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _window(rule: AttentionRule) -> tuple[int, int]:
-    """Returns how many keys before and after its own a query sees; -1: all.
+    """Return how many keys before and after its own a query sees; -1: all.
 
     The second number is 0 although attention is causal anyway: with -1 the kernels may exchange heads and queries of
     sequences of one token.

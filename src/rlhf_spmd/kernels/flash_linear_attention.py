@@ -67,7 +67,7 @@ class FlashLinearAttention:
 
 @cache
 def choose_packed_delta(dtype: torch.dtype) -> FlashLinearAttention | None:
-    """Returns the package's linear attention for models of ``dtype`` on this process's device, or None if it does not serve."""
+    """Return the package's linear attention for models of ``dtype`` on this process's device, or None if it does not serve."""
     device = model_device()
     if device.type != "cuda" or dtype not in DTYPES or find_spec("fla") is None:
         return None

@@ -41,7 +41,7 @@ class DeltaShape(NamedTuple):
 
 
 class DeltaStates(NamedTuple):
-    """What is left of the tokens so far: the last ``inputs`` of the convolution [B, kernel - 1, C], and ``memory`` [B, H, G, K, D]."""
+    """The state behind the tokens so far: the last ``inputs`` of the convolution [B, kernel - 1, C], and ``memory`` [B, H, G, K, D]."""
 
     inputs: Tensor
     memory: Tensor

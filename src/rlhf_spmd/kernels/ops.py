@@ -118,7 +118,7 @@ class Ops(ProductOps):
         shape: HeadShape,
         pages: PageTarget,
     ) -> Tensor:
-        """Returns q of :meth:`heads`, without gradients. Writes k and v of the first ``len(pages.slots)`` tokens to ``pages``."""
+        """Return q of :meth:`heads`, without gradients. Writes k and v of the first ``len(pages.slots)`` tokens to ``pages``."""
         q, k, v = self.heads(qkv, norms, cos, sin, shape)
         for block, x in zip(pages.pages.view(2, shape.keys, -1, shape.dim), (k, v), strict=True):
             block.index_copy_(1, pages.slots, x[: len(pages.slots)].transpose(0, 1))
@@ -166,7 +166,7 @@ class Ops(ProductOps):
     def layer(
         self, parts: LayerParts, options: LayerOptions, rule: AttentionRule, index: int
     ) -> Callable[..., Tensor | None] | None:
-        """Returns one function for a whole layer on one rank, without gradients, or None. Its bits equal those of the operations.
+        """Return one function for a whole layer on one rank, without gradients, or None. Its bits equal those of the operations.
 
         The function takes x [R, hidden], cos, sin, the attention and the number of tokens, and returns [R, hidden], or None
         for an attention that it does not know.
@@ -178,7 +178,7 @@ class Ops(ProductOps):
     # -- forward and backward functions of the above
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
-        """Returns the norm and its scales [..., 1]; computes in fp32 for bf16."""
+        """Return the norm and its scales [..., 1]; computes in fp32 for bf16."""
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         if plus_one:
@@ -188,7 +188,7 @@ class Ops(ProductOps):
     def norm_backward(
         self, plus_one: bool, _: object, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns gradients of x and of the weight, from ``grad`` of :meth:`norm`'s first result, its inputs and the scales."""
+        """Return gradients of x and of the weight, from ``grad`` of :meth:`norm`'s first result, its inputs and the scales."""
         normal, grad = x.to(scale.dtype) * scale, grad.to(scale.dtype)
         grad_weight = (grad * normal).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         grad_normal = grad * (1 + weight.to(grad.dtype) if plus_one else weight)
@@ -201,7 +201,7 @@ class Ops(ProductOps):
         return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
 
     def gate_backward(self, gelu: bool, _: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
-        """Returns the gradient of [gate; up] from the gradient of :meth:`gate`'s result."""
+        """Return the gradient of [gate; up] from the gradient of :meth:`gate`'s result."""
         gate, up = gate_up.chunk(2, -1)
         grads = torch.empty_like(gate_up)
         grad_gate, grad_up = grads.chunk(2, -1)
@@ -259,7 +259,7 @@ class Ops(ProductOps):
     def logit_gradients(
         self, logits: Tensor, labels: Tensor, first: int, log_z: Tensor, grads: Tensor, entropy: Sequence[Tensor] | None = None
     ) -> Tensor:
-        """Returns the gradients of the logits [T, V] of the vocabulary from ``first`` on, and overwrites the logits. ``grads`` [T, 1]:
+        """Return the gradients of the logits [T, V] of the vocabulary from ``first`` on, and overwrites the logits. ``grads`` [T, 1]:
         gradients of the log-probs of ``labels`` [T]; ``log_z`` [T, 1]: log-sum-exps over the whole vocabulary; ``entropy``: the
         entropies and their gradients, [T, 1] each."""
         local = labels - first
@@ -293,16 +293,16 @@ class Ops(ProductOps):
         transform: LogitTransform,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Returns gradients of the head's matrix product, in ``dtype``. ``logits``: the result of :meth:`transform_logits`."""
+        """Return gradients of the head's matrix product, in ``dtype``. ``logits``: the result of :meth:`transform_logits`."""
         slope = None if transform.softcap is None else 1 - (logits * (transform.temperature / transform.softcap)).square_()
         grad = self.logit_gradients(logits, labels, first, log_z, grads, entropy)
         grad = grad if slope is None else grad.mul_(slope)
         return (grad if transform.temperature == 1.0 else grad.div_(transform.temperature)).to(dtype)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """Returns int64 [T]: the index of the largest of logits [T, V], the first of equal ones."""
+        """Return int64 [T]: the index of the largest of logits [T, V], the first of equal ones."""
         return logits.argmax(-1)
 
     def draw(self, logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor | None:
-        """Returns token ids int64 [T], the first with cumulative probability above ``uniforms`` fp64 [T]; None: no kernel does."""
+        """Return token ids int64 [T], the first with cumulative probability above ``uniforms`` fp64 [T]; None: no kernel does."""
         return None

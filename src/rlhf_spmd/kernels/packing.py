@@ -112,7 +112,7 @@ class PageTarget(NamedTuple):
 
 
 def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Returns which keys (positions [L]) each query (positions [..., R]) sees: bool [..., R, L]."""
+    """Return which keys (positions [L]) each query (positions [..., R]) sees: bool [..., R, L]."""
     ahead = queries[..., None] - keys
     return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
 
@@ -122,7 +122,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def pad_rows(x: Tensor, rows: int, dim: int = 0) -> Tensor:
-    """Returns ``x`` with ``dim`` extended to ``rows`` by zeros, or ``x`` itself if it is long enough."""
+    """Return ``x`` with ``dim`` extended to ``rows`` by zeros, or ``x`` itself if it is long enough."""
     missing = rows - x.shape[dim]
     if missing <= 0:
         return x
@@ -222,7 +222,7 @@ class Packing:
         return self.filled[0].long()
 
     def context(self, layer_index: int) -> Context:
-        """Returns what the C++ kernel of a whole layer needs to know of the packing."""
+        """Return what the C++ kernel of a whole layer needs to know of the packing."""
         return self.bounds.data_ptr(), len(self.lengths), 0, 0, 0, 0, 0
 
     def alike(self, num_heads: int, max_scores: float) -> list[Alike]:
@@ -243,14 +243,14 @@ class Packing:
         return self._alike[key]
 
     def places(self, num_heads: int, max_scores: float) -> Tensor:
-        """Returns int64 [T]: where each token lies in the concatenated groups of :meth:`alike`."""
+        """Return int64 [T]: where each token lies in the concatenated groups of :meth:`alike`."""
         key = num_heads, max_scores
         if key not in self._places:
             self._places[key] = torch.argsort(torch.cat([part.target for part in self.alike(*key)]))
         return self._places[key]
 
     def tiles(self, width: int, page_size: int) -> PackedTiles:
-        """Returns tiles of up to ``width`` queries, those with most keys first."""
+        """Return tiles of up to ``width`` queries, those with most keys first."""
         key = width, page_size
         if key not in self._tiles:
             lengths, firsts = np.array(self.lengths, dtype=np.int64), self.bounds[:-1].numpy()

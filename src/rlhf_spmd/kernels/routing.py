@@ -34,7 +34,7 @@ class RoutingRule:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Returns the sigmoid of x [T, n]. CPUs round a tensor's last elements otherwise, so each row gets one more element behind it."""
+    """Return the sigmoid of x [T, n]. CPUs round a tensor's last elements otherwise, so each row gets one more element behind it."""
     return torch.sigmoid(F.pad(x, (0, 1))[:, :-1])
 
 
@@ -42,7 +42,7 @@ TINY = 1e-20  # added to the sums of sigmoids, as transformers does
 
 
 def choose(logits: Tensor, score_bias: Tensor | None, rule: RoutingRule) -> Tensor:
-    """Returns the numbers of the experts that tokens take, int64 [T, K], the highest scores first. ``logits``: [T, E], fp32 or fp64.
+    """Return the numbers of the experts that tokens take, int64 [T, K], the highest scores first. ``logits``: [T, E], fp32 or fp64.
     ``score_bias``: [E, 3], see :func:`as_parts`; it is added to the scores that choose experts, not to their weights."""
     with torch.no_grad():
         ranked = logits

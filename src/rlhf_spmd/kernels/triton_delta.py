@@ -109,7 +109,7 @@ def _delta_rule_step(
 
 
 def sizes_of(shape: DeltaShape) -> tuple[dict[str, Any], int]:
-    """Returns what the kernel is compiled for, and its warps."""
+    """Return what the kernel is compiled for, and its warps."""
     keys, group, block_j = shape.keys, shape.values // shape.keys, triton.next_power_of_2(shape.kernel)
     block_k, block_d = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
     sizes = {"LENGTH_EPS": EPS, "KEYS": keys, "GROUP": group, "K": shape.key_dim, "D": shape.value_dim, "KERNEL": shape.kernel}

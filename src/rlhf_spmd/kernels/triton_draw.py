@@ -50,7 +50,7 @@ def weights_of(x: tl.tensor, largest: tl.tensor, temperature: tl.tensor) -> tl.t
 
 @triton.jit
 def first_above(weights: tl.tensor, goal: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """Returns where the cumulative sum of fp64 ``weights`` [SIZE] first exceeds ``goal``; else the last weight above 0; else 0."""
+    """Return where the cumulative sum of fp64 ``weights`` [SIZE] first exceeds ``goal``; else the last weight above 0; else 0."""
     index = tl.arange(0, SIZE)
     counts = weights > 0.0
     first = tl.min(tl.where((tl.cumsum(weights, 0) > goal) & counts, index, SIZE), 0)
@@ -102,7 +102,7 @@ def _sum_tiles(
 
 @triton.jit
 def totals_of(tiles: tl.tensor, offset: tl.tensor, inside: tl.tensor, step: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """Returns the tiles' maxima at ``offset`` fp64 [N], the row's maximum, the tiles' weights relative to it, and the sum at
+    """Return the tiles' maxima at ``offset`` fp64 [N], the row's maximum, the tiles' weights relative to it, and the sum at
     ``temperature`` 1 from the next field. Tiles without a finite score weigh 0."""
     maxima = tl.load(tiles + offset, mask=inside, other=float("-inf"))
     sums = tl.load(tiles + offset + step, mask=inside, other=0.0)
@@ -182,7 +182,7 @@ def num_tiles(width: int) -> int:
 
 
 def sum_tiles(scores: Tensor, logits: Tensor, settings: SamplingTensors, width: int) -> Tensor:
-    """Returns statistics fp64 [5, B, tiles] of logits [B, V], with the tiles of ``width`` tokens. ``scores`` may have fewer columns,
+    """Return statistics fp64 [5, B, tiles] of logits [B, V], with the tiles of ``width`` tokens. ``scores`` may have fewer columns,
     those that may be drawn."""
     (rows, vocabulary), drawable = logits.shape, scores.shape[1]
     _check(scores, logits)

@@ -140,7 +140,7 @@ def _sums_from(
     candidates: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, bounds: tl.tensor, BY_MASS: tl.constexpr,
     SIZE: tl.constexpr, TRIES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Returns, for each of ``bounds`` [TRIES], the mass or the number of the weights whose bits are not below it: fp64."""
+    """Return, for each of ``bounds`` [TRIES], the mass or the number of the weights whose bits are not below it: fp64."""
     sums = tl.zeros([SIZE, TRIES], tl.float64)
     for start in range(0, count, SIZE):
         place = start + tl.arange(0, SIZE)
@@ -162,7 +162,7 @@ def _search(
     candidates: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, low: tl.tensor, high: tl.tensor,
     goal: tl.tensor, BY_MASS: tl.constexpr, SIZE: tl.constexpr, TRIES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Returns the largest bound in ``low`` .. ``high`` - 1 whose sum reaches ``goal``, that sum, and the sum of the next bound.
+    """Return the largest bound in ``low`` .. ``high`` - 1 whose sum reaches ``goal``, that sum, and the sum of the next bound.
     ``low`` is known to reach it; ``high`` is at least 2 more."""
     lane = tl.arange(0, TRIES)
     reached = goal * 0.0
@@ -238,7 +238,7 @@ def _walk(
     candidates: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, last: tl.tensor, room: tl.tensor,
     goal: tl.tensor, SIZE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Returns the place of the first candidate at which the cumulative kept weight exceeds ``goal``. Kept are candidates with more bits
+    """Return the place of the first candidate at which the cumulative kept weight exceeds ``goal``. Kept are candidates with more bits
     than ``last``, and the first ``room`` with equal bits. If rounding leaves the goal unreached: the last kept one."""
     start, chosen_place = count * 0, count * 0
     before, ties = goal * 0.0, goal * 0.0

@@ -23,13 +23,13 @@ OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 @triton.jit
 def rounded(x: tl.tensor, like: tl.tensor) -> tl.tensor:
-    """Returns the value rounded to the dtype that ``like`` points to."""
+    """Return the value rounded to the dtype that ``like`` points to."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def scaled(normal: tl.tensor, weight: tl.tensor, like: tl.tensor, PLUS_ONE: tl.constexpr) -> tl.tensor:
-    """Returns the norm's result from a normalised row, rounded as in ``Ops.norm``."""
+    """Return the norm's result from a normalised row, rounded as in ``Ops.norm``."""
     product = normal * (1.0 + weight) if PLUS_ONE else rounded(normal, like) * weight
     return rounded(product, like)
 
@@ -147,7 +147,7 @@ def _gate_backward(
 
 
 def rows_of(n: int) -> tuple[int, int, int]:
-    """Returns, for rows of ``n`` elements: rows of a program, elements of a block, warps."""
+    """Return, for rows of ``n`` elements: rows of a program, elements of a block, warps."""
     block = triton.next_power_of_2(n)
     return max(TILE // block, 1), block, min(max(block // 512, 4), 16)
 
@@ -177,7 +177,7 @@ def norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, plus_one: bool
 def norm_backward(
     grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, scales: Tensor, plus_one: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns gradients of the norm's input ``x``, to which ``grad_total`` is added, and of the weight."""
+    """Return gradients of the norm's input ``x``, to which ``grad_total`` is added, and of the weight."""
     n, rows, x, grad = x.shape[-1], scales.numel(), x.contiguous(), grad.contiguous()
     other, out = grad if grad_total is None else grad_total.contiguous(), torch.empty_like(x)
     block_r, block_n, warps = rows_of(n)
@@ -201,7 +201,7 @@ def gate(gate_up: Tensor, gelu: bool) -> Tensor:
 
 
 def gate_backward(grad: Tensor, gate_up: Tensor, gelu: bool) -> Tensor:
-    """Returns the gradient of [gate; up] from the gradient of :func:`gate`'s result."""
+    """Return the gradient of [gate; up] from the gradient of :func:`gate`'s result."""
     gate_up, (rows, n) = gate_up.contiguous(), grad.shape
     out, block = torch.empty_like(gate_up), min(triton.next_power_of_2(n), TILE // 2)
     _gate_backward[(rows, triton.cdiv(n, block))](grad.contiguous(), gate_up, out, n, gelu, block, **OPTIONS)

@@ -112,7 +112,7 @@ def _check(logits: Tensor, labels: Tensor) -> None:
 def logit_statistics(
     logits: Tensor, labels: Tensor, first: int, entropy: bool, transform: LogitTransform, scales: Tensor | None = None
 ) -> Tensor:
-    """As :meth:`~rlhf_spmd.kernels.Ops.logit_statistics`, of fp32 ``logits`` [T, V] to which ``transform`` is not yet applied.
+    """Return :meth:`~rlhf_spmd.kernels.Ops.logit_statistics` of fp32 ``logits`` [T, V] to which ``transform`` is not yet applied.
 
     The logits stay unchanged. ``scales`` fp32 [T]: factor of each row, in place of the temperature's inverse.
     """
@@ -137,7 +137,7 @@ def logit_gradients(
     transform: LogitTransform,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As :meth:`~rlhf_spmd.kernels.Ops.head_gradients`, of fp32 ``logits`` [T, V] to which ``transform`` is not yet applied.
+    """Return :meth:`~rlhf_spmd.kernels.Ops.head_gradients` of fp32 ``logits`` [T, V] to which ``transform`` is not yet applied.
 
     Overwrites the logits if ``dtype`` is theirs.
     """

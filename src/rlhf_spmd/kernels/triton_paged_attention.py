@@ -67,7 +67,7 @@ class TileShape(NamedTuple):
 
     @classmethod
     def of_alike(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:
-        """Returns the shape for chunks whose queries must have the bits of single tokens.
+        """Return the shape for chunks whose queries must have the bits of single tokens.
 
         It keeps the instructions, and the warps for the keys of a block. Tensor cores allow twice as many rows: four warps
         then still lie side by side along the keys.
@@ -91,7 +91,7 @@ def tile_rows(group_size: int) -> int:
 
 
 def score_factors(rule: AttentionRule) -> tuple[float, float]:
-    """Returns ``scale`` and ``cap`` of the kernels, which compute powers of two in place of exp."""
+    """Return ``scale`` and ``cap`` of the kernels, which compute powers of two in place of exp."""
     if rule.softcap is None:
         return rule.scale * LOG2_E, 0.0
     return rule.scale / rule.softcap, rule.softcap * LOG2_E

@@ -34,7 +34,7 @@ def _place(head: tl.tensor, Q: tl.constexpr, KV: tl.constexpr, BLOCKS: tl.conste
 def rotated(
     a: tl.tensor, b: tl.tensor, cos: tl.tensor, sin: tl.tensor, like: tl.tensor, BACK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns both halves rotated, or rotated back; rounds each product and sum as ``Ops.apply_rotary`` does."""
+    """Return both halves rotated, or rotated back; rounds each product and sum as ``Ops.apply_rotary`` does."""
     if BACK:
         first = rounded(a * cos, like) + rounded(b * sin, like)
         second = rounded(b * cos, like) - rounded(a * sin, like)
@@ -56,7 +56,7 @@ def left_dims(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERL
 
 @triton.jit
 def right_dims(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
-    """The same of the second dim."""
+    """Where in a head the second dim of each pair lies."""
     place = column + HALF
     if HALF != PAIRS or INTERLEAVED:
         turned = column * 2 + 1 if INTERLEAVED else column + PAIRS
@@ -66,7 +66,7 @@ def right_dims(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTER
 
 @triton.jit
 def _weights(q_weight: tl.tensor, k_weight: tl.tensor, column: tl.tensor, inside: tl.tensor, is_q: tl.tensor) -> tl.tensor:
-    """Returns the weights of each head's norm, [heads, columns]."""
+    """Return the weights of each head's norm, [heads, columns]."""
     of_q = tl.load(q_weight + column, mask=inside, other=0.0).to(tl.float32)
     of_k = tl.load(k_weight + column, mask=inside, other=0.0).to(tl.float32)
     return tl.where(is_q[:, None], of_q[None, :], of_k[None, :])
@@ -231,7 +231,7 @@ def heads(
 def heads_backward(
     grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns gradients of qkv and of the norms' weights from the gradients of q, k and v."""
+    """Return gradients of qkv and of the norms' weights from the gradients of q, k and v."""
     grads_of = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
     strides = [stride for grad in grads_of for stride in grad.stride()[:2]]
     qkv, (of_q, of_k) = qkv.contiguous(), norms

@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"num_warps": 2, "num_stages": 1}
 
 @triton.jit
 def _scores(x: tl.tensor, SCORING: tl.constexpr) -> tl.tensor:
-    """Returns scores from logits [groups, experts], which are -inf where there is no expert."""
+    """Return scores from logits [groups, experts], which are -inf where there is no expert."""
     if SCORING == 0:
         e = tl.exp(x - tl.max(tl.max(x, 1), 0))
         x = e / tl.sum(tl.sum(e, 1), 0)
@@ -32,7 +32,7 @@ def _scores(x: tl.tensor, SCORING: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _factors(scores: tl.tensor, real: tl.tensor, tiny: tl.tensor, SCORING: tl.constexpr, NORMALISE: tl.constexpr) -> tl.tensor:
-    """Returns weights from the scores [K] of the chosen experts, not yet times the rule's scale."""
+    """Return weights from the scores [K] of the chosen experts, not yet times the rule's scale."""
     if SCORING == 2:
         x = tl.where(real, scores, float("-inf"))
         scores = tl.exp(x - tl.max(x, 0))
@@ -126,7 +126,7 @@ def _route_backward(
 def route(
     logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype, numbers: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As ``Ops.route``."""
+    """Return weights and experts as ``Ops.route`` does."""
     logits = logits.contiguous()
     tokens, count = logits.shape
     size = count // rule.groups

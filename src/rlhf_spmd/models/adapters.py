@@ -57,7 +57,7 @@ class Adapter(nn.Module):
 
     @property
     def adds(self) -> bool:
-        """Whether products are other ones than those of the base."""
+        """True if products are other ones than those of the base."""
         return self.enabled or self.start is not None
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, recomputed: bool) -> Tensor:

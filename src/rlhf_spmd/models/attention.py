@@ -1,4 +1,4 @@
-"""What a forward pass has to know about its tokens; causal attention for packed sequences."""
+"""Attention of a forward pass, which knows its tokens; causal attention for packed sequences."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         assert built == planned, f"parameters {built} differ from the plan {planned}"
 
     def keep_activations(self, checkpointing: str = "none", offload: bool = False) -> None:
-        """What the layers keep for their backward passes. ``checkpointing``: "none": what each operation needs; "selective": the
+        """Set what the layers keep for their backward passes. ``checkpointing``: "none": what each operation needs; "selective": the
         residual stream and the column-parallel products, from which norms, activations and the attention are computed
         again; "full": the input of each layer. ``offload``: in host memory.
 
@@ -158,7 +158,7 @@ class Decoder(nn.Module):
         return [param for name, param in self.named_parameters() if self.shards[name].by_expert and self.ep.size > 1]
 
     def enable_adapters(self, enabled: bool) -> None:
-        """Whether passes are of the model with its adapters, which is usual, or with those that training began with, if any."""
+        """Let passes be of the model with its adapters, the default, or with those that training began with, if any."""
         for adapter in self.adapters.values():
             adapter.enabled = enabled
 
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
 
     @property
     def moe_syncs_host(self) -> bool:
-        """Whether a forward pass lets the host wait for the device, to see which experts were chosen."""
+        """True if a forward pass lets the host wait for the device, to see which experts were chosen."""
         for block in self.layers:
             assert isinstance(block, Block)
             if block.experts is not None:

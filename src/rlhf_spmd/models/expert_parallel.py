@@ -29,7 +29,7 @@ COUNTS = "expert_counts"  # and the numbers of rows
 def at_experts(
     ops: Ops, rows: Tensor, experts: Tensor, count: int, ep: Group, compute: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Returns the results of ``rows`` [N, hidden], in their order, computed on the ranks that have their ``experts`` [N].
+    """Return the results of ``rows`` [N, hidden], in their order, computed on the ranks that have their ``experts`` [N].
 
     Rows are sorted by expert. ``compute(rows [M, hidden], experts [M]) -> [M, hidden]`` gets such rows, and their experts' numbers
     among the ``count / ep`` of this rank. Collective over ep: every rank of it must call, and run its backward, in program order.

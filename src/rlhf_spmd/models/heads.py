@@ -1,4 +1,4 @@
-"""What comes out of the last stage: log-probs, entropies, logits and values, vocabulary-parallel.
+"""Results of the last stage: log-probs, entropies, logits and values, vocabulary-parallel.
 
 Training never holds logits [T, V]: chunks of rows are computed, reduced to a few numbers per token, dropped, and computed
 again in the backward pass. At no time are there more than a chunk's logits [rows, V / t], twice where an entropy is computed or
@@ -148,7 +148,7 @@ def token_log_probs(
 
 
 def _scaled(decoder: Decoder, hidden: Tensor) -> Tensor:
-    """What the head multiplies: with its scale, whose product with the logits would be another rounding of as many numbers."""
+    """Return what the head multiplies: with its scale, whose product with the logits would round as many numbers again."""
     return hidden if decoder.spec.logit_scale == 1 else hidden * decoder.spec.logit_scale
 
 

@@ -144,7 +144,7 @@ def longest_row(scaling: Mapping[str, Any] | None, context: int) -> int:
 
 
 def check_factors(scaling: Mapping[str, Any] | None, pairs: int, source: str) -> None:
-    """Raises ValueError unless longrope has a factor for each of the ``pairs`` of dims that are rotated."""
+    """Raise ValueError unless longrope has a factor for each of the ``pairs`` of dims that are rotated."""
     for name in ("short_factor", "long_factor"):
         count = len((scaling or {}).get(name, (1,) * pairs))
         if count != pairs:

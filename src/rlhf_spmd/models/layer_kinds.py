@@ -27,7 +27,7 @@ LATENT_NAMES = {
 
 
 def is_fixed(name: str) -> bool:
-    """Returns True for a parameter of the decoder that no optimizer changes."""
+    """Return True for a parameter of the decoder that no optimizer changes."""
     return name.endswith((f".{SCORE_BIAS}.weight", f".{SCALAR}.weight"))
 
 

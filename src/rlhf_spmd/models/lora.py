@@ -102,7 +102,7 @@ def with_stored_settings(lora: LoraConfig, config: Mapping[str, Any], file: str)
 
 
 def check_peft_config(config: Mapping[str, Any], lora: LoraConfig, file: str, where: str) -> None:
-    """Raises ValueError for a key of an adapter_config.json, ``file``, that differs from ``lora``, the settings of ``where``, or that
+    """Raise ValueError for a key of an adapter_config.json, ``file``, that differs from ``lora``, the settings of ``where``, or that
     makes the adapter another function than W + scale * B A."""
     for key, (name, usual) in PEFT_EQUAL.items():
         if (value := config.get(key, usual)) != (ours := getattr(lora, name)):
@@ -125,7 +125,7 @@ class AdapterPart(NamedTuple):
 
 
 def is_adapter(name: str) -> bool:
-    """Returns True for the name of an adapter's parameter in the decoder."""
+    """Return True for the name of an adapter's parameter in the decoder."""
     return ".lora." in name
 
 

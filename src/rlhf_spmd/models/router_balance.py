@@ -59,7 +59,7 @@ BALANCE_RULES: Rules = (
 
 
 def mixture_numbers(spec: ModelSpec) -> dict[int, int]:
-    """Returns the number, among the mixtures of the model, of each layer that has one."""
+    """Return the number, among the mixtures of the model, of each layer that has one."""
     layers = (layer for layer in range(spec.num_hidden_layers) if spec.experts_of(layer) is not None)
     return {layer: number for number, layer in enumerate(layers)}
 
@@ -88,7 +88,7 @@ class RouterBalance:
     def begin(
         self, lengths: Tensor, token_index: Tensor | None, row_weight: float, chosen: Tensor | None = None, counts: bool = True
     ) -> RouterPass | None:
-        """What the routers of one micro-batch's forward pass report to; None without rows or routers.
+        """Return what the routers of one micro-batch's forward pass report to; None without rows or routers.
 
         ``lengths`` int64 [R] and ``token_index``: as of ``PackedAttention``. ``row_weight``: factor of the loss of each row.
         ``chosen`` [sum(lengths), mixtures of the model, K] on the CPU: the experts that each token of the rows has to take. ``counts``:
@@ -122,7 +122,7 @@ class Routers(Protocol):
     def route(
         self, ops: Ops, layer: int, logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """As ``Ops.route``, of a layer by its global index."""
+        """Return weights and experts as ``Ops.route`` does, of a layer by its global index."""
 
 
 class RouterPass:
@@ -163,7 +163,7 @@ class RouterPass:
     def route(
         self, ops: Ops, layer: int, logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """As ``Ops.route``, of a layer by its global index. In the backward pass the logits' gradient gets that of the loss.
+        """Return weights and experts of a layer by its global index. In the backward pass the logits' gradient gets that of the loss.
 
         Collective over cp if there is a loss: every rank of it must call, in program order.
         """

@@ -104,7 +104,7 @@ def tensor_shapes(spec: ModelSpec, head: str) -> dict[str, tuple[int, ...]]:
 
 
 def check_lora(spec: ModelSpec, lora: LoraConfig, where: str) -> None:
-    """Raises ValueError where ``target_modules`` name what the model has not, or leave one of its layers without an adapter."""
+    """Raise ValueError where ``target_modules`` name what the model has not, or leave one of its layers without an adapter."""
 
     def modules(config: LoraConfig) -> dict[str, str]:
         plan = plan_params(spec, "none", 0, 1, 0, 1, lora=config)
@@ -238,7 +238,7 @@ def _delta_rows(rule: DeltaRule, prefix: str, heads: range, blocks: int) -> list
 
 
 def _gated_rows(parts: list[tuple[str, tuple[int, int, int]]], dim: int, blocks: int) -> list[tuple[str, int, int, int]]:
-    """As :func:`_interleave` of queries, keys and values, where each query is followed by its gate. Gates come behind the values."""
+    """Return rows as :func:`_interleave` does, where each query is followed by its gate. Gates come behind the values."""
     (q, (start, count, total)), *others = parts
     gated: list[tuple[str, int, int, int]] = []
     for block in range(blocks):
@@ -274,7 +274,7 @@ def _plan_latent(spec: ModelSpec, layer: int, first: int, heads: int) -> dict[st
 
 
 def _plan_shared(spec: ModelSpec, experts: Experts, layer: int, tp_rank: int, tp: int, blocks: int) -> dict[str, ParamShard]:
-    """What a mixture has beside router and experts."""
+    """Return what a mixture has beside router and experts."""
     names, hidden, width, plan = spec.names, spec.hidden_size, experts.shared_size, dict[str, ParamShard]()
     if experts.score_biased:
         plan[f"{SCORE_BIAS}.weight"] = _replicated(names.score_bias.format(layer=layer), experts.count, 3)

@@ -122,7 +122,7 @@ class ModelSpec:
         return int(self.head_dim * self.partial_rotary_factor) if self.latent is None else self.latent.rope_dim
 
     def spec_for_layer(self, layer: int) -> ModelSpec:
-        """The same with the heads that one layer has, by its index in the model."""
+        """Return the spec with the heads that one layer has, by its index in the model."""
         if self.global_heads is None:
             return self
         if self.windows[layer] is not None:
@@ -164,7 +164,7 @@ class ModelSpec:
         return AttentionRule(scale, self.attention_softcap, self.windows[layer] if self.windows else None)
 
     def local_rope(self, layer: int) -> bool | None:
-        """Whether a layer's rotary embeddings have ``local_rope_theta``; None where it has none."""
+        """Return True if a layer's rotary embeddings have ``local_rope_theta``; None if it has no rotary embeddings."""
         if layer in self.unrotated:
             return None
         return self.local_rope_theta is not None and self.attention_rule(layer).window is not None

@@ -96,7 +96,7 @@ class StoredModel:
         self.stored = {name.replace(spec.text_prefix, ""): name for name in text}
 
     def refuse_fewer(self) -> None:
-        """Raises ValueError where there cannot be all layers and experts of the model: at once, without a list of their names."""
+        """Raise ValueError where there cannot be all layers and experts of the model: at once, without a list of their names."""
         spec, experts, mixture = self.spec, 0, self.spec.experts
         if mixture is not None and not (mixture.fused or mixture.stacked):
             experts = mixture.count * (spec.num_hidden_layers - len(mixture.dense_layers))
@@ -105,7 +105,7 @@ class StoredModel:
             raise ValueError(f"{self.source}: {len(self.stored)} tensors are too few for the model of config.json, {expected}")
 
     def refuse_unknown(self, known: Collection[str]) -> None:
-        """Raises ValueError for a tensor whose name is neither ``known`` nor a head's."""
+        """Raise ValueError for a tensor whose name is neither ``known`` nor a head's."""
         heads = self.spec.names.lm_head, self.spec.names.value_head
         names = {n: scaled_tensor(n) for n in self.stored}
         unknown = sorted(
@@ -117,7 +117,7 @@ class StoredModel:
             )
 
     def has_own_head(self) -> bool:
-        """Whether an output matrix lies here beside the embedding and differs from it. False where a file of theirs is missing.
+        """Return True if an output matrix lies here beside the embedding and differs from it; False where a file of theirs is missing.
 
         Raises ValueError for a file that cannot be read.
         """

@@ -56,7 +56,7 @@ def load_pretrained(
 
 
 def check_pretrained(spec: ModelSpec, path: str | Path, head: str, missing_head_ok: bool = False) -> None:
-    """Whether :func:`load_pretrained` will find what it needs, in any layout: reads the files' headers, no weights.
+    """Check that :func:`load_pretrained` will find what it needs, in any layout: reads the files' headers, no weights.
 
     Raises ValueError as it does, for files cut short too.
     """
@@ -122,7 +122,7 @@ def _stored_adapter(spec: ModelSpec, path: str, stack: contextlib.ExitStack) -> 
 
 
 def check_adapter(spec: ModelSpec, lora: LoraConfig, head: str, where: str) -> None:
-    """Whether :func:`init_adapters` will find in ``lora.path`` what it needs; a head of values may be there. Raises ValueError."""
+    """Check that :func:`init_adapters` will find in ``lora.path`` what it needs; a head of values may be there. Raises ValueError."""
     assert lora.path is not None
     plan, folder = plan_params(spec, "none", 0, 1, 0, 1, lora=lora), Path(lora.path)
     wanted = {box.name: box.shape for name, shard in plan.items() if is_adapter(name) for box in shard.boxes}
@@ -153,7 +153,7 @@ def _places(decoder: Decoder, shards: Mapping[str, ParamShard] | None, adapters:
 
 
 def _quantized_places(decoder: Decoder) -> Iterator[tuple[Tensor, Box]]:
-    """The same of quantized matrices, which ZeRO does not cut: all their places must be filled, they are set behind the last one."""
+    """Yield the places of quantized matrices, which ZeRO does not cut: all must be filled, a matrix is set behind its last one."""
     for name, matrix in decoder.quantized.items():
         RECORDER.tick()
         values = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.codes.device)

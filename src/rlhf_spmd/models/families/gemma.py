@@ -36,7 +36,7 @@ def gemma2(config: Mapping[str, Any], source: str) -> ModelSpec:
 
 
 def gemma_spec(full: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
-    """What Gemma 2 and 3 have in common. ``full``: config.json with the family's defaults."""
+    """Return what Gemma 2 and 3 have in common. ``full``: config.json with the family's defaults."""
     reject_unless(full, source, "hidden_activation", "gelu_pytorch_tanh")
     reject_unless(full, source, "use_bidirectional_attention", False)
     common = {

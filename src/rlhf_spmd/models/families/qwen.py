@@ -99,7 +99,7 @@ def qwen3_5_text(config: Mapping[str, Any], source: str) -> ModelSpec:
 def hybrid_spec(
     full: Mapping[str, Any], config: Mapping[str, Any], source: str, fused: bool = False, **flags: Any
 ) -> ModelSpec:
-    """What Qwen3.5 and Qwen3-Next have in common. ``full``: the configuration with its defaults."""
+    """Return what Qwen3.5 and Qwen3-Next have in common. ``full``: the configuration with its defaults."""
     return standard_spec(
         full,
         source,
