@@ -43,8 +43,8 @@ SPECS = {  # name -> model, head
 }
 
 
-def layout_of(method: str, train: Layout, pp: int, tp: int, whole_experts: bool = False) -> GenerationLayout:
-    return generation_layout(train, pp, tp, METHODS[method].consecutive, whole_experts)
+def layout_of(method: str, train: Layout, pp: int, tp: int, expert_parallel_generation: bool = False) -> GenerationLayout:
+    return generation_layout(train, pp, tp, METHODS[method].consecutive, expert_parallel_generation)
 
 
 def train_shards(spec: ModelSpec, layout: Layout, index: int, head: str = "lm") -> Shards:
@@ -62,9 +62,9 @@ def train_shards_at(spec: ModelSpec, layout: Layout, head: str = "lm", without: 
 def generation_shards_at(
     spec: ModelSpec, layout: GenerationLayout, head: str = "lm", without: str = "?"
 ) -> Callable[[int, int], Shards]:
-    whole = layout.whole_experts
+    whole = layout.expert_parallel_generation
     return lambda pp, tp: leave_out(
-        without, plan_params(spec, head, pp, layout.pp, tp, layout.tp, layout.blocks, whole_experts=whole)
+        without, plan_params(spec, head, pp, layout.pp, tp, layout.tp, layout.blocks, expert_parallel_generation=whole)
     )
 
 

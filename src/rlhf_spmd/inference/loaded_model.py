@@ -116,9 +116,11 @@ def read_weights(config: Config, launch: Launch, generation_ep: int = 1) -> tupl
     config = replace(config, model=replace(config.model, path=local_directory(directory, "model.path")))
     spec = read_spec(config.model.path)
     layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
-    layout = replace(layout, whole_experts=check_generation_ep(spec, generation_ep, layout.tp, "generation", "layout.tp"))
+    layout = replace(
+        layout, expert_parallel_generation=check_generation_ep(spec, generation_ep, layout.tp, "generation", "layout.tp")
+    )
     sizes = layout.pp, layout.tp, layout.vpp, layout.cp, layout.ep
-    check_layout(spec, "layout", *sizes, expert_parallel_generation=layout.whole_experts)
+    check_layout(spec, "layout", *sizes, expert_parallel_generation=layout.expert_parallel_generation)
     if checkpoint is None:
         check_pretrained(spec, config.model.path, "lm")
     else:

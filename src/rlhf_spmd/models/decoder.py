@@ -52,8 +52,8 @@ class Decoder(nn.Module):
     ``sequence_parallel``: outside attention and MLP each tp rank holds 1 / t of the rows (``slices`` is t), between stages too; the
     gradients of the parameters named in ``scattered`` are then parts, to be summed over tp. The forward pass has the same bits.
     ``cp``: the group that shares the tokens of each sequence, see ``context_parallel``: hidden states are of this rank's tokens.
-    ``ep``: the group that shares the experts, see ``expert_parallel``; ``shards`` has those of this rank. ``whole_experts``: the ranks
-    of tp share them.
+    ``ep``: the group that shares the experts, see ``expert_parallel``; ``shards`` has those of this rank.
+    ``expert_parallel_generation``: the ranks of tp share them.
     ``lora``: with these adapters, whose replicated halves are ``scattered`` in any case; ``quantized``: what is no parameter.
     """
 
@@ -72,13 +72,13 @@ class Decoder(nn.Module):
         lora: LoraConfig | None = None,
         cp: Group | None = None,
         ep: Group | None = None,
-        whole_experts: bool = False,
+        expert_parallel_generation: bool = False,
     ) -> None:
         super().__init__()
         device, self.cp, self.ep = torch.device(device), cp or solo(), ep or solo()
         self.spec, self.head_kind, self.stage, self.pp, self.tp = spec, head, stage, pp, tp
         self.dtype, self.ops = dtype, ops or choose_ops(dtype, device)
-        shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks, lora, whole_experts)
+        shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks, lora, expert_parallel_generation)
         self.shards = zero_shards(shards, 0, 1, (self.ep.rank, self.ep.size))
         self.layer_ids = stage_layers(spec.num_hidden_layers, pp, stage)
         self.vocab_range = vocab_range(spec.vocab_size, tp.rank, tp.size)
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         halves = set(filter(is_adapter, whole_on_tp))
         self.scattered = (halves if tp.size > 1 else set()) | (residual if self.slices > 1 else set())
         self._random = lora is not None and lora.dropout > 0
-        every_layer = "none", 0, 1, tp.rank, tp.size, blocks, None, whole_experts
+        every_layer = "none", 0, 1, tp.rank, tp.size, blocks, None, expert_parallel_generation
         every_shard = plan_params(spec, *every_layer)  # stages must agree on the padding
         products = (
             name for name in every_shard if name.startswith("layers.") and name.split(".")[2] not in (SCORE_BIAS, "shared_gate")
@@ -115,7 +115,7 @@ class Decoder(nn.Module):
             shards = {name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)}
             parallel = self.slices > 1, lora, self.ep
             block = Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, *parallel)
-            if whole_experts and block.experts is not None:
+            if expert_parallel_generation and block.experts is not None:
                 block.first_expert = block.experts.count // tp.size * tp.rank
             self.layers.append(block)
         self.keep_activations()

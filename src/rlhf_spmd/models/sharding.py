@@ -56,21 +56,21 @@ def plan_params(
     tp: int,
     blocks: int = 1,
     lora: LoraConfig | None = None,
-    whole_experts: bool = False,
+    expert_parallel_generation: bool = False,
 ) -> dict[str, ParamShard]:
     """Decoder parameter name -> shape and boxes on this rank, in the order of ``Decoder.named_parameters()``.
 
     ``head``: "lm", "value", "both" (a value head beside the other) or "none". Layers are numbered from 0 within the stage.
     ``blocks``: the rank holds the slices of as many ranks of a layout with tp * blocks, and fused parameters keep theirs together,
     [q0; k0; v0; q1; k1; v1] for two: each finer slice is then a slice of this one, which resharding needs. Raises ValueError
-    where the layout does not fit. ``lora``: with these adapters, which need ``blocks`` 1. ``whole_experts``: the rank has 1 / tp of the
-    experts in place of a slice of each, which needs ``blocks`` 1, too.
+    where the layout does not fit. ``lora``: with these adapters, which need ``blocks`` 1.
+    ``expert_parallel_generation``: the rank has 1 / tp of the experts in place of a slice of each, which needs ``blocks`` 1, too.
     """
     if head not in HEAD_KINDS:
         raise ValueError(f"head {head!r} is not one of {', '.join(HEAD_KINDS)}")
     for slices in sorted({tp, tp * blocks}):
-        check_layout(spec, "layout", pp, slices, expert_parallel_generation=whole_experts)
-    assert blocks == 1 or not whole_experts, f"{blocks} blocks of whole experts"
+        check_layout(spec, "layout", pp, slices, expert_parallel_generation=expert_parallel_generation)
+    assert blocks == 1 or not expert_parallel_generation, f"{blocks} blocks of whole experts"
     assert 0 <= stage < pp and 0 <= tp_rank < tp, f"stage {stage} of {pp}, tp rank {tp_rank} of {tp}"
     names, hidden = spec.names, spec.hidden_size
     first, last = vocab_range(spec.vocab_size, tp_rank, tp)
@@ -83,7 +83,7 @@ def plan_params(
     if stage == 0:
         plan["embed.weight"] = vocab_slice(names.embed)
     for local, layer in enumerate(stage_layers(spec.num_hidden_layers, pp, stage)):
-        block = _plan_block(spec, layer, tp_rank, tp, blocks, whole_experts)
+        block = _plan_block(spec, layer, tp_rank, tp, blocks, expert_parallel_generation)
         for key, shard in {**block, **plan_adapters(block, lora)}.items():
             plan[f"layers.{local}.{key}"] = shard
     if stage == pp - 1:
@@ -120,7 +120,9 @@ def check_lora(spec: ModelSpec, lora: LoraConfig, where: str) -> None:
         raise ValueError(f"{where}.target_modules={lora.target_modules}: {wrong}; its layers have {listed}")
 
 
-def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int, whole_experts: bool) -> dict[str, ParamShard]:
+def _plan_block(
+    spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int, expert_parallel_generation: bool
+) -> dict[str, ParamShard]:
     spec = spec.spec_for_layer(layer)
     names, hidden, dim = spec.names, spec.hidden_size, spec.head_dim
     heads = spec.num_attention_heads // tp
@@ -164,12 +166,12 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int,
     if experts is None:
         mlps, width = [(at(names.gate), at(names.up), at(names.down))], spec.intermediate_size
     else:
-        count, width = experts.count // tp if whole_experts else experts.count, experts.intermediate_size
-        numbers = range(tp_rank * count, (tp_rank + 1) * count) if whole_experts else range(count)
+        count, width = experts.count // tp if expert_parallel_generation else experts.count, experts.intermediate_size
+        numbers = range(tp_rank * count, (tp_rank + 1) * count) if expert_parallel_generation else range(count)
         plan["router.weight"] = _replicated(at(names.router), experts.count, hidden)
         mlps = [(at(names.expert_gate, e), at(names.expert_up, e), at(names.expert_down, e)) for e in numbers]
     mlp_rows = (tp_rank * width // tp, width // tp, width)
-    if whole_experts and experts is not None:
+    if expert_parallel_generation and experts is not None:
         mlp_rows = (0, width, width)
     gate_up = _interleave([(name, mlp_rows) for gate, up, _ in mlps for name in (gate, up)], gate_up_blocks)
     plan["gate_up.weight"] = _columns([(name + ".weight", a, n, of) for name, a, n, of in gate_up], hidden)
@@ -179,7 +181,7 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int,
         plan["gate_up_bias.weight"] = _columns([(name + ".bias", a, n, of) for name, a, n, of in gate_up], None)
         all_rows = (0, hidden, hidden)
         down_bias = _columns([(down + ".bias", *all_rows) for _, _, down in mlps], None)
-        plan["down_bias.weight"] = replace(down_bias, whole_on_tp=not whole_experts)
+        plan["down_bias.weight"] = replace(down_bias, whole_on_tp=not expert_parallel_generation)
     if experts is not None:
         plan |= {name: replace(plan[name], by_expert=True) for key in BY_EXPERT if (name := f"{key}.weight") in plan}
         plan |= _plan_shared(spec, experts, layer, tp_rank, tp, gate_up_blocks)

@@ -182,7 +182,7 @@ class ProblemBuilder:
                 for call, estimate in zip(tied, estimates, strict=True):
                     took, needs, cache = (float(each[i]) for each in estimate)
                     more: dict[str, Any] = {"in_place": call.kind == "infer", "cache": cache, "settings": one}
-                    more["whole_experts"] = _keeps_experts_whole(call)
+                    more["expert_parallel_generation"] = _keeps_experts_whole(call)
                     options.append(Option(size, seconds=took, held=float(held[i]), active=needs, **layout, **more))
                 found.append(tuple(options))
         return found

@@ -151,9 +151,9 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
     if kinds[method] == "generate":
         own = f"models.{role}.generation"
         whole = check_generation_ep(plan.spec, generation.ep, layout.tp, own, "tp of generation")
-        layout = replace(layout, whole_experts=whole)
+        layout = replace(layout, expert_parallel_generation=whole)
     sizes = layout.pp, layout.tp, layout.vpp, layout.cp, layout.ep
-    check_layout(plan.spec, f"{where}.layout", *sizes, expert_parallel_generation=layout.whole_experts)
+    check_layout(plan.spec, f"{where}.layout", *sizes, expert_parallel_generation=layout.expert_parallel_generation)
     if kinds[method] != "generate":
         return CallPlan(pool, GroupShape(layout))
     if layout.zero or max(layout.vpp, layout.cp, layout.ep) > 1:
@@ -165,5 +165,6 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
                 f"models.{role}.generation.{key}={str(getattr(generation, key)).lower()}: weights for "
                 f"calls.{method} on other ranks are sent whole; leave it out"
             )
-    grid = GenerationLayout(layout, layout.pp, layout.tp, whole_experts=layout.whole_experts)  # that of the weights that come
+    # that of the weights that come
+    grid = GenerationLayout(layout, layout.pp, layout.tp, expert_parallel_generation=layout.expert_parallel_generation)
     return CallPlan(pool, GroupShape(layout, grid))

@@ -93,7 +93,7 @@ class TrainEngine:
         self.ops, self.attention = choose("auto"), choose(attention)
         stages = mesh.layout.pp * mesh.layout.vpp
         options: dict[str, Any] = {"sequence_parallel": mesh.layout.sequence_parallel, "ops": self.ops, "lora": self.lora}
-        options |= {"cp": mesh.cp, "ep": mesh.ep, "whole_experts": mesh.layout.whole_experts}
+        options |= {"cp": mesh.cp, "ep": mesh.ep, "expert_parallel_generation": mesh.layout.expert_parallel_generation}
         self.chunks = [
             Decoder(spec, head, stage, stages, mesh.tp, dtype, "meta", **options) for stage in mesh.layout.stages(mesh.pp_rank)
         ]
