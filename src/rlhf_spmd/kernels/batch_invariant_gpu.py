@@ -86,7 +86,7 @@ class BatchInvariantGpuOps(GpuOps):
 
     @staticmethod
     def _log_probs(logits: Tensor, tokens: Tensor, drawn: Tensor, scales: Tensor | None) -> Tensor:
-        """Return log-probs as ``models.heads`` makes them of one rank's statistics; NaN where those that were ``drawn`` are not finite."""
+        """Return log-probs as ``models.heads`` makes them of one rank's statistics; NaN where the ``drawn`` ones are not finite."""
         largest, total, label, _ = triton_lm_head.logit_statistics(logits, tokens, 0, False, UNCHANGED, scales)
         return torch.add((label - largest) - total.log(), drawn, alpha=0)  # one launch, of 0 * drawn
 

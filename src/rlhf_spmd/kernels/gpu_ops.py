@@ -25,7 +25,7 @@ from rlhf_spmd.kernels import (
     triton_route,
 )
 from rlhf_spmd.kernels.dense_attention import LatentKeys
-from rlhf_spmd.kernels.flash_attention import PackedFlash
+from rlhf_spmd.kernels.flash_attention import TorchFlash
 from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.linear_attention import DeltaShape, MixerWeights, StateRows
@@ -46,7 +46,7 @@ class GpuOps(Ops):
     chunk_logits, keeps_logits = GPU_CHUNK_LOGITS, True
     head_columns = 128  # products of odd widths run at less than half of the rate (H100, torch 2.11)
 
-    def __init__(self, packed: PackedFlash | None = None, packed_delta: FlashLinearAttention | None = None) -> None:
+    def __init__(self, packed: TorchFlash | None = None, packed_delta: FlashLinearAttention | None = None) -> None:
         self._packed, self.packed_delta = packed, packed_delta
         self.name = self.name if packed is None else packed.name
 

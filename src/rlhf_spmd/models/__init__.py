@@ -10,7 +10,7 @@ Read in this order:
 - ``sharding``: which slice of which Hugging Face tensor a rank holds (pure); ``layout_rules``: which layouts a model allows
 - ``decoder``: the module; ``block``: one of its layers; ``layers``: holders of parameters; ``rope``: rotary tables
 - ``attention``: attention over packed sequences; ``context_parallel``: over ranks that share their tokens
-- ``linear_attention``: the gated delta rule; ``experts``: the mixture of experts; ``expert_parallel``: over ranks that share them
+- ``linear_attention``: the gated delta rule; ``experts``: the mixture of experts, also over ranks that share them
 - ``router_balance``: a mixture's metrics and loss
 - ``heads``: log-probs, entropies and values
 - ``tensor_parallel``: collectives with gradients; ``activations``: what a layer keeps for its backward pass

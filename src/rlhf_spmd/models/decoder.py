@@ -52,7 +52,7 @@ class Decoder(nn.Module):
     ``sequence_parallel``: outside attention and MLP each tp rank holds 1 / t of the rows (``slices`` is t), between stages too; the
     gradients of the parameters named in ``scattered`` are then parts, to be summed over tp. The forward pass has the same bits.
     ``cp``: the group that shares the tokens of each sequence, see ``context_parallel``: hidden states are of this rank's tokens.
-    ``ep``: the group that shares the experts, see ``expert_parallel``; ``shards`` has those of this rank.
+    ``ep``: the group that shares the experts, see ``experts``; ``shards`` has those of this rank.
     ``expert_parallel_generation``: the ranks of tp share them.
     ``lora``: with these adapters, whose replicated halves are ``scattered`` in any case; ``quantized``: what is no parameter.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlhf_spmd.config.rules import Rule, Rules, check_rules
@@ -53,25 +52,22 @@ class DividedModel:
         return self.spec.num_attention_heads // self.tp
 
     @property
-    def kv_heads(self) -> int:
-        """Return how many KV heads a rank has, in layers whose heads cp cannot share, else in any."""
-        counts = [max(kind.num_key_value_heads // self.tp, 1) for kind in self.spec.kinds_of_heads()]
-        return next((count for count in counts if not self._shares_heads(self.cp, count)), counts[0])
+    def kv_heads(self) -> list[int]:
+        """Return how many a rank has, for each kind of layers."""
+        return [max(kind.num_key_value_heads // self.tp, 1) for kind in self.spec.kinds_of_heads()]
 
     @property
-    def allowed_cp(self) -> str:
-        return _listed(n for n in range(1, self.query_heads + 1) if self._shares_heads(n, self.kv_heads))
-
-    def _shares_heads(self, cp: int, kv_heads: int) -> bool:
-        return self.query_heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
+    def allowed_cp(self) -> list[int]:
+        divisors = [n for n in range(1, self.query_heads + 1) if self.query_heads % n == 0]
+        return [n for n in divisors if all(count % n == 0 or n % count == 0 for count in self.kv_heads)]
 
     @property
     def num_experts(self) -> int:
         return 0 if self.spec.experts is None else self.spec.experts.count
 
     @property
-    def allowed_ep(self) -> str:
-        return _listed(n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0)
+    def allowed_ep(self) -> list[int]:
+        return [n for n in range(1, max(self.num_experts, 1) + 1) if max(self.num_experts, 1) % n == 0]
 
 
 LAYOUT_RULES: Rules = (
@@ -103,21 +99,15 @@ LAYOUT_RULES: Rules = (
     ),
     Rule(
         ("cp",),
-        lambda s: not s._shares_heads(s.cp, s.kv_heads),
+        lambda s: s.cp > 1 and s.cp not in s.allowed_cp,
         "its ranks share the heads of the attention, and with tp={s.tp} a rank has {s.query_heads} query heads and {s.kv_heads} KV "
         "heads",
         "allowed: {s.allowed_cp}",
     ),
     Rule(
         ("ep",),
-        lambda s: s.ep > 1 and not s.num_experts,
-        "model_type '{s.spec.family}' has no experts to share",
-        "allowed: 1",
-    ),
-    Rule(
-        ("ep",),
-        lambda s: s.num_experts % s.ep != 0,
-        "must divide the model's {s.num_experts} experts",
+        lambda s: s.ep > 1 and s.ep not in s.allowed_ep,
+        "models of {s.spec.family} have {s.num_experts} experts to share",
         "allowed: {s.allowed_ep}",
     ),
 )
@@ -147,7 +137,3 @@ def check_generation_ep(spec: ModelSpec, ep: int, tp: int, where: str, tp_key: s
         raise ValueError(f"{where}.ep={ep}: the tp ranks share the experts, and {tp_key} is {tp}; allowed: {allowed}")
     check_layout(spec, where, ep=ep)
     return ep > 1
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
