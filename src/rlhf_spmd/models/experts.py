@@ -4,12 +4,13 @@ A tensor-parallel rank holds a slice of every expert, so the result is a partial
 are added in the order of its own choices, so its bits do not depend on the batch. An MLP beside the experts, the shared expert, is
 added last. ``router_balance`` has the metrics and the loss of routers.
 
-Experts in parallel (GShard, Lepikhin et al. 2020): the ranks of a group hold slices of E / ep experts each, rank r those from
-r * E / ep on, and tokens travel. A token's row goes to the rank of each expert that it has chosen, one copy per choice, and the expert's result
-comes back to its place. So a layer sends 2 * per_token * hidden numbers a token in its forward pass, of which about the part
-(ep - 1) / ep leaves the rank, and as many in its backward pass. Before them go the numbers of rows, E integers: the host must know how
-much it receives, so it waits for the device once per layer. An expert's product is of the same rows as on one rank, in another order;
-results are summed where the token is. Each tp rank exchanges the rows for its slice of the experts with the ranks that have the same.
+Experts in parallel (GShard, Lepikhin et al. 2020): the ranks of a group hold slices of E / ep experts each, rank r those from r *
+E / ep on, and tokens travel. A token's row goes to the rank of each expert that it has chosen, one copy per choice, and the
+expert's result comes back to its place. So a layer sends 2 * per_token * hidden numbers a token in its forward pass, of which
+about the part (ep - 1) / ep leaves the rank, and as many in its backward pass. Before them go the numbers of rows, E integers:
+the host must know how much it receives, so it waits for the device once per layer. An expert's product is of the same rows as on
+one rank, in another order; results are summed where the token is. Each tp rank exchanges the rows for its slice of the experts
+with the ranks that have the same.
 
 In generation the ranks of tp may share whole experts (``generation.ep``). They have the same tokens, so no row travels: each computes
 what its experts give, and the sum over tp that every layer ends with adds that up.

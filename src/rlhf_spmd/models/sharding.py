@@ -130,12 +130,12 @@ def _plan_block(
     q_rows = (tp_rank * heads * dim, heads * dim, spec.num_attention_heads * dim)
     kv_rows = (kv.start * dim, len(kv) * dim, spec.num_key_value_heads * dim)
     qkv_blocks, gate_up_blocks = fused_blocks(spec, tp, blocks)
-    parts = [(names.q, q_rows), (names.k, kv_rows), (names.v, kv_rows)][: 3 - spec.keys_as_values]
-    qkv = _gated_rows(parts, dim, qkv_blocks) if spec.attention_gate else _interleave(parts, qkv_blocks)
 
     def at(name: str, expert: int = 0) -> str:
         return name.format(layer=layer, expert=expert)
 
+    parts = [(at(names.q), q_rows), (at(names.k), kv_rows), (at(names.v), kv_rows)][: 3 - spec.keys_as_values]
+    qkv = _gated_rows(parts, dim, qkv_blocks) if spec.attention_gate else _interleave(parts, qkv_blocks)
     plan = {"input_norm.weight": _replicated(at(names.input_norm), hidden)} if names.input_norm else {}
     delta = spec.delta_of(layer)
     if delta is not None:
@@ -145,10 +145,10 @@ def _plan_block(
         dim = spec.latent.value_dim
         q_rows = tp_rank * heads * dim, heads * dim, spec.num_attention_heads * dim
     else:
-        plan["qkv.weight"] = _columns([(at(name) + ".weight", a, n, of) for name, a, n, of in qkv], hidden)
+        plan["qkv.weight"] = _columns(qkv, hidden, ".weight")
     if delta is None:
         if spec.latent is None and spec.attention_bias:
-            plan["qkv.bias"] = _columns([(at(name) + ".bias", a, n, of) for name, a, n, of in qkv], None)
+            plan["qkv.bias"] = _columns(qkv, None, ".bias")
         if spec.qk_norm:
             for key, name, rows in (("q_norm.weight", names.q_norm, q_rows), ("k_norm.weight", names.k_norm, kv_rows)):
                 plan[key] = _columns([(at(name), *rows)], None) if spec.whole_qk_norm else _replicated(at(name), dim)
@@ -174,13 +174,12 @@ def _plan_block(
     if expert_parallel_generation and experts is not None:
         mlp_rows = (0, width, width)
     gate_up = _interleave([(name, mlp_rows) for gate, up, _ in mlps for name in (gate, up)], gate_up_blocks)
-    plan["gate_up.weight"] = _columns([(name + ".weight", a, n, of) for name, a, n, of in gate_up], hidden)
+    plan["gate_up.weight"] = _columns(gate_up, hidden, ".weight")
     plan["down.weight"] = _row_parallel([down + ".weight" for _, _, down in mlps], hidden, *mlp_rows)
     if experts is not None and experts.biased:
         plan["router_bias.weight"] = _replicated(at(names.router_bias), experts.count)
-        plan["gate_up_bias.weight"] = _columns([(name + ".bias", a, n, of) for name, a, n, of in gate_up], None)
-        all_rows = (0, hidden, hidden)
-        down_bias = _columns([(down + ".bias", *all_rows) for _, _, down in mlps], None)
+        plan["gate_up_bias.weight"] = _columns(gate_up, None, ".bias")
+        down_bias = _columns([(down, 0, hidden, hidden) for _, _, down in mlps], None, ".bias")
         plan["down_bias.weight"] = replace(down_bias, whole_on_tp=not expert_parallel_generation)
     if experts is not None:
         plan |= {name: replace(plan[name], by_expert=True) for key in BY_EXPERT if (name := f"{key}.weight") in plan}
@@ -197,7 +196,7 @@ def _plan_delta(rule: DeltaRule, prefix: str, hidden: int, tp_rank: int, tp: int
     convolution alike."""
     keys, values = rule.key_heads // tp, rule.value_heads // tp
     first, plan = _delta_rows(rule, prefix, range(tp_rank * keys, (tp_rank + 1) * keys), blocks), dict[str, ParamShard]()
-    plan["qkv.weight"] = _columns([(name + ".weight", start, count, total) for name, start, count, total in first], hidden)
+    plan["qkv.weight"] = _columns(first, hidden, ".weight")
     k, v = (tp_rank * keys * rule.key_dim, keys * rule.key_dim), (tp_rank * values * rule.value_dim, values * rule.value_dim)
     before = 0, rule.key_heads * rule.key_dim, 2 * rule.key_heads * rule.key_dim
     channels = [(offset + start, count) for offset, (start, count) in zip(before, (k, k, v), strict=True)]
@@ -284,7 +283,7 @@ def _plan_shared(spec: ModelSpec, experts: Experts, layer: int, tp_rank: int, tp
         gate, up, down = (name.format(layer=layer) for name in (names.shared_gate, names.shared_up, names.shared_down))
         rows = tp_rank * width // tp, width // tp, width
         gate_up = _interleave([(gate, rows), (up, rows)], blocks)
-        plan["shared_gate_up.weight"] = _columns([(name + ".weight", a, n, of) for name, a, n, of in gate_up], hidden)
+        plan["shared_gate_up.weight"] = _columns(gate_up, hidden, ".weight")
         plan["shared_down.weight"] = _row_parallel([down + ".weight"], hidden, *rows)
     if experts.shared_gate:
         plan["shared_gate.weight"] = _replicated(names.shared_weight.format(layer=layer), 1, hidden)
@@ -313,13 +312,14 @@ def _interleave(parts: list[tuple[str, tuple[int, int, int]]], blocks: int) -> l
     ]
 
 
-def _columns(parts: list[tuple[str, int, int, int]], width: int | None) -> ParamShard:
-    """Rows [start, start + count) of each (name, start, count, total), one under the other; ``width`` None for a bias."""
+def _columns(parts: list[tuple[str, int, int, int]], width: int | None, suffix: str = "") -> ParamShard:
+    """Rows [start, start + count) of each (name, start, count, total), one under the other; ``width`` None for a bias. ``suffix``: what
+    the names lack."""
     tail = () if width is None else (width,)
     zero = () if width is None else (0,)
     boxes, local = [], 0
     for name, start, count, total in parts:
-        boxes.append(Box(name, (total, *tail), (start, *zero), (count, *tail), (local, *zero)))
+        boxes.append(Box(name + suffix, (total, *tail), (start, *zero), (count, *tail), (local, *zero)))
         local += count
     return ParamShard((local, *tail), tuple(boxes))
 
