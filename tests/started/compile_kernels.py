@@ -25,7 +25,7 @@ TYPES = {
     **dict.fromkeys(("labels", "slots", "positions", "places", "order", "numbers", "chosen"), "*i64"),
     **dict.fromkeys(("scale", "cap", "eps", "query_scale", "tiny", "alpha", "limit"), "fp32"),
     **dict.fromkeys(
-        ("rows", "per_program", "programs", "tokens", "written", "hidden", "size", "first", "own", "count", "n"), "i32"
+        ("rows", "per_program", "programs", "tokens", "written", "hidden", "size", "first", "num_local", "count", "n"), "i32"
     ),
     **dict.fromkeys(("q_stride", "q_head", "k_stride", "k_head", "v_stride", "v_head"), "i32"),
     **{"ends": "*i32", "head_elements": "i64"},
