@@ -31,7 +31,7 @@ def start_ours(case: dict[str, Any]) -> Generate:
     from rlhf_spmd.generation import GenerationConfig, Generator, Request, SamplingConfig
     from rlhf_spmd.kernels import choose_ops
     from rlhf_spmd.models.decoder import Decoder
-    from rlhf_spmd.models.spec import read_spec
+    from rlhf_spmd.models.stored import read_spec
     from rlhf_spmd.models.weights import load_pretrained
     from rlhf_spmd.parallel.layout import Layout
     from rlhf_spmd.parallel.mesh import build_mesh

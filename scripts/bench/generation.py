@@ -54,7 +54,8 @@ from measure import (
 )
 from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.generation import GenerationConfig
-from rlhf_spmd.models.spec import ModelSpec, read_spec
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.parallel.device_setup import choose_cpu_matmul
 from shapes import is_large, write_model
 

@@ -23,7 +23,8 @@ from rlhf_spmd.generation import GenerationConfig, GenerationLimits, Generator, 
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.sharding import plan_params
-from rlhf_spmd.models.spec import ModelSpec, read_spec
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.parallel.layout import Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World

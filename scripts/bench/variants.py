@@ -14,7 +14,7 @@ from torch import Tensor
 
 from measure import MIB, device_kernels, join_world, median, memory_mib, peak_mib, reset_peak, run_parts, timed
 from rlhf_spmd.data.balance import micro_batches_by_tokens, partition_by_tokens
-from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.workers.flops import forward_flops
 from shapes import config_of, fill, has_weights, is_large, peer_model

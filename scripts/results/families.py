@@ -36,10 +36,9 @@ from generators import SMALL, ragged_requests, transformers_greedy
 from rlhf_spmd.checkpoint.export import export_hugging_face
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.generation import Generator, SamplingConfig
-from rlhf_spmd.models.context_parallel import check_cp
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.expert_parallel import check_ep
-from rlhf_spmd.models.spec import read_eos_ids, read_spec
+from rlhf_spmd.models.layout_rules import check_layout
+from rlhf_spmd.models.stored import read_eos_ids, read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -166,8 +165,7 @@ def measure(name: str, directory: Path) -> list[Row]:
         row: Row = {"family": name, "layout": kind}
         out = directory / f"{name}.{kind.replace(' ', '_')}"
         try:
-            check_cp(spec, layout.tp, layout.cp, "layout")
-            check_ep(spec, layout.ep, "layout")
+            check_layout(spec, "layout", tp=layout.tp, cp=layout.cp, ep=layout.ep)
             found = ranks.run_ranks(layout.size, families.measure_on_rank, str(path), layout, str(out))
         except ValueError as error:
             row["refused"] = str(error)

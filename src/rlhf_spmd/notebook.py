@@ -18,7 +18,7 @@ from rlhf_spmd.config.interpolation import select
 from rlhf_spmd.config.registry import forget_files
 from rlhf_spmd.config.schema import ConfigError, first_line
 from rlhf_spmd.config.written import MOST_DEPTH
-from rlhf_spmd.kernels.cuda_settings import set_up_cuda
+from rlhf_spmd.kernels.devices import set_up_cuda
 from rlhf_spmd.parallel.device_setup import choose_matmul
 from rlhf_spmd.parallel.launch import Launch, read_launch
 from rlhf_spmd.preflight.prepare import prepare

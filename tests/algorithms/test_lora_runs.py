@@ -19,7 +19,7 @@ from rlhf_spmd.checkpoint.adapters import find_adapters
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.quantized import rounded
-from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.train import prepare

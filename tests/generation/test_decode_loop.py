@@ -31,7 +31,7 @@ from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.kernels.devices import DeviceCapabilities
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
@@ -340,7 +340,7 @@ def test_all_that_a_gpu_runs_draws_the_same(
     assert captured
     for launches in counts:
         assert len(launches.names) <= layer_launches * len(decoder.layers) + 30, " ".join(launches.names)
-        assert launches.names.count("_mix_token") == decoder.num_linear
+        assert launches.names.count("_delta_rule_step") == decoder.num_linear
         assert not launches.waits or family == "gemma4"  # which rounds a number of the host
         assert launches.names.count("attend_singles") == len(decoder.layers) - decoder.num_linear
 

@@ -35,7 +35,8 @@ from rlhf_spmd.generation import GenerationConfig, GenerationStats, Generator, R
 from rlhf_spmd.generation.kv_cache import KVCache, room_on_device, step_bytes
 from rlhf_spmd.kernels import devices
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import read_eos_ids, spec_from_config
+from rlhf_spmd.models.families import spec_from_config
+from rlhf_spmd.models.stored import read_eos_ids
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.layout import Layout
@@ -126,7 +127,8 @@ def test_a_step_has_rows_for_experts() -> None:
     """Of each choice of a token: the token, its expert's products, and the result."""
     spec = spec_from_config({**CONFIGS["qwen3-moe"], "num_experts_per_tok": 4}, "test")
     decoders = (
-        Decoder(spec, "lm", 0, 1, Group("tp", (0, 1), 0), torch.float32, "meta", whole_experts=w) for w in (False, True)
+        Decoder(spec, "lm", 0, 1, Group("tp", (0, 1), 0), torch.float32, "meta", expert_parallel_generation=w)
+        for w in (False, True)
     )
     tokens = 1 << 20
     sliced, unsliced = (step_bytes(replace(SMALL, max_num_batched_tokens=tokens), decoder) for decoder in decoders)

@@ -27,7 +27,7 @@ from rlhf_spmd.generation.routed_experts import ExpertPages
 from rlhf_spmd.kernels import Ops
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh

@@ -25,10 +25,10 @@ from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.generation.triton_attention import TritonAttention
 from rlhf_spmd.kernels import AttentionRule, Ops, PageTarget, triton_paged_attention
+from rlhf_spmd.kernels.dense_attention import LatentKeys, latent_heads
 from rlhf_spmd.kernels.gpu_ops import GpuOps
-from rlhf_spmd.kernels.latent_heads import LatentKeys, latent_heads
 from rlhf_spmd.kernels.triton_paged_attention import TileShape
-from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.models.families import spec_from_config
 from small_models import CONFIGS
 from triton_device import DEVICE
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from rlhf_spmd import kernels
 from rlhf_spmd.data.tokenizer import Decoding, load_tokenizer
 from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.sequence import SamplingOverrides, SequenceState
+from rlhf_spmd.kernels import dispatch
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.spec import read_eos_ids, read_spec
+from rlhf_spmd.models.stored import read_eos_ids, read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout
@@ -219,7 +221,7 @@ def matmul_precision(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
     else:
         torch.set_float32_matmul_precision(request.param)
-        with kernels.suspended():
+        with mock.patch.object(dispatch, "_load", return_value=None):
             yield request.param
     torch.set_float32_matmul_precision(before)
 
@@ -232,7 +234,7 @@ def skip_unless_exact(ops: kernels.Ops, dtype: torch.dtype, threads: int = 1) ->
 
 @pytest.fixture(params=["torch", "cpp"])
 def backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    with kernels.suspended() if request.param == "torch" else contextlib.nullcontext():
+    with mock.patch.object(dispatch, "_load", return_value=None) if request.param == "torch" else contextlib.nullcontext():
         yield
 
 

@@ -8,7 +8,8 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from rlhf_spmd.models.sharding import check_layout, plan_params
+from rlhf_spmd.models.layout_rules import check_layout
+from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
@@ -42,8 +43,8 @@ SPECS = {  # name -> model, head
 }
 
 
-def layout_of(method: str, train: Layout, pp: int, tp: int, whole_experts: bool = False) -> GenerationLayout:
-    return generation_layout(train, pp, tp, METHODS[method].consecutive, whole_experts)
+def layout_of(method: str, train: Layout, pp: int, tp: int, expert_parallel_generation: bool = False) -> GenerationLayout:
+    return generation_layout(train, pp, tp, METHODS[method].consecutive, expert_parallel_generation)
 
 
 def train_shards(spec: ModelSpec, layout: Layout, index: int, head: str = "lm") -> Shards:
@@ -61,9 +62,9 @@ def train_shards_at(spec: ModelSpec, layout: Layout, head: str = "lm", without: 
 def generation_shards_at(
     spec: ModelSpec, layout: GenerationLayout, head: str = "lm", without: str = "?"
 ) -> Callable[[int, int], Shards]:
-    whole = layout.whole_experts
+    whole = layout.expert_parallel_generation
     return lambda pp, tp: leave_out(
-        without, plan_params(spec, head, pp, layout.pp, tp, layout.tp, layout.blocks, whole_experts=whole)
+        without, plan_params(spec, head, pp, layout.pp, tp, layout.tp, layout.blocks, expert_parallel_generation=whole)
     )
 
 
@@ -74,7 +75,7 @@ def leave_out(without: str, shards: Shards) -> Shards:
 def fits(spec: ModelSpec, *layouts: Layout | GenerationLayout) -> bool:
     try:
         for layout in layouts:
-            check_layout(spec, layout.pp, layout.tp, "layout")
+            check_layout(spec, "layout", layout.pp, layout.tp)
     except ValueError:
         return False
     return True

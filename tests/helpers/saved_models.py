@@ -13,8 +13,8 @@ from checkpoints import save_checkpoint
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.models.file_forms import find_tensor
 from rlhf_spmd.models.sharding import plan_params, tensor_shapes
-from rlhf_spmd.models.spec import ModelSpec, read_spec
-from rlhf_spmd.models.stored import StoredModel
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.stored import StoredModel, read_spec
 from rlhf_spmd.parallel.boxes import ParamShard, shard_rows, zero_rows
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
@@ -40,7 +40,7 @@ def model_tensors(source: Path) -> dict[str, Tensor]:
     spec = read_spec(source)
     with ExitStack() as stack:
         stored = StoredModel(source, spec, stack)
-        return {name: find_tensor(stored, spec, name, shape, False)[:] for name, shape in tensor_shapes(spec, "lm").items()}
+        return {name: find_tensor(stored, name, shape, False)[:] for name, shape in tensor_shapes(spec, "lm").items()}
 
 
 def checkpoint_of(values: Mapping[str, Tensor], source: Path, run_dir: Path, head: str) -> Path:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from launches import counted_launches
-from rlhf_spmd.kernels import Ops, grouped_gemm, triton_experts
+from rlhf_spmd.kernels import Ops, triton_experts
 from rlhf_spmd.kernels.gpu_ops import GpuOps
-from rlhf_spmd.models.expert_config import BY_EXPERT, CORRECTION, Experts
 from rlhf_spmd.models.experts import MixtureWeights, apply_experts, mix_experts
+from rlhf_spmd.models.layer_kinds import BY_EXPERT, SCORE_BIAS, Experts
 from triton_device import DEVICE
 from wide_products import wide_products_on_cpus
 
@@ -67,7 +67,7 @@ def test_outputs_and_gradients_equal_float64(blocks: int, per_token: int, normal
 def test_what_grouped_products_do_not_take_is_a_loop(dtype: torch.dtype, hidden: int) -> None:
     parts, experts = [part.to(DEVICE, dtype) for part in draw(9, 1, hidden)], Experts(COUNT, 2, WIDTH, True)
     found, plain = (mix(ops, parts, experts) for ops in (GpuOps(), Ops()))
-    assert not grouped_gemm.fits(parts[0], parts[3].view(COUNT, 1, hidden, -1))
+    assert not triton_experts.fits_grouped_product(parts[0], parts[3].view(COUNT, 1, hidden, -1))
     torch.testing.assert_close(found, plain, atol=2e-2 if dtype == torch.bfloat16 else 1e-6, rtol=1e-2)
 
 
@@ -81,11 +81,14 @@ def test_gradients_of_idle_experts_are_cleared_whatever_was_there() -> None:
 
 LAYERS = {
     "Qwen3-30B-A3B": (2048, Experts(128, 8, 768, True)),
-    "GLM-4.5-Air": (4096, Experts(128, 8, 1408, True, (), "sigmoid", 1.0, corrected=True, shared_size=1408, wide_router=True)),
+    "GLM-4.5-Air": (
+        4096,
+        Experts(128, 8, 1408, True, (), "sigmoid", 1.0, score_biased=True, shared_size=1408, wide_router=True),
+    ),
     "gpt-oss-20b": (2880, Experts(32, 4, 2880, False, scoring="chosen", biased=True, clamp=(1.702, 7.0), fused=True)),
     "DeepSeek-V3": (
         7168,
-        Experts(256, 8, 2048, True, (), "sigmoid", 2.5, 8, 4, corrected=True, shared_size=2048, wide_router=True),
+        Experts(256, 8, 2048, True, (), "sigmoid", 2.5, 8, 4, score_biased=True, shared_size=2048, wide_router=True),
     ),
     "Qwen1.5-MoE-A2.7B": (2048, Experts(60, 4, 1408, False, shared_size=5632, shared_gate=True)),
 }
@@ -104,7 +107,7 @@ def test_launches_of_a_layer(name: str, tokens: int, trains: bool, tp: int, most
     weights = {}
     for key, (rows, *columns) in shapes_of(experts, hidden).items():
         weights[key] = torch.empty(rows // tp if key in BY_EXPERT else rows, *columns, **options)
-    weights = {key: tensor.detach() if key == CORRECTION else tensor for key, tensor in weights.items()}
+    weights = {key: tensor.detach() if key == SCORE_BIAS else tensor for key, tensor in weights.items()}
     x, first = torch.empty(tokens, hidden, **options), {} if tp == 1 else {"first": experts.count // tp}
     with counted_launches(run=False) as work, torch.set_grad_enabled(trains):
         out = mix_experts(GpuOps(), x, MixtureWeights(**weights), experts, False, 1, **first)
@@ -118,7 +121,7 @@ def shapes_of(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
     count, width, shared = experts.count, experts.intermediate_size, experts.shared_size
     shapes = {"router": (count, hidden), "gate_up": (count * 2 * width, hidden), "down": (count * hidden, width)}
     shapes |= {
-        "correction": (count, 3),
+        "score_bias": (count, 3),
         "router_bias": (count,),
         "gate_up_bias": (count * 2 * width,),
         "down_bias": (count * hidden,),

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from generators import SMALL, alone, ragged_requests, tokens_of
 from rlhf_spmd.generation import Generator, SamplingConfig
-from rlhf_spmd.kernels import DeltaShape, DeltaStates, Packing, dispatch, flash_linear_attention, mix_tokens
+from rlhf_spmd.kernels import DeltaShape, DeltaStates, Packing, delta_rule, dispatch, flash_linear_attention
 from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention, choose_packed_delta
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.collectives import solo
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
@@ -107,7 +107,7 @@ def test_outputs_states_and_gradients(shape: DeltaShape, package: None) -> None:
     given = [each.requires_grad_() for each in inputs(sum(lengths), shape)]
     x, decay, rate, weight = given
     parts = list(zip(*(each.split(lengths) for each in (x, decay, rate)), strict=True))
-    wanted = [mix_tokens(a[None], b[None], c[None], weight, shape, None, None) for a, b, c in parts if len(a)]
+    wanted = [delta_rule(a[None], b[None], c[None], weight, shape, None, None) for a, b, c in parts if len(a)]
     out, none = kernels.mix(x, decay, rate, weight, shape, Packing(lengths, CPU))
     expected = torch.cat([one[0][0] for one in wanted])
     assert none is None and out.shape == expected.shape and (out - expected).abs().max() < 1e-12
@@ -122,7 +122,7 @@ def test_outputs_states_and_gradients(shape: DeltaShape, package: None) -> None:
         for i, (start, end) in enumerate(((0, 1), (1, 7), (7, 9))):
             a, b, c = (each[None, start:end] for each in (x, decay, rate))
             before = DeltaStates(states.inputs[i : i + 1], states.memory[i : i + 1])
-            alone_out, _, memory = mix_tokens(a, b, c, weight, shape, None, before)
+            alone_out, _, memory = delta_rule(a, b, c, weight, shape, None, before)
             assert (more[start:end] - alone_out[0]).abs().max() < 1e-12 and (after[i] - memory[0]).abs().max() < 1e-12
 
 

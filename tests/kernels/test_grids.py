@@ -17,9 +17,9 @@ from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.sampling_tensors import SamplingTensors
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.heads import local_logits, token_log_probs
 from rlhf_spmd.models.sharding import cache_shape
-from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.collectives import solo
 from small_models import CONFIGS
 
@@ -74,13 +74,13 @@ def test_a_decode_step(name: str) -> None:
     wide, whole = (torch.empty(ROWS, dtype=dtype, device=META) for dtype in (torch.float32, torch.int32))
     with torch.no_grad(), counted_launches(run=False) as launches:
         states = RecurrentStates(decoder, ROWS, META) if decoder.num_linear else None
-        mixing = None if states is None else DecodeMixing(states, ids, ids)
+        delta_rule = None if states is None else DecodeMixing(states, ids, ids)
         context = TritonAttention.decoding(ids, table, cache, spec.num_attention_heads)
-        logits = local_logits(decoder, decoder(ids, context, mixing=mixing))
+        logits = local_logits(decoder, decoder(ids, context, delta_rule=delta_rule))
         for filters in (False, True):
             settings = SamplingTensors(wide, wide, wide, whole, filters, False, True)
             decoder.ops.draw_rows(logits, logits, settings, ids, ids)  # type: ignore[attr-defined]
-    check(launches, "locate_rows", "_mix_token" if decoder.num_linear else "attend_singles")
+    check(launches, "locate_rows", "_delta_rule_step" if decoder.num_linear else "attend_singles")
 
 
 def test_attention_of_long_rows_and_experts_without_rows() -> None:

@@ -12,17 +12,17 @@ from torch import Tensor
 from launches import counted_launches
 from rlhf_spmd.kernels import Ops
 from rlhf_spmd.kernels.gpu_ops import GpuOps
-from rlhf_spmd.kernels.ops import LogitShape
+from rlhf_spmd.kernels.ops import LogitTransform
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.collectives import solo
 from small_models import CONFIGS
 from tiers import pairwise
 from triton_device import DEVICE
 from wide_products import wide_products_on_cpus
 
-SHAPES = [LogitShape(), LogitShape(0.7), LogitShape(1.0, 5.0), LogitShape(1.3, 30.0)]
+SHAPES = [LogitTransform(), LogitTransform(0.7), LogitTransform(1.0, 5.0), LogitTransform(1.3, 30.0)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(1, 1), (1, 2048), (3, 101), (5, 2049), (2, 5000), (0, 17)]
 
@@ -47,10 +47,10 @@ def test_statistics_equal_float64(case: dict[str, Any]) -> None:
     size, shape, entropy = case.values()
     logits, first = draw(*size), 1000
     labels, before = some_labels(*size, first), logits.clone()
-    found = GpuOps().head_statistics(logits, labels, first, entropy, shape)
+    found = GpuOps().logit_statistics(logits, labels, first, entropy, shape)
     assert torch.equal(logits, before) and found.shape == (4, size[0]) and found.dtype == torch.float32
     exact = Ops()
-    wanted = exact.head_statistics(exact.shape_logits(before.double(), shape), labels, first, entropy, shape)
+    wanted = exact.logit_statistics(exact.transform_logits(before.double(), shape), labels, first, entropy, shape)
     if not entropy:
         assert not found[3].any()
     torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=2e-5)

@@ -31,7 +31,7 @@ from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.kernels.dense_attention import attend_dense
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.parallel.collectives import solo
 from small_models import CONFIGS
 from tiers import tiers

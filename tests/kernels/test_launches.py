@@ -20,9 +20,9 @@ from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.rope import Rope, rope_tables
 from rlhf_spmd.models.sharding import cache_shape
-from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
 from small_models import CONFIGS
@@ -86,7 +86,7 @@ def test_a_decode_step_of_linear_attention() -> None:
     states, rows = RecurrentStates(decoder, 10, DEVICE), torch.arange(8, device=DEVICE)
     with torch.no_grad(), counted_launches() as launches:
         layer_of(decoder)(x, rope, DecodeMixing(states, rows, rows), 8)
-    assert len(launches.names) == 9 and "_mix_token" in launches.names, launches.names
+    assert len(launches.names) == 9 and "_delta_rule_step" in launches.names, launches.names
 
 
 @pytest.mark.parametrize(("name", "most"), [("deepseek-v2", 13), ("deepseek-v3", 15)])

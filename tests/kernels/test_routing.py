@@ -1,4 +1,4 @@
-"""How a token chooses its experts: torch against a loop over tokens, Triton against torch; the parts of a correction."""
+"""How a token chooses its experts: torch against a loop over tokens, Triton against torch; the parts of a bias of the scores."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ RULES = [
 ]
 
 
-def draw(corrected: bool) -> tuple[Tensor, Tensor | None]:
+def draw(score_biased: bool) -> tuple[Tensor, Tensor | None]:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(40, COUNT, generator=generator, dtype=torch.float64)
-    correction = torch.randn(COUNT, generator=generator) * 0.3 if corrected else None
-    return logits, correction
+    score_bias = torch.randn(COUNT, generator=generator) * 0.3 if score_biased else None
+    return logits, score_bias
 
 
-def by_loops(row: Tensor, correction: Tensor | None, rule: RoutingRule) -> dict[int, Tensor]:
+def by_loops(row: Tensor, score_bias: Tensor | None, rule: RoutingRule) -> dict[int, Tensor]:
     """Weight by expert."""
     scores = {"softmax": row.softmax(0), "sigmoid": row.sigmoid(), "chosen": row}[rule.scoring]
-    ranked = (scores if correction is None else scores + correction).tolist()
+    ranked = (scores if score_bias is None else scores + score_bias).tolist()
     size = len(row) // rule.groups
     groups = [range(first, first + size) for first in range(0, len(row), size)]
     groups.sort(key=lambda group: -sum(sorted((ranked[e] for e in group), reverse=True)[: rule.group_best]))
@@ -46,7 +46,9 @@ def by_loops(row: Tensor, correction: Tensor | None, rule: RoutingRule) -> dict[
     return {e: (weight / total if rule.normalise else weight) * rule.scale for e, weight in chosen.items()}
 
 
-CASES = [(rule, corrected) for rule in RULES for corrected in (False, True) if not corrected or rule.scoring != "chosen"]
+CASES = [
+    (rule, score_biased) for rule in RULES for score_biased in (False, True) if not score_biased or rule.scoring != "chosen"
+]
 
 
 def weighted_gradient(weights: Tensor, logits: Tensor) -> Tensor:
@@ -54,16 +56,16 @@ def weighted_gradient(weights: Tensor, logits: Tensor) -> Tensor:
     return torch.autograd.grad((weights * factors).sum(), logits, retain_graph=True)[0]
 
 
-@pytest.mark.parametrize(("rule", "corrected"), CASES, ids=str)
-def test_experts_that_logits_choose(rule: RoutingRule, corrected: bool) -> None:
+@pytest.mark.parametrize(("rule", "score_biased"), CASES, ids=str)
+def test_experts_that_logits_choose(rule: RoutingRule, score_biased: bool) -> None:
     """In float64 as by a loop over tokens; in Triton as in torch."""
-    logits, correction = draw(corrected)
-    parts = None if correction is None else as_parts(correction)
+    logits, score_bias = draw(score_biased)
+    parts = None if score_bias is None else as_parts(score_bias)
     logits.requires_grad_()
     weights, chosen = Ops().route(logits, parts, rule, torch.float64)
     expected = []
     for row, of_row in zip(logits, chosen.tolist(), strict=True):
-        by_expert = by_loops(row, correction, rule)
+        by_expert = by_loops(row, score_bias, rule)
         assert by_expert.keys() == set(of_row)
         expected.append(torch.stack([by_expert[e] for e in of_row]))
     want = torch.stack(expected)

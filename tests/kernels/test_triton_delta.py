@@ -105,7 +105,7 @@ def test_a_token_equals_float64(shape: DeltaShape, dtype: torch.dtype) -> None:
         product = torch.cat([product, product[:1]]).to(DEVICE)  # padding
         slots = torch.tensor([[4, 1, 2][row] for row in here] + [-1], device=DEVICE)
         positions = torch.tensor([t - begins[row] for row in here] + [t], device=DEVICE)
-        out = ops.mix_token(product, given, shape, StateRows(inputs, memory, slots, positions))
+        out = ops.delta_rule_step(product, given, shape, StateRows(inputs, memory, slots, positions))
         assert (
             out.shape == (len(here) + 1, shape.values, shape.value_dim) and out.dtype == dtype and torch.equal(out[-1], out[0])
         )
@@ -128,6 +128,6 @@ def test_small_steps_are_not_lost() -> None:
     parts = torch.zeros(shape.channels, 1, 2), torch.tensor([6.0]), torch.zeros(1), torch.ones(4)
     given, memory = on_device(*parts), torch.ones(1, 1, 1, 4, 4, device=DEVICE)
     inputs, zero = torch.zeros(1, 1, shape.channels, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    GpuOps().mix_token(row, given, shape, StateRows(inputs, memory, zero, zero + 5))
+    GpuOps().delta_rule_step(row, given, shape, StateRows(inputs, memory, zero, zero + 5))
     exact = -math.expm1(-math.exp(6) * math.log1p(math.exp(-15)))
     assert (1 - memory.double() - exact).abs().max() < 0.002 * exact

@@ -14,13 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from live_memory import LiveMemory
 from ranks import run_ranks
-from rlhf_spmd.config.schema import check_section
+from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.kernels import CppOps, choose_ops
 from rlhf_spmd.models.activations import CHECKPOINTING, save_on_host
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.workers.config import RoleConfig

@@ -23,8 +23,8 @@ from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.sampling_tensors import SamplingTensors
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.parallel.collectives import solo
 from small_models import CONFIGS
 from tiers import tiers

@@ -23,11 +23,11 @@ from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.expert_config import is_fixed
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.heads import local_logits, token_log_probs, values
+from rlhf_spmd.models.layer_kinds import is_fixed
 from rlhf_spmd.models.sharding import cache_shape
-from rlhf_spmd.models.spec import read_spec, spec_from_config
-from rlhf_spmd.models.stored import read_json
+from rlhf_spmd.models.stored import read_json, read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.collectives import Group, solo
 from rlhf_spmd.parallel.world import World
@@ -259,7 +259,9 @@ def test_the_planner_counts_what_files_hold(models: dict[str, Path], name: str) 
         assert (shape.queries, shape.keys, shape.state) == (4 * 16 / 2, 2 * 16 / 2, state / 2)
     elif spec.latent is None:
         for tp in (1, 2, 4):
-            elements = [2 * math.prod(cache_shape(spec.of_layer(layer), 0, tp)) for layer in range(spec.num_hidden_layers)]
+            elements = [
+                2 * math.prod(cache_shape(spec.spec_for_layer(layer), 0, tp)) for layer in range(spec.num_hidden_layers)
+            ]
             assert shape.cached(tp) * spec.num_hidden_layers == pytest.approx(sum(elements), rel=0.01)
 
 

@@ -21,8 +21,8 @@ from reshard_cases import Simulated, layout_of
 from reshard_generation import generate_in_layout
 from reshard_plans import check_plans
 from rlhf_spmd.generation import SamplingConfig
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.lora import LoraConfig
-from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from small_models import CONFIGS, make_model

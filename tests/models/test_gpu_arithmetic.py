@@ -18,9 +18,10 @@ from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.heads import token_log_probs
 from rlhf_spmd.models.lora import LoraConfig
-from rlhf_spmd.models.spec import read_eos_ids, spec_from_config
+from rlhf_spmd.models.stored import read_eos_ids
 from rlhf_spmd.models.weights import init_random, write_random_model
 from rlhf_spmd.parallel.collectives import Group, solo
 from rlhf_spmd.parallel.world import World

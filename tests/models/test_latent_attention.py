@@ -14,8 +14,9 @@ from generators import SMALL, build_generator, ragged_requests, tokens_of
 from rlhf_spmd.generation import SamplingConfig, backends
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.models.sharding import check_layout, plan_params
-from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.models.families import spec_from_config
+from rlhf_spmd.models.layout_rules import check_layout
+from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.planner.costs import kv_bytes_per_token
 from rlhf_spmd.planner.shapes import call_settings, shape_of
@@ -79,8 +80,8 @@ def test_published_sizes() -> None:
     )
     whole = 7168 * (1536 + 576) + 1536 + 512
     assert held == whole + (1536 * 192 + 512 * 256) * 128 // 8
-    with pytest.raises(ValueError, match=r"layout: tp=3 does not divide num_attention_heads=128"):
-        check_layout(spec, 1, 3, "layout")
+    with pytest.raises(ValueError, match=r"layout.tp=3: does not divide num_attention_heads=128"):
+        check_layout(spec, "layout", tp=3)
 
 
 def test_attention_on_gpus_is_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,10 @@ from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Reques
 from rlhf_spmd.generation.kv_cache import KVCache
 from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
 from rlhf_spmd.generation.recurrent_states import slot_bytes
-from rlhf_spmd.kernels import DeltaShape, DeltaStates, mix_tokens
+from rlhf_spmd.kernels import DeltaShape, DeltaStates, delta_rule
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.spec import read_eos_ids
+from rlhf_spmd.models.stored import read_eos_ids
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -74,7 +74,7 @@ def test_chunks_are_the_rule_token_by_token() -> None:
     lengths = [150, 64, 7]
     x, decay, rate, weight = leaves = [each.requires_grad_() for each in inputs(lengths)]
     valid = (torch.arange(150) < torch.tensor(lengths)[:, None])[:, :, None]
-    got, _, memory = mix_tokens(x, decay, rate, weight, SHAPE, valid, None)
+    got, _, memory = delta_rule(x, decay, rate, weight, SHAPE, valid, None)
     for i, length in enumerate(lengths):
         want = by_definition(x[i, :length], decay[i, :length], rate[i, :length], weight)
         assert (got[i, :length] - want).abs().max() < 1e-12
@@ -86,7 +86,7 @@ def test_chunks_are_the_rule_token_by_token() -> None:
     states, before, outs = None, 0, []
     for size in (1, 70, 1, 1, 77):
         some, decays, rates = (each[:1, before : before + size] for each in (x, decay, rate))
-        out, seen, left = mix_tokens(some, decays, rates, weight, SHAPE, None, states)
+        out, seen, left = delta_rule(some, decays, rates, weight, SHAPE, None, states)
         states, before = DeltaStates(seen[:, -3:], left), before + size
         outs.append(out)
     assert states is not None and before == 150
@@ -97,12 +97,12 @@ def test_prefixes_in_common_change_nothing(path: str) -> None:
     """Rows of a group lie in a batch with their prompt once: log-probs and gradients are those of whole rows."""
     ids, labels = make_batch(301)
     prompt, first, second = ids[:9], ids[9:20], ids[20:24]
-    places = torch.cat([torch.arange(20), torch.arange(9), torch.arange(20, 24)])
+    token_index = torch.cat([torch.arange(20), torch.arange(9), torch.arange(20, 24)])
     every, of_once = torch.arange(24), torch.cat([torch.arange(20), torch.arange(29, 33)])
     results = []
     for tokens, attention, kept in (
         (torch.cat([prompt, first, prompt, second]), PackedAttention([20, 13]), of_once),
-        (torch.cat([prompt, first, second]), PackedAttention([20, 13], places=places), every),
+        (torch.cat([prompt, first, second]), PackedAttention([20, 13], token_index=token_index), every),
     ):
         decoder = load(path, alone()[1], torch.float64)
         target = labels[: len(tokens)].clone()
@@ -211,7 +211,7 @@ def test_what_linear_attention_cannot_do(tmp_path: Path) -> None:
     for more, words in (
         (f"{generation}.reuse_rollout_log_probs=true", "linear attention .* one token by other sums than many; leave it out"),
         ("models.actor.layout.cp=2", r"models\.actor\.layout\.cp=2: linear attention .* allowed: 1"),
-        ("models.actor.layout.tp=8", r"tp=8 does not divide"),
+        ("models.actor.layout.tp=8", r"tp=8: does not divide"),
     ):
         with pytest.raises(ValueError, match=words):
             job(more, ranks=8 if "layout" in more else 1)

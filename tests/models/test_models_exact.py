@@ -17,7 +17,7 @@ from rlhf_spmd.generation import Generator, SamplingConfig
 from rlhf_spmd.models import heads
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.weights import init_random
 from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.world import World

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.models.families import spec_from_config
 from small_models import CONFIGS
 
 FP8 = {"quant_method": "fp8"}

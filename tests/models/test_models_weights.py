@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import read_spec, spec_from_config
+from rlhf_spmd.models.families import spec_from_config
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import check_pretrained, init_random, load_pretrained, read_eos_ids, write_random_model
 from rlhf_spmd.parallel.collectives import Group, solo
 from small_models import CONFIGS

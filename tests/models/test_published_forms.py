@@ -18,8 +18,7 @@ from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.file_forms import find_tensor
 from rlhf_spmd.models.heads import local_logits
-from rlhf_spmd.models.spec import read_spec
-from rlhf_spmd.models.stored import StoredModel
+from rlhf_spmd.models.stored import StoredModel, read_spec
 from rlhf_spmd.models.weights import check_pretrained, load_pretrained, write_random_model
 from rlhf_spmd.parallel.boxes import zero_shards
 from rlhf_spmd.parallel.collectives import solo
@@ -74,7 +73,7 @@ def test_every_rank_reads_its_part(tmp_path: Path, layout: Layout) -> None:
             shards = zero_shards(rank_shards(spec, "lm", layout, pp, tp), dp, layout.dp_shard, ep=(dp, layout.ep))
             for box in (box for shard in shards.values() for box in shard.boxes):
                 expected = as_parts(want[box.name]) if box.name.endswith("correction_bias") else want[box.name]
-                got = find_tensor(stored, spec, box.name, box.shape, False)[box.global_slices]
+                got = find_tensor(stored, box.name, box.shape, False)[box.global_slices]
                 assert got.numel() and torch.equal(got, expected[box.global_slices]), box
 
 

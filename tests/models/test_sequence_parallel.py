@@ -28,8 +28,8 @@ from rlhf_spmd.generate import GenerateConfig
 from rlhf_spmd.inference.loaded_model import ModelConfig
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.spec import spec_from_config
 from rlhf_spmd.models.weights import init_random, write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig

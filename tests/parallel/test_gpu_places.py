@@ -11,7 +11,7 @@ import torch
 
 from places import ROOT
 from ranks import run_ranks
-from rlhf_spmd.kernels.cuda_settings import usual_settings
+from rlhf_spmd.kernels.devices import usual_settings
 from rlhf_spmd.parallel.device_setup import choose_device, refuse_shared_gpus
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World, nccl_settings

@@ -7,6 +7,7 @@ import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,14 +21,16 @@ from ranks import run_ranks
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.page_allocator import PrefixTable
 from rlhf_spmd.generation.scheduler import Scheduler
-from rlhf_spmd.kernels import suspended
+from rlhf_spmd.kernels import dispatch
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.expert_config import Experts
-from rlhf_spmd.models.linear_attention import PackedMixing
-from rlhf_spmd.models.spec import ModelSpec, read_spec, spec_from_config
+from rlhf_spmd.models.families import spec_from_config
+from rlhf_spmd.models.layer_kinds import Experts
+from rlhf_spmd.models.linear_attention import PackedDeltaAttention
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.layout import Layout
@@ -157,13 +160,13 @@ def mixer_operations(tokens: int) -> tuple[int, int]:
     spec = spec_from_config(FAMILIES["qwen3-5"], "test")
     delta = spec.delta
     assert delta is not None
-    with suspended():
+    with mock.patch.object(dispatch, "_load", return_value=None):
         decoder = Decoder(spec, "none", 0, 1, solo(), torch.float32, "cpu")
         block = decoder.layers[min(delta.layers)]
         assert isinstance(block, Block) and block.mixer is not None
         product = torch.randn(2 * tokens, delta.columns, requires_grad=True)
         with CountedOperations() as forward:
-            out = block.mixer(product, PackedMixing(PackedAttention([tokens] * 2, "cpu")))
+            out = block.mixer(product, PackedDeltaAttention(PackedAttention([tokens] * 2, "cpu")))
         with CountedOperations() as backward:
             out.backward(torch.ones_like(out))
     return forward.count, backward.count

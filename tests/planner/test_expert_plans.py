@@ -13,7 +13,7 @@ import pytest
 from known_models import KEYS
 from places import ROOT
 from rlhf_spmd import plan
-from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.planner import memory
 from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.machine import ClusterConfig
@@ -142,7 +142,7 @@ def test_a_plan_keeps_experts_whole_in_generation(capsys: pytest.CaptureFixture[
     for call in (planned_call, replace(planned_call, pp=1, tp=1, dp=size), replace(planned_call, pp=1, tp=8, dp=size // 8)):
         roles = placed_roles(request.described, replace(file, calls={**file.calls, name: call}), lambda: request.graph, 0)
         grid = roles["actor"].generation
-        assert grid is not None and grid.tp == call.tp and grid.whole_experts == (call.tp > 1)
+        assert grid is not None and grid.tp == call.tp and grid.expert_parallel_generation == (call.tp > 1)
         assert roles["actor"].config.generation.ep == call.tp
 
 

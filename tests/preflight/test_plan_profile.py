@@ -10,7 +10,8 @@ import torch
 
 from ranks import run_ranks
 from rlhf_spmd.generation.config import GenerationConfig
-from rlhf_spmd.models.spec import ModelSpec, spec_from_config
+from rlhf_spmd.models.families import spec_from_config
+from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner.profile import sizes_of
 from rlhf_spmd.planner.shapes import Workload, shape_of
 from rlhf_spmd.preflight.plan_profile import _zero, kinds, most_layers, profile

@@ -14,7 +14,8 @@ from rlhf_spmd import evaluate, generate
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.inference.loaded_model import ModelConfig
 from rlhf_spmd.inference.requests import EngineConfig, prepare_model
-from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
+from rlhf_spmd.models.spec import ModelSpec, join_ends
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.train import prepare

@@ -26,7 +26,7 @@ from rlhf_spmd.data.files import DataError
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.inference.output_files import Journal
 from rlhf_spmd.kernels.devices import total_bytes
-from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World

@@ -19,7 +19,7 @@ from algorithm_cases import CASES, CONFIGS
 from ranks import run_ranks
 from rlhf_spmd import plan
 from rlhf_spmd.generation.config import GenerationConfig
-from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.planner.machine import GIB, Gpu, Machine
 from rlhf_spmd.planner.plan_file import PlanFile
 from rlhf_spmd.planner.plan_summary import compare, measured_seconds, read_trace

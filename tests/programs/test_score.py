@@ -21,7 +21,7 @@ from places import ROOT, SHARED
 from ranks import Program, run_ranks
 from rlhf_spmd import generate
 from rlhf_spmd.data.sort_digits import write_tokenizer
-from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.score import main, prepare, score

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from ranks import run_ranks
+from rlhf_spmd.models.families import spec_from_config
+from rlhf_spmd.models.layout_rules import check_layout
 from rlhf_spmd.models.published import published_config
-from rlhf_spmd.models.sharding import check_layout, plan_params, tensor_shapes
-from rlhf_spmd.models.spec import ModelSpec, spec_from_config
+from rlhf_spmd.models.sharding import plan_params, tensor_shapes
+from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard, shard_rows, zero_rows
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout
@@ -116,7 +118,7 @@ def random_layout(rng: random.Random, spec: ModelSpec, world: int) -> tuple[Layo
         if layout.zero and layout.dp == 4:
             layout = replace(layout, zero_size=rng.choice([None, 2, 2]))
         try:
-            check_layout(spec, layout.pp, layout.tp, "")
+            check_layout(spec, "", layout.pp, layout.tp)
         except ValueError:
             continue
         if layout.size <= most:

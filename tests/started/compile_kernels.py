@@ -25,7 +25,7 @@ TYPES = {
     **dict.fromkeys(("labels", "slots", "positions", "places", "order", "numbers", "chosen"), "*i64"),
     **dict.fromkeys(("scale", "cap", "eps", "query_scale", "tiny", "alpha", "limit"), "fp32"),
     **dict.fromkeys(
-        ("rows", "per_program", "programs", "tokens", "written", "hidden", "size", "first", "own", "count", "n"), "i32"
+        ("rows", "per_program", "programs", "tokens", "written", "hidden", "size", "first", "num_local", "count", "n"), "i32"
     ),
     **dict.fromkeys(("q_stride", "q_head", "k_stride", "k_head", "v_stride", "v_head"), "i32"),
     **{"ends": "*i32", "head_elements": "i64"},
@@ -84,7 +84,7 @@ def experts() -> None:
         (triton_experts._sum_rows, {"K": 8, "WEIGHTED": False}),
         (triton_experts._sum_rows_backward, {"K": 8}),
         (triton_experts._clear_idle, {}),
-        (triton_experts._own_choices, {}),
+        (triton_experts._local_choices, {}),
         (triton_experts._places, {}),
         (triton_experts._clamped_gate, {"BACK": False}),
         (triton_experts._clamped_gate, {"BACK": True}),
@@ -92,7 +92,7 @@ def experts() -> None:
     softmax = {"K": 8, "SCORING": 0, "NORMALISE": True, "BLOCK_K": 8}  # Qwen3-30B-A3B
     sigmoid = {"K": 8, "SCORING": 1, "NORMALISE": True, "BLOCK_K": 8}  # DeepSeek-V3
     rule = {
-        "CORRECTED": False,
+        "BIASED": False,
         "GIVEN": False,
         "GROUPS": 1,
         "TOP_GROUPS": 1,
@@ -101,7 +101,7 @@ def experts() -> None:
         "BLOCK_G": 1,
         "BLOCK_S": 128,
     }
-    grouped = rule | {"CORRECTED": True, "GROUPS": 8, "TOP_GROUPS": 4, "SIZE": 32, "BLOCK_G": 8, "BLOCK_S": 32}
+    grouped = rule | {"BIASED": True, "GROUPS": 8, "TOP_GROUPS": 4, "SIZE": 32, "BLOCK_G": 8, "BLOCK_S": 32}
     routers: list[tuple[Any, dict[str, Any]]] = [
         (triton_route._route, softmax | rule),
         (triton_route._route, sigmoid | grouped),
@@ -144,7 +144,7 @@ def layers(dtype: str) -> None:
 
 def delta(dtype: str) -> None:
     """Qwen3-Next, Qwen3.5, and two tensor-parallel slices side by side."""
-    kernel = triton_delta._mix_token
+    kernel = triton_delta._delta_rule_step
     types = dict.fromkeys(kernel.arg_names, f"*{dtype}") | TYPES
     aligned = {name for name in kernel.arg_names if types[name].startswith("*")}
     for shape in (DeltaShape(16, 32, 128, 128, 4), DeltaShape(16, 64, 128, 128, 4), DeltaShape(8, 16, 128, 128, 4, 2)):

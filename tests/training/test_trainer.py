@@ -23,7 +23,7 @@ from overrides import layout
 from ranks import run_ranks
 from rlhf_spmd.controller import Controller, Reference
 from rlhf_spmd.data.files import DataError
-from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.exit import classify

@@ -17,7 +17,7 @@ from live_memory import LiveMemory
 from ranks import run_ranks
 from rlhf_spmd.models import weights
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.spec import read_spec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout

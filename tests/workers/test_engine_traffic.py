@@ -27,8 +27,8 @@ from engine_runs import (
     write_models,
 )
 from ranks import run_ranks
-from rlhf_spmd.models.expert_parallel import COUNTS, LABEL
-from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.models.experts import COUNTS, LABEL
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.parallel import zero
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout

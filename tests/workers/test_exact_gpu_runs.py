@@ -11,7 +11,7 @@ import torch
 import tasks
 from rlhf_spmd.kernels import devices, dispatch
 from rlhf_spmd.kernels.batch_invariant_gpu import BatchInvariantGpuOps
-from rlhf_spmd.models.spec import spec_from_config
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.preflight.checks import exact_rollouts

@@ -24,8 +24,9 @@ from rlhf_spmd.kernels.devices import unavailable
 from rlhf_spmd.kernels.pinned_memory import copy_to_host, host_like, host_zeros
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
+from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.heads import token_log_probs
-from rlhf_spmd.models.spec import read_spec, spec_from_config
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import init_random, load_pretrained, write_random_model
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout
@@ -178,7 +179,7 @@ def test_host_memory_is_pinned_in_slabs_and_in_the_arena() -> None:
 def test_segments_of_the_allocator_grow() -> None:
     """In a process that sets CUDA up as the programs do, after torch was imported and before a GPU was asked for."""
     script = (
-        "import torch; from rlhf_spmd.kernels.cuda_settings import set_up_cuda; set_up_cuda()\n"
+        "import torch; from rlhf_spmd.kernels.devices import set_up_cuda; set_up_cuda()\n"
         "held = torch.zeros(1 << 26, device='cuda')\n"
         "assert all(segment['is_expandable'] for segment in torch.cuda.memory_snapshot())"
     )

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from engine_runs import CONFIGS, OPTIM, QWEN3_MOE, STEPS, go, together, worst_update, write_models
 from ranks import run_ranks
-from rlhf_spmd.config.schema import check_section
+from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.parallel.boxes import Box, ParamShard, whole_shard
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout

@@ -31,15 +31,15 @@ def batch_of(prompts: list[list[int]], responses: list[list[int]]) -> Batch:
 
 def alone(micro: Packed) -> Packed:
     """The same rows, with the tokens of each by themselves."""
-    assert micro.places is not None
-    return Packed(micro.tokens[micro.places], micro.lengths, micro.extra)
+    assert micro.token_index is not None
+    return Packed(micro.tokens[micro.token_index], micro.lengths, micro.extra)
 
 
 def test_prompts_but_their_last_tokens_are_held_once() -> None:
     micro = pack_rows(batch_of(PROMPTS, RESPONSES), CPU)
-    assert micro.places is not None
+    assert micro.token_index is not None
     tokens = [token for prompt, response in zip(PROMPTS, RESPONSES, strict=True) for token in prompt + response]
-    assert micro.tokens[micro.places].tolist() == tokens
+    assert micro.tokens[micro.token_index].tolist() == tokens
     # 7 8 9 4 stands once for four rows (one of which ends with another token), all else as often as there are rows
     assert len(micro.tokens) == len(tokens) - 3 * 4
     assert micro.lengths.tolist() == [len(p) + len(r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
@@ -48,13 +48,13 @@ def test_prompts_but_their_last_tokens_are_held_once() -> None:
 def test_little_to_share_is_laid_out() -> None:
     batch = batch_of(PROMPTS, RESPONSES)
     tokens = int((batch["prompt_ids"].lengths + batch["response_ids"].lengths).sum())
-    assert pack_rows(batch, CPU, 12 / tokens - 0.01).places is not None
+    assert pack_rows(batch, CPU, 12 / tokens - 0.01).token_index is not None
     micro = pack_rows(batch, CPU, 12 / tokens)
-    assert micro.places is None
+    assert micro.token_index is None
     assert torch.equal(micro.tokens, alone(pack_rows(batch, CPU)).tokens)
     for prompts in ([[1, 2], [1, 3, 4], [2]], [[5], [5]], []):  # nothing is shared
         micro = pack_rows(batch_of(prompts, [[8, 9]] * len(prompts)), CPU)
-        assert micro.places is None
+        assert micro.token_index is None
         assert micro.tokens.tolist() == [token for prompt in prompts for token in [*prompt, 8, 9]]
 
 
@@ -72,16 +72,16 @@ def test_little_to_share_is_laid_out() -> None:
 def test_attention_over_shared_tokens(dtype: torch.dtype, gpu: bool, rule: AttentionRule) -> None:
     """``gpu``: with the operations of GPUs, on CPU tensors."""
     micro, generator = pack_rows(batch_of(PROMPTS, RESPONSES), CPU), torch.Generator().manual_seed(0)
-    assert micro.places is not None
+    assert micro.token_index is not None
     ops, lengths, held = Ops() if gpu else choose_ops(dtype, CPU), micro.lengths.tolist(), len(micro.tokens)
     q, k, v, weight = (torch.randn(held, heads, 8, generator=generator).to(dtype).requires_grad_() for heads in (6, 2, 2, 6))
-    shared = PackedAttention(lengths, ops=ops, places=micro.places)
-    assert shared.positions[micro.places].tolist() == [i for n in lengths for i in range(n)]
+    shared = PackedAttention(lengths, ops=ops, token_index=micro.token_index)
+    assert shared.positions[micro.token_index].tolist() == [i for n in lengths for i in range(n)]
     out = shared.attend(0, q, k, v, rule)
-    plain = PackedAttention(lengths, ops=ops).attend(0, *(x[micro.places] for x in (q, k, v)), rule)
-    assert torch.equal(out[micro.places], plain)
+    plain = PackedAttention(lengths, ops=ops).attend(0, *(x[micro.token_index] for x in (q, k, v)), rule)
+    assert torch.equal(out[micro.token_index], plain)
     # a token's output counts once, as in the layers behind; fp64: only the order of sums differs
-    firsts = torch.tensor([micro.places.tolist().index(token) for token in range(held)])
+    firsts = torch.tensor([micro.token_index.tolist().index(token) for token in range(held)])
     gradients = torch.autograd.grad((out * weight).sum(), [q, k, v])
     expected = torch.autograd.grad((plain[firsts] * weight).sum(), [q, k, v])
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]

@@ -23,8 +23,8 @@ from rlhf_spmd.models.file_forms import find_tensor
 from rlhf_spmd.models.lora import ALL_LINEAR, PREFIX, AdapterPart, LoraConfig, adapter_tensor
 from rlhf_spmd.models.quantized import quantized_tensors, rounded
 from rlhf_spmd.models.sharding import tensor_shapes
-from rlhf_spmd.models.spec import ModelSpec, Names, read_spec
-from rlhf_spmd.models.stored import ADAPTER_CONFIG, StoredModel
+from rlhf_spmd.models.spec import ModelSpec, Names
+from rlhf_spmd.models.stored import ADAPTER_CONFIG, StoredModel, read_spec
 from rlhf_spmd.models.weights import ADAPTER_FILE
 from rlhf_spmd.parallel.boxes import Box, whole_shard
 
@@ -69,7 +69,7 @@ class SavedAdapters:
             for name, parameter in state.tensors.items():
                 for box in state.shards[name].boxes:
                     if adapter_tensor(box.name, "A") in self.pieces or box.name in few_bits:
-                        values = find_tensor(stored, spec, box.name, box.shape, False)
+                        values = find_tensor(stored, box.name, box.shape, False)
                         parameter[box.local_slices].copy_(self.add(box, values, parameter.device, few_bits))
 
     def merged(self, source: Path, stack: ExitStack) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
@@ -82,7 +82,7 @@ class SavedAdapters:
             if wanted.key in self.pieces:
                 return self.read(wanted.key)
             (box,) = whole_shard(wanted.key, wanted.shape).boxes
-            return self.add(box, find_tensor(stored, spec, wanted.key, wanted.shape, False), device, few_bits).cpu()
+            return self.add(box, find_tensor(stored, wanted.key, wanted.shape, False), device, few_bits).cpu()
 
         shapes = tensor_shapes(spec, "value" if Names.value_head in self.pieces else "lm")
         return [Spec(name, self.dtype, shape) for name, shape in sorted(shapes.items())], get
@@ -126,5 +126,5 @@ def find_adapters(directory: Path, role: str) -> SavedAdapters | None:
     if settings is None:
         return None
     adapters = SavedAdapters(directory, manifest.pieces_of(role, PARAM), settings)
-    adapters.lora.need_package(f"{directory}: the {role}'s lora")
+    adapters.lora.check(f"{directory}: the {role}'s lora")
     return adapters

@@ -22,8 +22,8 @@ from rlhf_spmd.checkpoint.load import read_whole
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError
 from rlhf_spmd.data.encoding import TEMPLATE_FILE
 from rlhf_spmd.models.file_forms import file_forms
-from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
-from rlhf_spmd.models.stored import read_json
+from rlhf_spmd.models.spec import ModelSpec, join_ends
+from rlhf_spmd.models.stored import read_json, read_spec
 from rlhf_spmd.parallel.data_parallel import buckets
 from rlhf_spmd.telemetry.run_dir import atomic_write_text
 

@@ -327,8 +327,8 @@ class Generator:
         """Layers with attention (at least one, so that there are pages), KV heads and head size on this rank, by kind of heads."""
         decoder, tp = self.decoder, self.decoder.tp
         shapes = [cache_shape(spec, tp.rank, tp.size) for spec in decoder.spec.kinds_of_heads()]
-        counts = Counter(map(decoder.kind_of, decoder.layer_ids))
-        numbers = [counts["usual"], counts["global"]] if len(shapes) > 1 else [counts["usual"] + counts["global"]]
+        counts = Counter(map(decoder.spec.attention_kind, decoder.layer_ids))
+        numbers = [counts["full"], counts["global"]] if len(shapes) > 1 else [counts["full"] + counts["global"]]
         return [(max(number, 1), *shape) for number, shape in zip(numbers, shapes, strict=True)]
 
     @property

@@ -29,7 +29,7 @@ from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import CppOps, Ops, capabilities, on_device
 from rlhf_spmd.kernels.devices import allocated_bytes, free_bytes, total_bytes
 from rlhf_spmd.kernels.pinned_memory import host_empty
-from rlhf_spmd.models.attention import Attention, ByHeads
+from rlhf_spmd.models.attention import Attention, MixedHeadAttention
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
 
@@ -124,7 +124,7 @@ class KVCache:
         return self._by_heads(lambda cache: self.backend.decoding(positions, page_table, cache, num_heads))
 
     def _by_heads(self, build: Callable[[KVCache], Attention]) -> Attention:
-        return build(self) if self.of_global is None else ByHeads(build(self), build(self.of_global))
+        return build(self) if self.of_global is None else MixedHeadAttention(build(self), build(self.of_global))
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) pages in all layers. No page is both source and destination."""

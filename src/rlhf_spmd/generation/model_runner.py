@@ -40,7 +40,7 @@ from rlhf_spmd.generation.sampler import (
 )
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState, SequenceWork
 from rlhf_spmd.generation.stopping import StopCriteria
-from rlhf_spmd.kernels import MixesToken, capabilities, on_device
+from rlhf_spmd.kernels import HasDeltaRuleStep, capabilities, on_device
 from rlhf_spmd.kernels.devices import HostCopy
 from rlhf_spmd.kernels.sampling_tensors import RowSampler
 from rlhf_spmd.models.decoder import Decoder
@@ -233,8 +233,8 @@ class ModelRunner:
             inputs = self.channels.receive_hidden(inputs)
         states, experts = self.cache.states, self.cache.experts
         routers = None if experts is None else experts.of_step(slot_mapping(work, self.cache).slots)
-        mixing = None if states is None else states.of_step(work, attention.positions)
-        hidden = self.decoder(inputs, attention, routers=routers, mixing=mixing)
+        delta_rule = None if states is None else states.of_step(work, attention.positions)
+        hidden = self.decoder(inputs, attention, routers=routers, delta_rule=delta_rule)
         if routers is not None:
             routers.write()
         if not self.decoder.is_last:
@@ -355,8 +355,8 @@ class ModelRunner:
         inputs = self.tokens.index_select(0, tokens_from + positions)
         attention = self.cache.decoding(positions, page_table, self.num_heads)
         routers = None if experts is None else experts.of_step(self.cache.slots_of(positions, page_table))
-        mixing = None if states is None else DecodeMixing(states, slots, positions)
-        hidden = self.decoder(inputs, attention, routers=routers, mixing=mixing)
+        delta_rule = None if states is None else DecodeMixing(states, slots, positions)
+        hidden = self.decoder(inputs, attention, routers=routers, delta_rule=delta_rule)
         if routers is not None:
             routers.write()
         self._draw(hidden, state, settings, groups, history)
@@ -371,8 +371,8 @@ class ModelRunner:
         wanted = config.captures(self.device, self.decoder.pp) and self.cache.backend.capturable
         same_draws = self._in_one_pass or (len(self.samplings) == 1 and self.samplings[0].top_p == 1.0)
         # torch would change the first row's state for each copy of it
-        same_states = self.cache.states is None or isinstance(self.decoder.ops, MixesToken)
-        return wanted and same_draws and same_states and not self.decoder.waits_for_experts
+        same_states = self.cache.states is None or isinstance(self.decoder.ops, HasDeltaRuleStep)
+        return wanted and same_draws and same_states and not self.decoder.moe_syncs_host
 
 
 def _draws(work: Sequence[SequenceWork], repeats: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.generation.sequence import SequenceWork
-from rlhf_spmd.kernels import DeltaShape, DeltaStates, StateRows, mix_tokens, on_device
+from rlhf_spmd.kernels import DeltaShape, DeltaStates, StateRows, delta_rule, on_device
 from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
 from rlhf_spmd.kernels.packing import Packing
 from rlhf_spmd.kernels.pinned_memory import host_like
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.linear_attention import TokenMixing
+from rlhf_spmd.models.linear_attention import DeltaAttention
 
 
 class RecurrentStates:
-    """Holds the states of this stage's layers with linear attention (``kernels.delta_rule``), zeros at first.
+    """Holds the states of this stage's layers with linear attention (``kernels.linear_attention``), zeros at first.
 
     ``inputs`` [layers, slots, kernel - 1, C]: the convolution's last inputs. ``memory`` [layers, slots, H, G, K, D].
     """
@@ -39,7 +39,7 @@ class RecurrentStates:
         self.kernels = decoder.ops.packed_delta
         self._on_host: list[Tensor] | None = None
 
-    def of_step(self, work: Sequence[SequenceWork], positions: Tensor) -> TokenMixing:
+    def of_step(self, work: Sequence[SequenceWork], positions: Tensor) -> DeltaAttention:
         """Returns how the layers mix the tokens of ``work``, packed in this order, at ``positions`` [T]."""
         if all(item.num_tokens == 1 for item in work):
             slots = on_device(np.array([item.row.slot for item in work]), self.memory.device)
@@ -59,11 +59,11 @@ class RecurrentStates:
         shape: DeltaShape,
         valid: Tensor | None,
     ) -> Tensor:
-        """:func:`~rlhf_spmd.kernels.mix_tokens` of rows with these ``slots`` [B]. ``begins`` [B]: those that begin with zeros; ``ends``
+        """:func:`~rlhf_spmd.kernels.delta_rule` of rows with these ``slots`` [B]. ``begins`` [B]: those that begin with zeros; ``ends``
         [B]: how many tokens they have; ``tokens``: x, decay and rate."""
         inputs = self.inputs[layer].index_select(0, slots).masked_fill_(begins[:, None, None], 0)
         memory = self.memory[layer].index_select(0, slots).masked_fill_(begins[:, None, None, None, None], 0)
-        out, seen, memory = mix_tokens(*tokens, weight, shape, valid, DeltaStates(inputs, memory))
+        out, seen, memory = delta_rule(*tokens, weight, shape, valid, DeltaStates(inputs, memory))
         last = ends[:, None] + torch.arange(inputs.shape[1], device=ends.device)  # the last inputs of each row
         kept = seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))
         self.inputs[layer].index_copy_(0, slots, kept)

@@ -80,10 +80,10 @@ class StepRouters:
         self._values, self._slots, self._chosen = values, slots, list[Tensor]()
 
     def route(
-        self, ops: Ops, layer: int, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype
+        self, ops: Ops, layer: int, logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """As ``Ops.route``. Layers come in their order."""
-        weights, chosen = ops.route(logits, correction, rule, dtype)
+        weights, chosen = ops.route(logits, score_bias, rule, dtype)
         self._chosen.append(chosen)
         return weights, chosen
 

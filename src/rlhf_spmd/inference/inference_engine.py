@@ -81,8 +81,8 @@ def build_generator(ready: LoadedModel, world: World) -> Generator:
     """
     config, layout = ready.config, ready.layout
     mesh, dtype = build_mesh(world, range(world.size), layout), config.model.torch_dtype(world.device)
-    whole = layout.whole_experts
-    decoder = Decoder(ready.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device, whole_experts=whole)
+    whole = layout.expert_parallel_generation
+    decoder = Decoder(ready.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device, expert_parallel_generation=whole)
     if (directory := base_directory(config.model.path, ready.checkpoint)) is not None:
         load_pretrained(decoder, directory)
     held = RoleState(decoder.shards, dict(decoder.named_parameters()))

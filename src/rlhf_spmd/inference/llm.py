@@ -22,7 +22,7 @@ from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.inference.requests import EngineConfig, Prompt, RequestProcessor, is_ids, prepare_model
 from rlhf_spmd.inference.sampling_params import RequestOutput, SamplingParams, refuse_vllm_only
-from rlhf_spmd.kernels.cuda_settings import set_up_cuda
+from rlhf_spmd.kernels.devices import set_up_cuda
 from rlhf_spmd.parallel.launch import read_launch
 from rlhf_spmd.parallel.world import join_world
 

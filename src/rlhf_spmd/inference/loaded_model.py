@@ -16,11 +16,10 @@ from rlhf_spmd.checkpoint.manifest import DTYPES
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.constraints import Range, Seconds
 from rlhf_spmd.config.load import resolved_key
-from rlhf_spmd.models.context_parallel import check_cp
-from rlhf_spmd.models.expert_parallel import check_ep, check_generation_ep
 from rlhf_spmd.models.hub import local_directory
-from rlhf_spmd.models.sharding import check_layout
-from rlhf_spmd.models.spec import ModelSpec, read_spec
+from rlhf_spmd.models.layout_rules import check_generation_ep, check_layout
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import check_pretrained
 from rlhf_spmd.parallel.device_setup import MOST_THREADS
 from rlhf_spmd.parallel.launch import Launch
@@ -117,10 +116,11 @@ def read_weights(config: Config, launch: Launch, generation_ep: int = 1) -> tupl
     config = replace(config, model=replace(config.model, path=local_directory(directory, "model.path")))
     spec = read_spec(config.model.path)
     layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
-    layout = replace(layout, whole_experts=check_generation_ep(spec, generation_ep, layout.tp, "generation", "layout.tp"))
-    check_layout(spec, layout.pp, layout.tp, "layout", layout.vpp, layout.whole_experts)
-    check_cp(spec, layout.tp, layout.cp, "layout")
-    check_ep(spec, layout.ep, "layout")
+    layout = replace(
+        layout, expert_parallel_generation=check_generation_ep(spec, generation_ep, layout.tp, "generation", "layout.tp")
+    )
+    sizes = layout.pp, layout.tp, layout.vpp, layout.cp, layout.ep
+    check_layout(spec, "layout", *sizes, expert_parallel_generation=layout.expert_parallel_generation)
     if checkpoint is None:
         check_pretrained(spec, config.model.path, "lm")
     else:

@@ -19,11 +19,12 @@ Any device:
 - ``ops``: class ``Ops``, every operation in torch; start here
 - ``dispatch``: :func:`choose_ops`
 - ``packing``: which keys a query sees; packed sequences as rectangles
-- ``dense_attention``: attention by torch's own kernels, or by plain products
-- ``delta_rule``: linear attention, by torch
-- ``routing``, ``expert_rows``: which experts a token takes, and its rows for them
+- ``products``: class ``ProductOps``, the part of ``Ops`` that multiplies by weights, also those of experts
+- ``dense_attention``: attention by torch's own kernels, or by plain products; latent attention's queries and keys
+- ``linear_attention``: the gated delta rule, by torch
+- ``routing``: which experts a token takes
 - ``gradients``: makes an operation of a forward and a backward half one autograd node
-- ``devices``: :func:`capabilities`, what a device can; only this module tells kinds of devices apart
+- ``devices``: :func:`capabilities`, what a device can; only this module tells kinds of devices apart. Settings of CUDA
 
 CPUs:
 
@@ -42,21 +43,20 @@ GPUs:
 - ``triton_latent``: queries and keys of latent attention, to the cache
 - ``triton_layers``: norms and the gated activation
 - ``triton_delta``: one token of linear attention
-- ``triton_route``, ``grouped_gemm``, ``triton_experts``: routing, products and row sums of a mixture of experts
+- ``triton_route``, ``triton_experts``: routing, products and row sums of a mixture of experts
 - ``triton_lm_head``: log-probs and entropies from logits, and their gradients
 - ``sampling_tensors``, ``triton_draw``, ``triton_filter``: tokens from logits, without and with top_k, top_p and min_p
 - ``triton_products``: matrix products of ``BatchInvariantGpuOps``
 - ``pinned_memory``: page-locked host memory for copies to and from a GPU
-- ``cuda_settings``: environment variables that CUDA reads before its first use
 """
 
 from rlhf_spmd.kernels.cpp_ops import CppOps
-from rlhf_spmd.kernels.delta_rule import DeltaShape, DeltaStates, MixerWeights, MixesToken, StateRows, mix_tokens
 from rlhf_spmd.kernels.devices import capabilities, has_amx, model_device, on_device, wait
-from rlhf_spmd.kernels.dispatch import ATTENTION, choose_ops, processor_kind, suspended
+from rlhf_spmd.kernels.dispatch import ATTENTION, choose_ops, processor_kind
 from rlhf_spmd.kernels.gradients import differentiable
+from rlhf_spmd.kernels.linear_attention import DeltaShape, DeltaStates, HasDeltaRuleStep, MixerWeights, StateRows, delta_rule
 from rlhf_spmd.kernels.ops import Ops
-from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, LayerOptions, Packing, PageTarget
+from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, LayerOptions, LayerParts, Packing, PageTarget
 from rlhf_spmd.kernels.routing import RoutingRule
 
 __all__ = [
@@ -66,10 +66,11 @@ __all__ = [
     "CppOps",
     "DeltaShape",
     "DeltaStates",
+    "HasDeltaRuleStep",
     "HeadShape",
     "LayerOptions",
+    "LayerParts",
     "MixerWeights",
-    "MixesToken",
     "Ops",
     "Packing",
     "PageTarget",
@@ -77,12 +78,11 @@ __all__ = [
     "StateRows",
     "capabilities",
     "choose_ops",
+    "delta_rule",
     "differentiable",
     "has_amx",
-    "mix_tokens",
     "model_device",
     "on_device",
     "processor_kind",
-    "suspended",
     "wait",
 ]

@@ -84,8 +84,8 @@ class BatchInvariantOps(Ops):
         wide, parts = torch.promote_types(q.dtype, torch.float32), packing.alike(q.shape[1], MAX_SCORES)
         halves = partial(self._packed, parts, rule, torch.is_grad_enabled()), partial(_packed_backward, parts, rule)
         inputs = q.to(wide), k.to(wide), v.to(wide)
-        given = inputs if rule.sinks is None else (*inputs, rule.sinks)
-        return differentiable(*halves, *given).to(q.dtype)
+        tensors = inputs if rule.sinks is None else (*inputs, rule.sinks)
+        return differentiable(*halves, *tensors).to(q.dtype)
 
     def _packed(
         self, parts: Sequence[Alike], rule: AttentionRule, keeps: bool, q: Tensor, k: Tensor, v: Tensor, *_: Tensor
@@ -114,7 +114,7 @@ class BatchInvariantOps(Ops):
 
 @cache
 def _multiplies_exactly(dtype: torch.dtype, precision: str) -> bool:
-    """Returns True if torch's products on this processor, at its present float32 ``precision``, follow the rules above; tries some.
+    """Return True if torch's products on this processor, at its present float32 ``precision``, follow the rules above; tries some.
 
     MKL's for AVX2 do not, nor do oneDNN's in bf16 where there is AMX: these round 8 rows of 32 by 32 otherwise than 9, and 36 of 2048
     by 517 otherwise than 37."""
@@ -126,10 +126,10 @@ def _multiplies_exactly(dtype: torch.dtype, precision: str) -> bool:
             ops = (
                 Ops() if dtype.itemsize == 2 else BatchInvariantOps()
             )  # of bf16 the kernels in C++ leave products to torch in few rows
-            whole, least = F.linear(x, weight), ops.min_rows(weight.numel(), inner)
+            product, least = F.linear(x, weight), ops.min_rows(weight.numel(), inner)
             for rows in range(least, 40):
                 for some in (slice(rows), slice(5, 5 + rows)):
-                    if not torch.equal(F.linear(x[some].clone(), weight), whole[some]):
+                    if not torch.equal(F.linear(x[some].clone(), weight), product[some]):
                         return False
         return True
     finally:

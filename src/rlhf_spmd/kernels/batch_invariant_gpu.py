@@ -14,7 +14,6 @@ Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim, V voc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -25,7 +24,7 @@ from rlhf_spmd.kernels import triton_lm_head, triton_paged_attention
 from rlhf_spmd.kernels.flash_attention import TorchFlash
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.gradients import differentiable
-from rlhf_spmd.kernels.ops import LogitShape, Ops
+from rlhf_spmd.kernels.ops import UNCHANGED, Ops
 from rlhf_spmd.kernels.packing import AttentionRule, Packing
 from rlhf_spmd.kernels.sampling_tensors import Drawn, SamplingTensors
 from rlhf_spmd.kernels.triton_paged_attention import TileShape, score_factors
@@ -52,19 +51,7 @@ class BatchInvariantGpuOps(GpuOps):
     # -- products
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, recomputed: bool = False) -> Tensor:
-        if not torch.is_grad_enabled():
-            return product(x, weight, bias)
-
-        def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
-            return x.new_empty(len(x), len(weight)) if recomputed else product(x, weight, bias), (x, weight)
-
-        return differentiable(forward, self._linear_backward, x, weight, bias)
-
-    def _linear_backward(
-        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        grad_x = torch.mm(grad, weight) if needed[0] else None
-        return grad_x, torch.mm(grad.t(), x) if needed[1] else None, grad.sum(0) if needed[2] else None
+        return self._linear_by(product, x, weight, bias, recomputed)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return product(hidden, weight, wide=True)
@@ -99,8 +86,8 @@ class BatchInvariantGpuOps(GpuOps):
 
     @staticmethod
     def _log_probs(logits: Tensor, tokens: Tensor, drawn: Tensor, scales: Tensor | None) -> Tensor:
-        """As ``models.heads`` makes log-probs of the statistics on one rank; NaN where those that were ``drawn`` are not finite."""
-        largest, total, label, _ = triton_lm_head.logit_statistics(logits, tokens, 0, False, LogitShape(), scales)
+        """Return log-probs as ``models.heads`` makes them of one rank's statistics; NaN where the ``drawn`` ones are not finite."""
+        largest, total, label, _ = triton_lm_head.logit_statistics(logits, tokens, 0, False, UNCHANGED, scales)
         return torch.add((label - largest) - total.log(), drawn, alpha=0)  # one launch, of 0 * drawn
 
 
@@ -111,15 +98,15 @@ def _packed(
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (tokens, heads, dim), group = k.shape, q.shape[1] // k.shape[1]
     shape = TileShape.of_alike(dim, q.element_size(), PAGE_SIZE, group)
-    held = packing.tiles(shape.rows // group, PAGE_SIZE)
-    pages = k.new_empty(2, heads, held.num_pages, PAGE_SIZE * dim)
+    tiles = packing.tiles(shape.rows // group, PAGE_SIZE)
+    pages = k.new_empty(2, heads, tiles.num_pages, PAGE_SIZE * dim)
     strides = (*k.stride()[:2], *v.stride()[:2], pages.stride(1))
-    triton_paged_attention.write[(tokens, heads)](k, v, pages, held.slots, *strides, heads, dim, triton.next_power_of_2(dim))
+    triton_paged_attention.write[(tokens, heads)](k, v, pages, tiles.slots, *strides, heads, dim, triton.next_power_of_2(dim))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     log_sums = q.new_empty(q.shape[1], tokens, dtype=torch.float32)
     sizes = group, PAGE_SIZE, dim, 0, rule.window or 0, rule.softcap is not None, triton_paged_attention.SPLIT_KEYS
-    triton_paged_attention.attend_chunks[(len(held.tiles) * heads,)](
-        q, pages, out, log_sums, q, held.tiles, held.table, *q.stride()[:2], pages.stride(1), held.table.stride(0), heads, tokens,
+    triton_paged_attention.attend_chunks[(len(tiles.tiles) * heads,)](
+        q, pages, out, log_sums, q, tiles.tiles, tiles.table, *q.stride()[:2], pages.stride(1), tiles.table.stride(0), heads, tokens,
         *score_factors(rule), True, False, *sizes, *shape[:3], **shape.options,
     )  # fmt: skip
     return out, (q, k, v, out, log_sums)

@@ -25,7 +25,7 @@ TIMEOUT_S = 300
 
 
 def build(target: str = "native") -> Path:
-    """Returns the library compiled for ``target``, one of TARGETS.
+    """Return the library compiled for ``target``, one of TARGETS.
 
     Raises OSError if there is no compiler or it fails, ValueError if the target is unknown or does not run on this processor.
 
@@ -37,7 +37,7 @@ def build(target: str = "native") -> Path:
         raise ValueError(
             f"target {target} of the C++ kernels does not run here: this processor has no {', '.join(sorted(missing))}"
         )
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise OSError(f"no C++ compiler ({', '.join(COMPILERS)}) on PATH")
     directory = cache_directory()
@@ -50,7 +50,7 @@ def build(target: str = "native") -> Path:
 
 
 def cache_directory() -> Path:
-    """Returns the user's cache directory, or without a writable home a directory in /tmp that nobody else can write to."""
+    """Return the user's cache directory, or without a writable home a directory in /tmp that nobody else can write to."""
     fallback = Path(tempfile.gettempdir()) / f"rlhf_spmd-{os.getuid()}"
     for directory in (Path.home() / ".cache" / "rlhf_spmd" / "kernels", fallback):
         with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ def _key(compiler: str, target: str) -> str:
 
 
 def _cpu_flags() -> str:
-    """What -march=native depends on; a home directory may be shared by different machines."""
+    """Return what -march=native depends on; a home directory may be shared by different machines."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
         return next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return platform.processor()

@@ -21,8 +21,8 @@ from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.kernels.dense_attention import sink_gradients
 from rlhf_spmd.kernels.devices import has_amx
 from rlhf_spmd.kernels.gradients import differentiable
-from rlhf_spmd.kernels.ops import Ops
-from rlhf_spmd.kernels.packing import AttentionRule, Context, LayerOptions, Packing, pad_rows
+from rlhf_spmd.kernels.ops import UNCHANGED, LogitTransform, Ops
+from rlhf_spmd.kernels.packing import AttentionRule, Context, LayerOptions, LayerParts, Packing, pad_rows
 
 
 class _Pointer:
@@ -85,25 +85,13 @@ class CppOps(BatchInvariantOps):
         return max(-(-page_size // _LANES) * _LANES * head_dim, page_size * (-(-head_dim // _LANES) * _LANES))
 
     def multiplies(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether :meth:`product` has a product for these: for bf16 only where there is no AMX, which beats it."""
+        """Return True if :meth:`product` has a product for these: for bf16 only where there is no AMX, which beats it."""
         return x.dtype in self._products and x.dtype == weight.dtype and (x.dtype == torch.float32 or x.shape[-1] % 2 == 0)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, recomputed: bool = False) -> Tensor:
         if not self.multiplies(x, weight):
             return super().linear(x, weight, bias)
-        if not torch.is_grad_enabled():
-            return self.product(x, weight, bias)
-
-        def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
-            return x.new_empty(len(x), len(weight)) if recomputed else self.product(x, weight, bias), (x, weight)
-
-        return differentiable(forward, self._product_backward, x, weight, bias)
-
-    def _product_backward(
-        self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        grad_x = self.gradient_product(grad, weight) if needed[0] else None
-        return grad_x, self.gradient_product(grad.t(), x) if needed[1] else None, grad.sum(0) if needed[2] else None
+        return self._linear_by(self.product, x, weight, bias, recomputed)
 
     def gradient_product(self, left: Tensor, right: Tensor) -> Tensor:
         if self._widens and left.dtype == torch.bfloat16:
@@ -207,7 +195,7 @@ class CppOps(BatchInvariantOps):
         self._c.rms_norm_backward(half, x, scale, *sizes, weight, plus_one, grad, out, grad_weight)
         return out, grad_weight.to(weight.dtype)
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    def apply_rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         x = _heads(x)
         tokens, heads, dim = x.shape
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -229,38 +217,54 @@ class CppOps(BatchInvariantOps):
         return (out,)
 
     def layer(
-        self, parts: Sequence[Any], sizes: Sequence[int], options: LayerOptions, rule: AttentionRule, index: int
+        self, parts: LayerParts, options: LayerOptions, rule: AttentionRule, index: int
     ) -> Callable[..., Tensor | None] | None:
-        biased = any(part.bias is not None for part in (parts[4], parts[8]))
-        if biased or sizes[3] % 2 or not self.multiplies(parts[1].weight, parts[8].weight):
+        biased = parts.out.bias is not None or parts.down.bias is not None
+        if biased or options.inner % 2 or not self.multiplies(parts.qkv.weight, parts.down.weight):
             return None
-        heads, kv_heads, dim, _ = sizes
+        shape = options.heads
+        heads, kv_heads, dim = shape.queries, shape.keys, shape.dim
 
-        def whole(x: Tensor, cos: Tensor, sin: Tensor, attention: Any, num_tokens: int) -> Tensor | None:
+        def run(x: Tensor, cos: Tensor, sin: Tensor, attention: Any, num_tokens: int) -> Tensor | None:
             context: Callable[[int], Context] | None = getattr(attention, "kernel_context", None)
             if context is None:
                 return None
             x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
             weights = [None if part is None else part.weight.contiguous() for part in parts]
-            biases = [None if part.bias is None else part.bias.float() for part in (parts[1], parts[7])]
+            biases = [None if part.bias is None else part.bias.float() for part in (parts.qkv, parts.gate_up)]
             rows, hidden = x.shape
             out = torch.empty_like(x)
             size, space = rows * (2 * heads + 2 * kv_heads) * dim, attention.space  # of q, k and v, and the attention's output
             if space is None or space.numel() < size or space.dtype != x.dtype:
                 space = attention.space = x.new_empty(size)
-            at, half = space.data_ptr(), x.dtype == torch.bfloat16
-            switches = options.interleaved, options.whole_norms, cos.shape[-1]
-            head = half, rows, num_tokens, hidden, *sizes, *options[1:3], rule.window or 0, torch.get_num_threads(), *switches
+            sizes = rows, num_tokens, hidden, heads, kv_heads, dim, options.inner
+            switches = shape.plus_one, options.gelu, rule.window or 0, torch.get_num_threads()
+            rotation = shape.interleaved, options.whole_norms, cos.shape[-1]
             inputs = x.data_ptr(), cos.data_ptr(), sin.data_ptr()
-            outputs = at, at + rows * (heads + 2 * kv_heads) * dim * x.itemsize, out.data_ptr()
+            qkv = space.data_ptr()
+            outputs = qkv, qkv + rows * (heads + 2 * kv_heads) * dim * x.itemsize, out.data_ptr()
             pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*weights, *biases)]
-            numbers = options.eps, *_numbers(rule)[:2], options.residual
-            self._c.block_forward(_BLOCK.pack(*head, *inputs, *outputs, *pointers, *context(index), *numbers))
+            numbers = shape.eps, *_numbers(rule)[:2], options.residual
+            self._c.block_forward(
+                _BLOCK.pack(
+                    x.dtype == torch.bfloat16,
+                    *sizes,
+                    *switches,
+                    *rotation,
+                    *inputs,
+                    *outputs,
+                    *pointers,
+                    *context(index),
+                    *numbers,
+                )
+            )
             return out
 
-        return whole
+        return run
 
-    def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
+    def logit_statistics(
+        self, logits: Tensor, labels: Tensor, first: int, entropy: bool, transform: LogitTransform = UNCHANGED
+    ) -> Tensor:
         assert logits.is_contiguous() and logits.dtype == torch.float32, "logit statistics are of contiguous fp32 logits"
         out, threads = torch.empty(4, logits.shape[0], dtype=torch.float32), torch.get_num_threads()
         self._c.logit_statistics(logits, *logits.shape, labels.contiguous(), first, entropy, out, threads)
@@ -299,7 +303,7 @@ def _sinks(rule: AttentionRule) -> Tensor | None:
 
 
 def _with_adjacent_columns(logits: Tensor) -> Tensor:
-    """Returns logits [rows, n] whose columns lie side by side, as those of a wider matrix do: no copy of these."""
+    """Return logits [rows, n] whose columns lie side by side, as those of a wider matrix do: no copy of these."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 

@@ -1,12 +1,14 @@
-"""Attention by torch's own kernels, or by plain products where these lack something.
+"""Attention by torch's own kernels, or by plain products where these lack something; queries and keys of latent attention.
 
-Shape legend: B sequences, H KV heads, G query heads per KV head, R query rows, L keys, D head_dim.
+Shape legend: B sequences, H KV heads, G query heads per KV head, R query rows, L keys, D head_dim. In latent attention (MLA) T tokens,
+H query heads, N dims of a head that are not rotated, E those that are, C elements of the short vector.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,3 +67,30 @@ def sink_gradients(sinks: Sequence[Tensor], grad: Tensor, out: Tensor, log_sums:
     log-sum-exps [T, heads], sinks included."""
     along = (grad.float() * out.float()).sum(-1)
     return [-(torch.exp(sink.float() - log_sums) * along).sum(0).to(sink.dtype) for sink in sinks]
+
+
+class LatentKeys(NamedTuple):
+    """How keys of latent attention come about in generation, and queries that fit them. A token has one key for all heads, which the
+    cache holds.
+
+    - weight [C], eps: of the norm of the short vector
+    - to_keys [H, N, C]: the matrices that would make each head's keys from it; queries are multiplied by them instead
+    - cos, sin [T, 1, E / 2], interleaved: as for ``Ops.rotate``
+    """
+
+    weight: Tensor
+    eps: float
+    to_keys: Tensor
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+def latent_heads(ops: Any, q: Tensor, short: Tensor, keys: LatentKeys) -> tuple[Tensor, Tensor]:
+    """Queries [T, H, N + E] and ``short`` [T, C + E], the short vector and what is rotated -> queries [T, H, C + E] and keys
+    [T, C + E]. Without gradients; ``ops`` norm and rotate."""
+    (rank, nope), turns = (keys.weight.shape[0], keys.to_keys.shape[1]), (keys.cos, keys.sin, keys.interleaved)
+    absorbed = torch.bmm(q[..., :nope].transpose(0, 1), keys.to_keys).transpose(0, 1)
+    q = torch.cat([absorbed, ops.rotate(q[..., nope:], *turns)], 2)
+    normed = ops.rms_norm(short[:, :rank], keys.weight, keys.eps)
+    return q, torch.cat([normed, ops.rotate(short[:, None, rank:], *turns)[:, 0]], 1)

@@ -1,4 +1,4 @@
-"""What a device can. Other modules ask :func:`capabilities` for an ability by its name.
+"""The abilities of devices. Other modules ask :func:`capabilities` for an ability by its name.
 
 Only this module tells kinds of devices apart.
 """
@@ -9,6 +9,7 @@ import math
 import os
 import resource
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -21,6 +22,8 @@ from torch import Tensor
 
 EXTRAS = {"triton": "triton", "flash_attn": "gpu"}  # optional packages of GPUs: the extras of this one that bring them
 MIN_CAPABILITY = (8, 0)
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its name before torch 2.9
+EXPANDABLE = "expandable_segments:True"
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def capabilities(device: torch.device) -> DeviceCapabilities:
 
 
 def model_device() -> torch.device:
-    """Returns the kind of device that this process's models are on, without an index."""
+    """Return the kind of device that this process's models are on, without an index."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -64,7 +67,7 @@ def has_amx() -> bool:
 
 
 def on_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """Returns the values on ``device``.
+    """Return the values on ``device``.
 
     They reach a GPU through pinned memory: from other memory the host would wait for all queued work.
     """
@@ -99,7 +102,7 @@ class HostCopy:
         return self._values
 
     def tolist(self) -> list[int]:
-        """As :meth:`values`, of int64 [n]."""
+        """Return :meth:`values` of int64 [n]."""
         values: list[int] = self.values().tolist()
         return values
 
@@ -112,7 +115,7 @@ def wait(device: torch.device | None = None) -> None:
 
 @cache
 def side_stream() -> torch.cuda.Stream:
-    """Returns the one stream for transfers beside this process's computation.
+    """Return the one stream for transfers beside this process's computation.
 
     There is only one, because torch's allocator keeps the blocks of each stream apart.
     """
@@ -120,7 +123,7 @@ def side_stream() -> torch.cuda.Stream:
 
 
 def free_bytes(device: torch.device, local_size: int = 1) -> float:
-    """Returns how much memory a rank could still take.
+    """Return how much memory a rank could still take.
 
     On GPUs: what the driver has left, plus what torch holds unused. On CPUs: the rank's share of what the host has
     available within the limit of its container.
@@ -134,24 +137,24 @@ def free_bytes(device: torch.device, local_size: int = 1) -> float:
 
 
 def total_bytes(device: torch.device, local_size: int) -> float:
-    """Returns the memory of a rank's device when nothing is on it: all of a GPU; on CPUs :func:`free_bytes`."""
+    """Return the memory of a rank's device when nothing is on it: all of a GPU; on CPUs :func:`free_bytes`."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return free_bytes(device, local_size)
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Returns how much memory of a GPU this process's tensors take."""
+    """Return how much memory of a GPU this process's tensors take."""
     return torch.cuda.memory_allocated(device)
 
 
 def host_bytes() -> float:
-    """Returns how much memory all processes of a host could still take together."""
+    """Return how much memory all processes of a host could still take together."""
     return free_bytes(torch.device("cpu"))
 
 
 def container_bytes(root: Path) -> float:
-    """Returns what a container may still take: the limit of its control group, minus use without cached files.
+    """Return what a container may still take: the limit of its control group, minus use without cached files.
 
     ``root``: directory of the control group's files, of version 2 or 1. Infinite without a limit.
     """
@@ -159,20 +162,20 @@ def container_bytes(root: Path) -> float:
         (root / "memory.max", root / "memory.current", "inactive_file"),
         (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes", "total_inactive_file"),
     ):
-        if limit.exists() and (most := limit.read_text().strip()) != "max":
+        if limit.exists() and (maximum := limit.read_text().strip()) != "max":
             stat = dict(line.split() for line in (limit.parent / "memory.stat").read_text().splitlines())
-            return float(most) - float(used.read_text()) + float(stat.get(cached, 0))
+            return float(maximum) - float(used.read_text()) + float(stat.get(cached, 0))
     return math.inf
 
 
 def gpu_identity(device: torch.device) -> str:
-    """Returns the GPU's UUID, which all processes read alike; its index may differ between them."""
+    """Return the GPU's UUID, which all processes read alike; its index may differ between them."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 @cache
 def shared_memory() -> int:
-    """Returns how many bytes of shared memory a program of a kernel may have on this process's GPU; without one, on an H100.
+    """Return how many bytes of shared memory a program of a kernel may have on this process's GPU; without one, on an H100.
 
     99 KiB on A10, L40S and consumer cards, 163 KiB on an A100, 227 KiB later (CUDA's guide, "Technical specifications").
     """
@@ -183,14 +186,14 @@ def shared_memory() -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak use so far: of the GPU's allocator; on CPUs the peak resident size of the process."""
+    """Return the peak use so far: of the GPU's allocator; on CPUs the peak resident size of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def unavailable(package: str, device: torch.device, dtype: torch.dtype | None = None) -> str | None:
-    """Returns why the kernels of ``package``, one of EXTRAS, do not serve here, or None.
+    """Return why the kernels of ``package``, one of EXTRAS, do not serve here, or None.
 
     ``dtype`` None: dtype and GPU are not known yet.
     """
@@ -210,7 +213,7 @@ def unavailable(package: str, device: torch.device, dtype: torch.dtype | None = 
 
 @cache
 def _broken(package: str) -> str | None:
-    """Returns why an installed package does not work on this machine, or None."""
+    """Return why an installed package does not work on this machine, or None."""
     if package == "triton":
         compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
         return None if compiler else "triton needs a C compiler (gcc, clang, or the one that CC names)"
@@ -225,3 +228,32 @@ def _interpreted() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
+
+
+def usual_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what to add to ``environment``: variables that CUDA, torch's allocator and NCCL read before their first use. Pure.
+
+    - ``CUDA_DEVICE_MAX_CONNECTIONS=32``: hardware queues for the streams of a process; CUDA's default is 8. Streams that share a queue
+      wait for each other for no reason. A rank has streams for its computation, FSDP2 (four), tp, each direction of the pipeline,
+      gathers and weight sync. Megatron sets 1, which on GPUs before Hopper orders a product's launch behind a collective. That does not
+      suit FSDP2, whose copies would then queue behind its collectives, nor tensor parallelism here.
+    - ``PYTORCH_ALLOC_CONF=expandable_segments:True``: generation and training take turns with blocks of different sizes, so blocks of
+      one phase would leave holes in the next. Expandable segments are mapped page by page instead. CUDA graphs may hold such memory,
+      because a private pool's pages stay mapped. CUDA IPC of tensors and NCCL's registration of user buffers would not work with them;
+      neither is used here. Pinned memory has another allocator.
+    - ``NCCL_GRAPH_REGISTER=0``, needed with it: NCCL would register the buffers of captured collectives by itself, and would read
+      outside of them in expandable segments.
+    """
+    usual = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    if not any(name in environment for name in ALLOCATOR):
+        usual[ALLOCATOR[0]] = EXPANDABLE
+    if any(EXPANDABLE in {**environment, **usual}.get(name, "") for name in ALLOCATOR):
+        usual["NCCL_GRAPH_REGISTER"] = "0"
+    return {name: value for name, value in usual.items() if name not in environment}
+
+
+def set_up_cuda() -> None:
+    """Set :func:`usual_settings` for this process and its children. To be called before anything asks for a GPU; later it does
+    nothing."""
+    if not torch.cuda.is_initialized():
+        os.environ.update(usual_settings(os.environ))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import subprocess
 import zlib
-from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -49,14 +47,13 @@ def _load_batch_invariant_gpu(dtype: torch.dtype) -> Ops:
     return BatchInvariantGpuOps(TorchFlash() if flash else None)
 
 
-_suspended = False
 _BATCH_INVARIANT, _TORCH = BatchInvariantOps(), Ops()
 
 
 def choose_ops(
     dtype: torch.dtype, device: torch.device, wanted: str = "auto", where: str = "attention", batch_invariant_gpu: bool = False
 ) -> Ops:
-    """Returns the ops of a model of ``dtype`` on ``device``; the package's docstring has the table.
+    """Return the ops of a model of ``dtype`` on ``device``; the package's docstring has the table.
 
     - device: "meta" (no memory yet) stands for the device of this process's models
     - wanted: one of ATTENTION, the value of the configuration key ``where``
@@ -68,9 +65,9 @@ def choose_ops(
     if wanted not in ATTENTION:
         raise ValueError(f"{where}={wanted!r} is not known; allowed: {', '.join(ATTENTION)}")
     batch_invariant = capabilities(model_device() if device.type == "meta" else device).batch_invariant
-    fits = batch_invariant and not _suspended and wanted != "torch" and dtype in (torch.float32, torch.bfloat16)
-    found = _load() if fits else None
-    if wanted == "cpp" and found is None:
+    fits = batch_invariant and wanted != "torch" and dtype in (torch.float32, torch.bfloat16)
+    cpp = _load() if fits else None
+    if wanted == "cpp" and cpp is None:
         raise ValueError(
             f"{where}=cpp: the C++ kernels compute float32 and bfloat16 on the CPU where a C++ compiler is installed, here "
             f"{dtype} on {device.type}; set it to auto or torch"
@@ -79,29 +76,15 @@ def choose_ops(
         return _load_batch_invariant_gpu(dtype)
     plain = batch_invariant or wanted == "torch" or not torch.cuda.is_available()  # such as a plan for GPUs that are not here
     if plain or unavailable("triton", torch.device("cuda"), dtype) is not None:
-        return found or (_BATCH_INVARIANT if batch_invariant else _TORCH)
+        return cpp or (_BATCH_INVARIANT if batch_invariant else _TORCH)
     return _load_gpu(dtype)
 
 
 def processor_kind() -> int:
-    """Returns a number that hosts share if their GPUs are alike, or without GPUs their vector units.
+    """Return a number that hosts share if their GPUs are alike, or without GPUs their vector units.
 
     Results of hosts with different numbers differ in the last bits.
     """
     if capabilities(model_device()).streams:
         return zlib.crc32(torch.cuda.get_device_name().encode())
     return zlib.crc32(f"{torch.backends.cpu.get_cpu_capability()} {os.environ.get(TARGET, '')}".encode())
-
-
-@contextlib.contextmanager
-def suspended() -> Iterator[None]:
-    """Models that are built inside get no C++ kernels, as on a machine without a compiler; for comparisons.
-
-    Build both the generation model and the training model inside.
-    """
-    global _suspended
-    before, _suspended = _suspended, True
-    try:
-        yield
-    finally:
-        _suspended = before

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,31 +24,22 @@ MAX_HEAD_DIM = 256
 SMALL_HEAD_DIM = 192  # the most in backward passes of GPUs with less shared memory than an A100
 
 
-class PackedFlash(Protocol):
-    """One of the two implementations. ``name``: the attention's name in the log line at the start of a run."""
-
-    name: str
-
-    def fits(self, q: Tensor, rule: AttentionRule) -> bool:
-        """True if there is a kernel for these queries and this rule."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
-        """As :meth:`~rlhf_spmd.kernels.Ops.attend_packed`, for at least one token."""
-
-
 class TorchFlash:
     """torch's kernels, through the operators below ``torch.nn.attention.varlen``, whose own signature changes between versions.
 
     They know no sinks. With one more score per head, whose value is 0, an output of softmax sums' logarithm ``l`` is multiplied by
     sigmoid(l - sink), and the logarithm becomes logaddexp(l, sink); the backward kernels need no more than these two.
+    ``name``: the attention's name in the log line at the start of a run.
     """
 
     name = "flash"
 
     def fits(self, q: Tensor, rule: AttentionRule) -> bool:
+        """Return True if there is a kernel for these queries and this rule."""
         return rule.softcap is None and q.shape[-1] % 8 == 0 and _fits(q)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
+        """Return :meth:`~rlhf_spmd.kernels.Ops.attend_packed` for at least one token."""
         halves = partial(self._forward, packing, rule), partial(self.backward, packing, rule)
         return differentiable(*halves, *map(_rows, (q, k, v)), *_sinks(rule))
 
@@ -77,7 +67,7 @@ class TorchFlash:
         log_sums: Tensor,
         *sinks: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Returns gradients of q, k, v and the sinks from the output's. ``log_sums``: fp32 [H * G, T]."""
+        """Return gradients of q, k, v and the sinks from the output's. ``log_sums``: fp32 [H * G, T]."""
         state = q.new_empty(2, dtype=torch.uint64)  # of random numbers: nothing is dropped, so nobody reads it
         sequences, options = _sequences(packing), _options(rule)
         grads: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
@@ -86,17 +76,17 @@ class TorchFlash:
         return *grads, *sink_gradients(sinks, grad, out, log_sums.t())
 
 
-class FlashAttn:
+class FlashAttn(TorchFlash):
     """Functions of the package flash-attn, which also compute softcaps and head dimensions that are no multiple of 8."""
 
     name = "flash_attn"
 
     def fits(self, q: Tensor, rule: AttentionRule) -> bool:
-        return _fits(q) if rule.sinks is None else TorchFlash().fits(q, rule)
+        return _fits(q) if rule.sinks is None else super().fits(q, rule)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         if rule.sinks is not None:  # of which its functions' gradients know nothing
-            return TorchFlash().attend(q, k, v, packing, rule)
+            return super().attend(q, k, v, packing, rule)
         from flash_attn import flash_attn_varlen_func
 
         options = {"softmax_scale": rule.scale, "causal": True, "window_size": _window(rule), "softcap": rule.softcap or 0.0}
@@ -105,8 +95,8 @@ class FlashAttn:
         return out
 
 
-def choose_packed(dtype: torch.dtype) -> PackedFlash | None:
-    """Returns the flash attention of this process's models of ``dtype``, or None if none serves."""
+def choose_packed(dtype: torch.dtype) -> TorchFlash | None:
+    """Return the flash attention of this process's models of ``dtype``, or None if none serves."""
     device = model_device()
     if device.type != "cuda" or dtype not in DTYPES:
         return None
@@ -121,7 +111,7 @@ def _sequences(packing: Packing) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _window(rule: AttentionRule) -> tuple[int, int]:
-    """Returns how many keys before and after its own a query sees; -1: all.
+    """Return how many keys before and after its own a query sees; -1: all.
 
     The second number is 0 although attention is causal anyway: with -1 the kernels may exchange heads and queries of
     sequences of one token.

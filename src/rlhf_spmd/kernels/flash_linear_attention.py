@@ -1,7 +1,7 @@
 """Linear attention over packed sequences by the package flash-linear-attention (fla), where it is installed on a GPU.
 
 Its kernels take queries, keys and values in the model's dtype, as transformers hands them over; this project's own arithmetic
-(:mod:`delta_rule`) has them in fp32 from the convolution on.
+(:mod:`linear_attention`) has them in fp32 from the convolution on.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_spmd.kernels.delta_rule import DeltaShape, DeltaStates, split_channels
 from rlhf_spmd.kernels.devices import MIN_CAPABILITY, model_device
 from rlhf_spmd.kernels.flash_attention import DTYPES
+from rlhf_spmd.kernels.linear_attention import DeltaShape, DeltaStates, split_channels
 from rlhf_spmd.kernels.packing import Packing
 
 PACKAGE, LEAST = "flash-linear-attention", (0, 5)  # since when value heads may outnumber key heads
@@ -67,7 +67,7 @@ class FlashLinearAttention:
 
 @cache
 def choose_packed_delta(dtype: torch.dtype) -> FlashLinearAttention | None:
-    """Returns the package's linear attention for models of ``dtype`` on this process's device, or None if it does not serve."""
+    """Return the package's linear attention for models of ``dtype`` on this process's device, or None if it does not serve."""
     device = model_device()
     if device.type != "cuda" or dtype not in DTYPES or find_spec("fla") is None:
         return None

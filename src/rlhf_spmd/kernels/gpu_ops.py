@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels import (
-    grouped_gemm,
     triton_delta,
     triton_draw,
     triton_experts,
@@ -25,13 +24,14 @@ from rlhf_spmd.kernels import (
     triton_qkv,
     triton_route,
 )
-from rlhf_spmd.kernels.delta_rule import DeltaShape, MixerWeights, StateRows
-from rlhf_spmd.kernels.flash_attention import PackedFlash
+from rlhf_spmd.kernels.dense_attention import LatentKeys
+from rlhf_spmd.kernels.flash_attention import TorchFlash
 from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
-from rlhf_spmd.kernels.gradients import differentiable, differentiable_several
-from rlhf_spmd.kernels.latent_heads import LatentKeys
-from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, Groups, LogitShape, Ops
+from rlhf_spmd.kernels.gradients import differentiable
+from rlhf_spmd.kernels.linear_attention import DeltaShape, MixerWeights, StateRows
+from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, UNCHANGED, LogitTransform, Ops
 from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget
+from rlhf_spmd.kernels.products import Groups
 from rlhf_spmd.kernels.routing import RoutingRule
 from rlhf_spmd.kernels.sampling_tensors import Drawn, SamplingTensors
 
@@ -46,7 +46,7 @@ class GpuOps(Ops):
     chunk_logits, keeps_logits = GPU_CHUNK_LOGITS, True
     head_columns = 128  # products of odd widths run at less than half of the rate (H100, torch 2.11)
 
-    def __init__(self, packed: PackedFlash | None = None, packed_delta: FlashLinearAttention | None = None) -> None:
+    def __init__(self, packed: TorchFlash | None = None, packed_delta: FlashLinearAttention | None = None) -> None:
         self._packed, self.packed_delta = packed, packed_delta
         self.name = self.name if packed is None else packed.name
 
@@ -66,7 +66,7 @@ class GpuOps(Ops):
             of_total, of_weight = triton_layers.norm_backward(grad, grad_total, total, weight, scales, plus_one)
             return of_total, of_total, of_weight
 
-        total, out = differentiable_several(forward, backward, x, y, weight)
+        total, out = differentiable(forward, backward, x, y, weight)
         return total, out
 
     def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,11 +74,11 @@ class GpuOps(Ops):
             of_q, of_k = norms
             return triton_qkv.heads(qkv, (of_q, of_k), cos, sin, shape), (qkv, cos, sin, *norms)
 
-        def backward(_: object, *given: Any) -> tuple[Tensor | None, ...]:
-            q, k, v, qkv, cos, sin, of_q, of_k = given
+        def backward(_: object, *tensors: Any) -> tuple[Tensor | None, ...]:
+            q, k, v, qkv, cos, sin, of_q, of_k = tensors
             return triton_qkv.heads_backward((q, k, v), qkv, (of_q, of_k), cos, sin, shape)
 
-        q, k, v = differentiable_several(forward, backward, qkv, *norms)
+        q, k, v = differentiable(forward, backward, qkv, *norms)
         return q, k, v
 
     def heads_to_pages(
@@ -92,8 +92,8 @@ class GpuOps(Ops):
     ) -> Tensor:
         return triton_qkv.heads(qkv, norms, cos, sin, shape, pages)[0]
 
-    def latent_to_pages(self, q: Tensor, made: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
-        return triton_latent.latent_to_pages(q, made, keys, pages)
+    def latent_to_pages(self, q: Tensor, short: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
+        return triton_latent.latent_to_pages(q, short, keys, pages)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
         return triton_layers.norm(x, None, weight, eps, plus_one)[1:]
@@ -109,8 +109,8 @@ class GpuOps(Ops):
     def gate_backward(self, gelu: bool, _: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
         return (triton_layers.gate_backward(grad, gate_up, gelu),)
 
-    def mix_token(self, product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
-        return triton_delta.mix_token(product, weights, shape, states)
+    def delta_rule_step(self, product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
+        return triton_delta.delta_rule_step(product, weights, shape, states)
 
     # -- packed sequences
 
@@ -121,14 +121,13 @@ class GpuOps(Ops):
 
     # -- the head
 
-    def shape_logits(self, logits: Tensor, shape: LogitShape) -> Tensor:
+    def transform_logits(self, logits: Tensor, transform: LogitTransform) -> Tensor:
         return logits
 
-    def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape) -> Tensor:
-        return triton_lm_head.logit_statistics(logits, labels, first, entropy, shape)
-
-    def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
-        return triton_lm_head.logit_statistics(logits, labels, first, entropy, LogitShape())
+    def logit_statistics(
+        self, logits: Tensor, labels: Tensor, first: int, entropy: bool, transform: LogitTransform = UNCHANGED
+    ) -> Tensor:
+        return triton_lm_head.logit_statistics(logits, labels, first, entropy, transform)
 
     def head_gradients(
         self,
@@ -138,15 +137,10 @@ class GpuOps(Ops):
         log_z: Tensor,
         grads: Tensor,
         entropy: Sequence[Tensor] | None,
-        shape: LogitShape,
+        transform: LogitTransform,
         dtype: torch.dtype,
     ) -> Tensor:
-        return triton_lm_head.logit_gradients(logits, labels, first, log_z, grads, entropy, shape, dtype)
-
-    def logit_gradients(
-        self, logits: Tensor, labels: Tensor, first: int, log_z: Tensor, grads: Tensor, entropy: Sequence[Tensor] | None = None
-    ) -> Tensor:
-        return triton_lm_head.logit_gradients(logits, labels, first, log_z, grads, entropy, LogitShape(), logits.dtype)
+        return triton_lm_head.logit_gradients(logits, labels, first, log_z, grads, entropy, transform, dtype)
 
     def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
         """The product itself adds in fp32, so it needs no memory of its own."""
@@ -162,23 +156,23 @@ class GpuOps(Ops):
     def route(
         self,
         logits: Tensor,
-        correction: Tensor | None,
+        score_bias: Tensor | None,
         rule: RoutingRule,
         dtype: torch.dtype,
         chosen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         def forward(logits: Tensor) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
-            weights, numbers = triton_route.route(logits, correction, rule, dtype, chosen)
+            weights, numbers = triton_route.route(logits, score_bias, rule, dtype, chosen)
             return (weights, numbers), (logits, numbers)
 
         def backward(_: object, grad: Tensor, __: object, logits: Tensor, numbers: Tensor) -> tuple[Tensor]:
             return (triton_route.route_backward(rule, grad, logits, numbers),)
 
-        weights, numbers = differentiable_several(forward, backward, logits)
+        weights, numbers = differentiable(forward, backward, logits)
         return weights, numbers.detach()
 
-    def own_choices(self, weights: Tensor, chosen: Tensor, first: int, own: int, count: int) -> tuple[Tensor, Tensor]:
-        return triton_experts.own_choices(weights, chosen, first, own, count)
+    def local_choices(self, weights: Tensor, chosen: Tensor, first: int, num_local: int, count: int) -> tuple[Tensor, Tensor]:
+        return triton_experts.local_choices(weights, chosen, first, num_local, count)
 
     def sort_choices(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         experts, order = chosen.flatten().sort(stable=True)
@@ -191,14 +185,15 @@ class GpuOps(Ops):
         numbers = torch.arange(count, device=experts.device)
         return torch.searchsorted(experts, numbers, right=True, out_int32=True)
 
-    def waits_for_experts(self, weight: Tensor) -> bool:
-        return not grouped_gemm.fits(weight[0, 0], weight)
+    def moe_syncs_host(self, weight: Tensor) -> bool:
+        return not triton_experts.fits_grouped_product(weight[0, 0], weight)
 
     def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         assert isinstance(groups, Tensor), "rows of experts end where a tensor says"
-        if not grouped_gemm.fits(x, weight):
+        if not triton_experts.fits_grouped_product(x, weight):
             return super().per_expert(x, weight, groups.diff(prepend=groups.new_zeros(1)).tolist())
-        return differentiable(partial(grouped_gemm.forward, groups), partial(grouped_gemm.backward, groups), x, weight)
+        forward = partial(triton_experts.grouped_product, groups)
+        return differentiable(forward, partial(triton_experts.grouped_product_backward, groups), x, weight)
 
     def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
         def backward(_: object, grad: Tensor) -> tuple[Tensor]:

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
+
 
 def differentiable(
-    forward: Callable[..., tuple[Tensor, Sequence[Tensor]]], backward: Callable[..., Any], *inputs: Tensor | None
-) -> Tensor:
-    """Returns the first result of ``forward(*inputs)`` as one autograd node.
+    forward: Callable[..., tuple[Result, Sequence[Tensor | None]]], backward: Callable[..., Any], *inputs: Tensor | None
+) -> Result:
+    """Return the first result of ``forward(*inputs)``, one tensor or several, as one autograd node.
 
-    The second result is saved. ``backward(needed, gradient, *saved)`` returns the inputs' gradients; where ``needed`` is
+    The second result is saved. ``backward(needed, *gradients, *saved)`` returns the inputs' gradients; where ``needed`` is
     False any value will do. The functions must not hold activations in any other way: only saved tensors can be
     offloaded or recomputed.
     """
-    return _Node.apply(forward, backward, *inputs) if torch.is_grad_enabled() else forward(*inputs)[0]
-
-
-def differentiable_several(
-    forward: Callable[..., tuple[tuple[Tensor, ...], Sequence[Tensor | None]]],
-    backward: Callable[..., Any],
-    *inputs: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """As :func:`differentiable`, for several results: ``backward(needed, *gradients, *saved)``."""
-    return _Node.apply(forward, backward, *inputs) if torch.is_grad_enabled() else forward(*inputs)[0]
+    if not torch.is_grad_enabled():
+        return forward(*inputs)[0]
+    result: Result = _Node.apply(forward, backward, *inputs)
+    return result
 
 
 class _Node(torch.autograd.Function):

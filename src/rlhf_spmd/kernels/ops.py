@@ -1,7 +1,7 @@
 """The operations of a model, in torch, on any device, in the form that suits GPUs.
 
-A model calls differentiable methods (``linear`` to ``attend_packed``). The head, the sampler and the autograd nodes call the others,
-which have no gradients. Subclasses replace methods by kernels for one device; no model changes.
+A model calls differentiable methods (``rms_norm`` to ``attend_packed``, and products, which :mod:`products` has). The head, the sampler
+and the autograd nodes call the others, which have no gradients. Subclasses replace methods by kernels for one device; no model changes.
 
 Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim, V local vocabulary.
 """
@@ -11,34 +11,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_spmd.kernels import expert_rows, routing
-from rlhf_spmd.kernels.dense_attention import attend_dense
+from rlhf_spmd.kernels.dense_attention import LatentKeys, attend_dense, latent_heads
 from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
 from rlhf_spmd.kernels.gradients import differentiable
-from rlhf_spmd.kernels.latent_heads import LatentKeys, latent_heads
-from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, LayerOptions, Norms, Packing, PageTarget, pad_rows, visible
-from rlhf_spmd.kernels.routing import RoutingRule
+from rlhf_spmd.kernels.packing import (
+    AttentionRule,
+    HeadShape,
+    LayerOptions,
+    LayerParts,
+    Norms,
+    Packing,
+    PageTarget,
+    pad_rows,
+    visible,
+)
+from rlhf_spmd.kernels.products import ProductOps
 
 GPU_CHUNK_LOGITS = 1 << 28  # of GpuOps: 1 GiB; the weight is read, and sums are added to, once for so many
-MIN_ROWS = 4  # fewer rows are multiplied by other kernels, with other rounding
-ONEDNN_MIN_SIZE = 16**3  # torch gives products of at most so many multiplications to MKL even where oneDNN is chosen
-Groups = Sequence[int] | Tensor  # of rows by expert, see Ops.expert_groups
 
 
-class LogitShape(NamedTuple):
+class LogitTransform(NamedTuple):
     """What is done to a head's logits: softcap * tanh(logits / softcap) if there is a ``softcap``, then division by ``temperature``."""
 
     temperature: float = 1.0
     softcap: float | None = None
 
 
-class Ops:
+UNCHANGED = LogitTransform()
+
+
+class Ops(ProductOps):
     """The operations of a model, in torch. Subclasses replace some of them by kernels for one kind of device.
 
     - name: the attention's name in ``models.<role>.attention``.
@@ -49,7 +57,7 @@ class Ops:
     - head_columns: larger chunks are computed in blocks of the vocabulary, whose width is a multiple of this.
     - alike_chunks: paged attention gives a prompt's tokens the same bits in one chunk and one by one.
     - wide_head: the products of the head's backward pass are in fp32 for half-precision weights too.
-    - packed_delta: kernels of linear attention over packed sequences; None: :func:`~rlhf_spmd.kernels.mix_tokens`.
+    - packed_delta: kernels of linear attention over packed sequences; None: :func:`~rlhf_spmd.kernels.delta_rule`.
     """
 
     packed_delta: FlashLinearAttention | None = None
@@ -57,25 +65,12 @@ class Ops:
     chunk_logits, backward_rows = 1 << 26, 1 << 13
     small_head, keeps_logits, wide_head, head_columns = 1 << 23, False, False, 1
 
-    def min_rows(self, numel: int, inner: int) -> int:
-        """Returns the fewest rows with which x @ w is batch-invariant. ``numel``: elements of all w; ``inner``: columns of x."""
-        return max(MIN_ROWS, ONEDNN_MIN_SIZE // max(numel, 1) + 1)
-
-    def is_batch_invariant(self, dtype: torch.dtype, threads: int = 1) -> bool:
-        """True if a row's bits do not depend on the rest of the batch on this device."""
-        return False
-
     @staticmethod
     def page_elements(page_size: int, head_dim: int) -> int:
         """Elements of one page of one head in the KV cache, keys or values."""
         return page_size * head_dim
 
     # -- differentiable
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, recomputed: bool = False) -> Tensor:
-        """x [T, in] times the transpose of ``weight`` [out, in], plus ``bias``. With at least :meth:`min_rows` rows a row's bits do
-        not depend on the others. ``recomputed``: only the saved tensors are needed, the result may be left out."""
-        return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
         """weight * x / sqrt(mean(x^2) + eps) over the last dim; ``plus_one``: (1 + weight) * ..."""
@@ -123,15 +118,15 @@ class Ops:
         shape: HeadShape,
         pages: PageTarget,
     ) -> Tensor:
-        """Returns q of :meth:`heads`, without gradients. Writes k and v of the first ``len(pages.slots)`` tokens to ``pages``."""
+        """Return q of :meth:`heads`, without gradients. Writes k and v of the first ``len(pages.slots)`` tokens to ``pages``."""
         q, k, v = self.heads(qkv, norms, cos, sin, shape)
         for block, x in zip(pages.pages.view(2, shape.keys, -1, shape.dim), (k, v), strict=True):
             block.index_copy_(1, pages.slots, x[: len(pages.slots)].transpose(0, 1))
         return q
 
-    def latent_to_pages(self, q: Tensor, made: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
-        """Returns the queries of :func:`latent_heads`. Writes the keys of the first ``len(pages.slots)`` tokens to ``pages``."""
-        q, entries = latent_heads(self, q, made, keys)
+    def latent_to_pages(self, q: Tensor, short: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
+        """Return the queries of :func:`latent_heads`. Writes the keys of the first ``len(pages.slots)`` tokens to ``pages``."""
+        q, entries = latent_heads(self, q, short, keys)
         pages.pages.view(-1, entries.shape[1]).index_copy_(0, pages.slots, entries[: len(pages.slots)])
         return q
 
@@ -147,69 +142,9 @@ class Ops:
         if not cos.shape[-1]:
             return x
         if not torch.is_grad_enabled():
-            return self.turn(x, cos, sin, interleaved)
-        backward = partial(self.turn_backward, interleaved)
-        return differentiable(lambda x: (self.turn(x, cos, sin, interleaved), (cos, sin)), backward, x)
-
-    def route(
-        self,
-        logits: Tensor,
-        correction: Tensor | None,
-        rule: RoutingRule,
-        dtype: torch.dtype,
-        chosen: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Weights in ``dtype`` and numbers, int64, of the experts of each token [T, K], from logits [T, E]. ``correction`` [E, 3], see
-        :func:`~rlhf_spmd.kernels.routing.as_parts`, has no gradient. ``chosen``: the numbers, where they are given. Computed in fp32
-        at least."""
-        return routing.route(logits, correction, rule, dtype, chosen)
-
-    def own_choices(self, weights: Tensor, chosen: Tensor, first: int, own: int, count: int) -> tuple[Tensor, Tensor]:
-        """``weights`` and ``chosen`` [T, K] of ``count`` experts, of which this rank has ``own`` from the ``first`` on: with weight 0
-        of others, and numbers that begin with its own. Without gradients."""
-        return expert_rows.own_choices(weights, chosen, first, own, count)
-
-    def sort_choices(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sorted experts of ``chosen`` [T, K], with ``order`` and ``places`` of the pairs for :meth:`expert_rows`: [T * K] each."""
-        return expert_rows.sort_choices(chosen)
-
-    def sigmoid_gate(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The sigmoid of x [T, in] times the transpose of ``weight`` [1, in] -> [T, 1]."""
-        return expert_rows.sigmoid_gate(x, weight)
-
-    def expert_groups(self, experts: Tensor, count: int) -> Groups:
-        """Returns ``groups`` of :meth:`per_expert`: here each expert's number of rows. ``experts`` [N], sorted: each row's, or
-        ``count`` and above."""
-        return torch.bincount(experts, minlength=count)[:count].tolist()
-
-    def waits_for_experts(self, weight: Tensor) -> bool:
-        """True if :meth:`per_expert` with ``weight`` [E, blocks, out, in] makes the host wait for the device."""
-        return True
-
-    def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-        """x [N, in], sorted by expert, times each row's expert's matrix [blocks, out, in] -> [N, blocks * out]. ``groups``: from
-        :meth:`expert_groups`."""
-        assert not isinstance(groups, Tensor), "rows of experts are counted on the host here"
-        halves = partial(expert_rows.multiply, self, groups), partial(expert_rows.multiply_backward, self, groups)
-        return differentiable(*halves, x, weight)
-
-    def add_expert_bias(self, rows: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
-        """``rows`` [N, m] plus the ``bias`` [E, m] of the expert of each, ``experts`` [N]."""
-        return differentiable(expert_rows.add_bias, expert_rows.add_bias_backward, rows, bias, experts)
-
-    def clamped_gate(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        """[T, 2n] = [gate; up] -> gate * sigmoid(alpha * gate) * (up + 1) [T, n], gate at most ``limit``, up within it (gpt-oss)."""
-        return expert_rows.clamped_gate(gate_up, alpha, limit)
-
-    def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
-        """x [T, hidden] -> one row per token and expert of it, sorted by expert [T * per_token, hidden]. Row i belongs to the (token,
-        choice) pair ``order[i]``; pair j lies at ``places[j]``."""
-        return expert_rows.gather(x, order, per_token)
-
-    def sum_experts(self, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        """Sums each token's rows, sorted as by :meth:`expert_rows`, times ``weights`` [T, per_token] -> [T, hidden], in the order of
-        the token's choices. GPUs do not read rows of weight 0."""
-        return expert_rows.sum_choices(rows, weights, places)
+            return self.apply_rotary(x, cos, sin, interleaved)
+        backward = partial(self.apply_rotary_backward, interleaved)
+        return differentiable(lambda x: (self.apply_rotary(x, cos, sin, interleaved), (cos, sin)), backward, x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
         """Attention for generation, without gradients: rows q over keys k and values v [H, B, L, D], returned in the shape of q.
@@ -221,36 +156,29 @@ class Ops:
         outs, sinks = [], None if rule.sinks is None else rule.sinks[None, :, None, None]
         for part in packing.alike(q.shape[1], math.inf):
             queries, keys, values = (part.gather(x).transpose(1, 2) for x in (q, k, v))
-            at = torch.arange(part.num_queries, device=q.device)
+            position = torch.arange(part.num_queries, device=q.device)
             reached = rule.window is not None and part.num_queries > rule.window
-            allowed = visible(at, at, rule.window) if reached else None
+            allowed = visible(position, position, rule.window) if reached else None
             mixed = attend_dense(queries, keys, values, rule, allowed, sinks).transpose(1, 2)
             outs.append(part.picked(mixed))
         return torch.cat(outs).index_select(0, packing.places(q.shape[1], math.inf)) if outs else torch.zeros_like(q)
 
     def layer(
-        self, parts: Sequence[Any], sizes: Sequence[int], options: LayerOptions, rule: AttentionRule, index: int
+        self, parts: LayerParts, options: LayerOptions, rule: AttentionRule, index: int
     ) -> Callable[..., Tensor | None] | None:
-        """Returns one function for a whole layer on one rank, without gradients, or None. Its bits equal those of the operations.
+        """Return one function for a whole layer on one rank, without gradients, or None. Its bits equal those of the operations.
 
         The function takes x [R, hidden], cos, sin, the attention and the number of tokens, and returns [R, hidden], or None
         for an attention that it does not know.
 
-        ``parts`` have a weight and a bias, or are None: norm, qkv, norms of q and k, out, norm, norm, gate_up, down, norm. ``sizes``:
-        query heads, KV heads, head_dim, inner; ``index``: the attention's name for the layer.
+        ``index``: the attention's name for the layer.
         """
         return None
-
-    # -- in place
-
-    def add_product(self, out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-        """``out`` [n, m] += ``scale`` * ``left`` [n, k] times ``right`` [k, m], summed in fp32 at least and rounded once."""
-        out.addmm_(left, right, alpha=scale)
 
     # -- forward and backward functions of the above
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
-        """Returns the norm and its scales [..., 1]; computes in fp32 for bf16."""
+        """Return the norm and its scales [..., 1]; computes in fp32 for bf16."""
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         if plus_one:
@@ -260,7 +188,7 @@ class Ops:
     def norm_backward(
         self, plus_one: bool, _: object, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns gradients of x and of the weight, from ``grad`` of :meth:`norm`'s first result, its inputs and the scales."""
+        """Return gradients of x and of the weight, from ``grad`` of :meth:`norm`'s first result, its inputs and the scales."""
         normal, grad = x.to(scale.dtype) * scale, grad.to(scale.dtype)
         grad_weight = (grad * normal).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         grad_normal = grad * (1 + weight.to(grad.dtype) if plus_one else weight)
@@ -273,7 +201,7 @@ class Ops:
         return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
 
     def gate_backward(self, gelu: bool, _: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
-        """Returns the gradient of [gate; up] from the gradient of :meth:`gate`'s result."""
+        """Return the gradient of [gate; up] from the gradient of :meth:`gate`'s result."""
         gate, up = gate_up.chunk(2, -1)
         grads = torch.empty_like(gate_up)
         grad_gate, grad_up = grads.chunk(2, -1)
@@ -288,7 +216,7 @@ class Ops:
         grad_up.mul_(grad)
         return (grads,)
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    def apply_rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         out, turned = torch.empty_like(x), 2 * cos.shape[-1]
         first = slice(0, turned, 2) if interleaved else slice(turned // 2)
         second = slice(1, turned, 2) if interleaved else slice(turned // 2, turned)
@@ -300,12 +228,8 @@ class Ops:
             out[..., turned:] = x[..., turned:]
         return out
 
-    def turn_backward(self, interleaved: bool, _: object, grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
-        return (self.turn(grad.contiguous(), cos, -sin, interleaved),)
-
-    def gradient_product(self, left: Tensor, right: Tensor) -> Tensor:
-        """left [n, k] times right [k, m]; bits may depend on the number of rows."""
-        return torch.mm(left, right)
+    def apply_rotary_backward(self, interleaved: bool, _: object, grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+        return (self.apply_rotary(grad.contiguous(), cos, -sin, interleaved),)
 
     # -- the head and the sampler
 
@@ -316,14 +240,12 @@ class Ops:
             return F.linear(padded, weight)[: len(hidden)]
         return self.wide_product(padded, weight)[: len(hidden)]
 
-    def wide_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [T, in] times the transpose of ``weight`` [out, in], both in half precision -> fp32 [T, out]."""
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-
-    def logit_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool) -> Tensor:
+    def logit_statistics(
+        self, logits: Tensor, labels: Tensor, first: int, entropy: bool, transform: LogitTransform = UNCHANGED
+    ) -> Tensor:
         """Logits [T, V], fp32 or fp64, of the vocabulary from ``first`` on -> [4, T]: largest; sum of exp(l - largest); the label's
-        logit, 0 if it lies in another slice; with ``entropy`` the sum of exp(l - largest) * (l - largest), else 0. Overwrites the
-        logits unless ``keeps_logits``."""
+        logit, 0 if it lies in another slice; with ``entropy`` the sum of exp(l - largest) * (l - largest), else 0. ``transform``: the
+        logits are the result of :meth:`transform_logits`. Overwrites them unless ``keeps_logits``."""
         local = labels - first
         inside = (local >= 0) & (local < logits.shape[1])
         at_label = logits.gather(1, local.masked_fill(~inside, 0)[:, None])[:, 0].masked_fill(~inside, 0)
@@ -337,7 +259,7 @@ class Ops:
     def logit_gradients(
         self, logits: Tensor, labels: Tensor, first: int, log_z: Tensor, grads: Tensor, entropy: Sequence[Tensor] | None = None
     ) -> Tensor:
-        """Returns the gradients of the logits [T, V] of the vocabulary from ``first`` on, and overwrites the logits. ``grads`` [T, 1]:
+        """Return the gradients of the logits [T, V] of the vocabulary from ``first`` on, and overwrites the logits. ``grads`` [T, 1]:
         gradients of the log-probs of ``labels`` [T]; ``log_z`` [T, 1]: log-sum-exps over the whole vocabulary; ``entropy``: the
         entropies and their gradients, [T, 1] each."""
         local = labels - first
@@ -354,15 +276,11 @@ class Ops:
         """Overwrites ``logits`` with softcap * tanh(logits / softcap)."""
         return logits.div_(softcap).tanh_().mul_(softcap)
 
-    def shape_logits(self, logits: Tensor, shape: LogitShape) -> Tensor:
-        """Applies ``shape`` in place. Subclasses whose head kernels apply it as they read return ``logits`` unchanged."""
-        if shape.softcap is not None:
-            logits = self.cap_logits(logits, shape.softcap)
-        return logits if shape.temperature == 1.0 else logits.div_(shape.temperature)
-
-    def head_statistics(self, logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape) -> Tensor:
-        """Returns :meth:`logit_statistics` of the result of :meth:`shape_logits`."""
-        return self.logit_statistics(logits, labels, first, entropy)
+    def transform_logits(self, logits: Tensor, transform: LogitTransform) -> Tensor:
+        """Applies ``transform`` in place. Subclasses whose head kernels apply it as they read return ``logits`` unchanged."""
+        if transform.softcap is not None:
+            logits = self.cap_logits(logits, transform.softcap)
+        return logits if transform.temperature == 1.0 else logits.div_(transform.temperature)
 
     def head_gradients(
         self,
@@ -372,29 +290,19 @@ class Ops:
         log_z: Tensor,
         grads: Tensor,
         entropy: Sequence[Tensor] | None,
-        shape: LogitShape,
+        transform: LogitTransform,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Returns gradients of the head's matrix product, in ``dtype``. ``logits``: the result of :meth:`shape_logits`."""
-        slope = None if shape.softcap is None else 1 - (logits * (shape.temperature / shape.softcap)).square_()
+        """Return gradients of the head's matrix product, in ``dtype``. ``logits``: the result of :meth:`transform_logits`."""
+        slope = None if transform.softcap is None else 1 - (logits * (transform.temperature / transform.softcap)).square_()
         grad = self.logit_gradients(logits, labels, first, log_z, grads, entropy)
         grad = grad if slope is None else grad.mul_(slope)
-        return (grad if shape.temperature == 1.0 else grad.div_(shape.temperature)).to(dtype)
-
-    def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
-        """``total`` [n, m] += a [n, k] times b [k, m]; if ``begins``, ``total`` = the product. ``total`` may have a wider dtype; the
-        product is not rounded before it is added."""
-        if begins:
-            total.zero_()
-        if total.dtype == a.dtype:
-            total.addmm_(a, b)
-        else:
-            total += self.wide_product(a, b.t())
+        return (grad if transform.temperature == 1.0 else grad.div_(transform.temperature)).to(dtype)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """Returns int64 [T]: the index of the largest of logits [T, V], the first of equal ones."""
+        """Return int64 [T]: the index of the largest of logits [T, V], the first of equal ones."""
         return logits.argmax(-1)
 
     def draw(self, logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor | None:
-        """Returns token ids int64 [T], the first with cumulative probability above ``uniforms`` fp64 [T]; None: no kernel does."""
+        """Return token ids int64 [T], the first with cumulative probability above ``uniforms`` fp64 [T]; None: no kernel does."""
         return None

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,14 +68,35 @@ class HeadShape:
     interleaved: bool = False
 
 
-class LayerOptions(NamedTuple):
-    """What layers differ in: ``eps`` and ``plus_one`` of their norms; gelu in place of silu; ``interleaved`` as in HeadShape;
-    ``whole_norms``: q and k are normed over all heads; ``residual`` multiplies what is added to the rows."""
+class LayerParts(NamedTuple):
+    """The parameters of a layer, each with a weight and a bias; None for a norm that the layer does not have."""
 
-    eps: float
-    plus_one: bool
+    input_norm: Any | None
+    qkv: Any
+    q_norm: Any | None
+    k_norm: Any | None
+    out: Any
+    attention_norm: Any | None
+    post_norm: Any | None
+    gate_up: Any
+    down: Any
+    mlp_norm: Any | None
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """What layers differ in.
+
+    - heads: of its attention, on one rank; their eps, plus_one and interleaved are those of all norms and rotations of the layer
+    - inner: columns of the MLP
+    - gelu: in place of silu
+    - whole_norms: q and k are normed over all heads
+    - residual: multiplies what is added to the rows
+    """
+
+    heads: HeadShape
+    inner: int
     gelu: bool
-    interleaved: bool = False
     whole_norms: bool = False
     residual: float = 1.0
 
@@ -91,7 +112,7 @@ class PageTarget(NamedTuple):
 
 
 def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Returns which keys (positions [L]) each query (positions [..., R]) sees: bool [..., R, L]."""
+    """Return which keys (positions [L]) each query (positions [..., R]) sees: bool [..., R, L]."""
     ahead = queries[..., None] - keys
     return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
 
@@ -101,7 +122,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def pad_rows(x: Tensor, rows: int, dim: int = 0) -> Tensor:
-    """Returns ``x`` with ``dim`` extended to ``rows`` by zeros, or ``x`` itself if it is long enough."""
+    """Return ``x`` with ``dim`` extended to ``rows`` by zeros, or ``x`` itself if it is long enough."""
     missing = rows - x.shape[dim]
     if missing <= 0:
         return x
@@ -201,7 +222,7 @@ class Packing:
         return self.filled[0].long()
 
     def context(self, layer_index: int) -> Context:
-        """Returns what the C++ kernel of a whole layer needs to know of the packing."""
+        """Return what the C++ kernel of a whole layer needs to know of the packing."""
         return self.bounds.data_ptr(), len(self.lengths), 0, 0, 0, 0, 0
 
     def alike(self, num_heads: int, max_scores: float) -> list[Alike]:
@@ -222,14 +243,14 @@ class Packing:
         return self._alike[key]
 
     def places(self, num_heads: int, max_scores: float) -> Tensor:
-        """Returns int64 [T]: where each token lies in the concatenated groups of :meth:`alike`."""
+        """Return int64 [T]: where each token lies in the concatenated groups of :meth:`alike`."""
         key = num_heads, max_scores
         if key not in self._places:
             self._places[key] = torch.argsort(torch.cat([part.target for part in self.alike(*key)]))
         return self._places[key]
 
     def tiles(self, width: int, page_size: int) -> PackedTiles:
-        """Returns tiles of up to ``width`` queries, those with most keys first."""
+        """Return tiles of up to ``width`` queries, those with most keys first."""
         key = width, page_size
         if key not in self._tiles:
             lengths, firsts = np.array(self.lengths, dtype=np.int64), self.bounds[:-1].numpy()
@@ -238,11 +259,11 @@ class Packing:
             within = np.arange(lengths.sum()) - firsts.repeat(lengths)
             per_row = -(-lengths // width)
             starts = (np.arange(per_row.sum()) - (per_row.cumsum() - per_row).repeat(per_row)) * width
-            line = np.arange(len(lengths)).repeat(per_row)
-            tiles = np.stack([firsts[line] + starts, starts, np.minimum(lengths[line] - starts, width), line], 1)
+            sequence = np.arange(len(lengths)).repeat(per_row)
+            tiles = np.stack([firsts[sequence] + starts, starts, np.minimum(lengths[sequence] - starts, width), sequence], 1)
             tiles = tiles[np.argsort(-starts, kind="stable")].astype(np.int32)
             table = (pages[:, None] + np.arange(counts.max(initial=1))).astype(np.int32)  # a row's last numbers are never read
             slots = pages.repeat(lengths) * page_size + within
-            placed, of_rows, at = (on_device(each, self.device) for each in (tiles, table, slots))
-            self._tiles[key] = PackedTiles(placed, of_rows, at, int(counts.sum()))
+            placed, of_rows, token_slots = (on_device(each, self.device) for each in (tiles, table, slots))
+            self._tiles[key] = PackedTiles(placed, of_rows, token_slots, int(counts.sum()))
         return self._tiles[key]

@@ -56,7 +56,7 @@ class PinnedSlab(mmap.mmap):
         self._registered_by = os.getpid()
 
     def cut(self, offset: int, shape: Sequence[int], dtype: torch.dtype, holder: Any = None) -> Tensor:
-        """Returns a tensor that begins at byte ``offset``.
+        """Return a tensor that begins at byte ``offset``.
 
         ``holder``: a view of this memory that the tensor keeps alive in place of the slab.
         """
@@ -69,18 +69,18 @@ class PinnedSlab(mmap.mmap):
 
 
 def host_zeros(forms: Sequence[Form], device: torch.device) -> list[Tensor]:
-    """Returns zeros in host memory of these shapes and dtypes, each with a storage of its own.
+    """Return zeros in host memory of these shapes and dtypes, each with a storage of its own.
 
     They share one pinned slab if copies to and from ``device`` need one, which is freed with the last of them.
     """
     if not capabilities(device).pinned:
         return [torch.zeros(tuple(shape), dtype=dtype) for shape, dtype in forms]
     sizes = [_rounded(math.prod(shape) * dtype.itemsize) for shape, dtype in forms]
-    slab, offset, made = (PinnedSlab(sum(sizes)) if any(sizes) else None), 0, list[Tensor]()
+    slab, offset, tensors = (PinnedSlab(sum(sizes)) if any(sizes) else None), 0, list[Tensor]()
     for (shape, dtype), size in zip(forms, sizes, strict=True):
-        made.append(slab.cut(offset, shape, dtype) if slab is not None and size else torch.zeros(tuple(shape), dtype=dtype))
+        tensors.append(slab.cut(offset, shape, dtype) if slab is not None and size else torch.zeros(tuple(shape), dtype=dtype))
         offset += size
-    return made
+    return tensors
 
 
 class PinnedArena:
@@ -106,15 +106,15 @@ class PinnedArena:
             return torch.empty(tuple(shape), dtype=dtype)
         self._collect()
         slab, offset = self._find(size) or self._grow(size)
-        with memoryview(slab) as whole:
-            view = whole[offset : offset + size]
+        with memoryview(slab) as memory:
+            view = memory[offset : offset + size]
         tensor = slab.cut(0, shape, dtype, view)
         weakref.finalize(view, self._given_back.append, (slab, offset, size)).atexit = False
         return tensor
 
     def _find(self, size: int) -> tuple[PinnedSlab, int] | None:
-        """Returns the smallest hole that is large enough, or None."""
-        fits = [(room, n, at) for n, holes in enumerate(self._free) for at, room in holes if room >= size]
+        """Return the smallest hole that is large enough, or None."""
+        fits = [(room, n, start) for n, holes in enumerate(self._free) for start, room in holes if room >= size]
         if not fits:
             return None
         room, number, offset = min(fits)
@@ -153,7 +153,7 @@ def _arena(device: torch.device) -> PinnedArena:
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """As :func:`host_empty`, with a tensor's shape, dtype and strides."""
+    """Return :func:`host_empty` with a tensor's shape, dtype and strides."""
     if not capabilities(tensor.device).pinned:
         return torch.empty_like(tensor, device="cpu")
     stride = torch.empty_like(tensor, device="meta").stride()
@@ -161,7 +161,7 @@ def host_like(tensor: Tensor) -> Tensor:
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns an uninitialised tensor of short life in host memory, pinned if copies to and from ``device`` need that.
+    """Return an uninitialised tensor of short life in host memory, pinned if copies to and from ``device`` need that.
 
     Only that device's current stream may copy to and from it.
     """
@@ -171,7 +171,7 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 def copy_to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-    """Returns contiguous copies in host memory, and a function that waits until they are complete, in any thread.
+    """Return contiguous copies in host memory, and a function that waits until they are complete, in any thread.
 
     The host does not wait for a GPU: it copies in its current stream, so later work of that stream may change ``tensors`` at once.
     """

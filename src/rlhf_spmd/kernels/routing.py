@@ -34,37 +34,28 @@ class RoutingRule:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Returns the sigmoid of x [T, n]. CPUs round a tensor's last elements otherwise, so each row gets one more element behind it."""
+    """Return the sigmoid of x [T, n]. CPUs round a tensor's last elements otherwise, so each row gets one more element behind it."""
     return torch.sigmoid(F.pad(x, (0, 1))[:, :-1])
 
 
 TINY = 1e-20  # added to the sums of sigmoids, as transformers does
 
 
-def choose(logits: Tensor, correction: Tensor | None, rule: RoutingRule) -> Tensor:
-    """Returns the numbers of the experts that tokens take, int64 [T, K], the highest scores first. ``logits``: [T, E], fp32 or fp64.
-    ``correction``: [E, 3], see :func:`as_parts`; it is added to the scores that choose experts, not to their weights."""
+def choose(logits: Tensor, score_bias: Tensor | None, rule: RoutingRule) -> Tensor:
+    """Return the numbers of the experts that tokens take, int64 [T, K], the highest scores first. ``logits``: [T, E], fp32 or fp64.
+    ``score_bias``: [E, 3], see :func:`as_parts`; it is added to the scores that choose experts, not to their weights."""
     with torch.no_grad():
         ranked = logits
-        if rule.groups > 1 or correction is not None:
+        if rule.groups > 1 or score_bias is not None:
             ranked = sigmoid(logits) if rule.scoring == "sigmoid" else torch.softmax(logits, -1)
-        if correction is not None:
-            ranked = ranked + from_parts(correction)
+        if score_bias is not None:
+            ranked = ranked + from_parts(score_bias)
         if rule.top_groups < rule.groups:
             grouped = ranked.view(len(ranked), rule.groups, -1)
             sums = grouped.topk(min(rule.group_best, grouped.shape[2]), -1).values.sum(-1)
             left_out = torch.ones_like(sums, dtype=torch.bool).scatter_(1, sums.topk(rule.top_groups, -1).indices, False)
             ranked = grouped.masked_fill(left_out[:, :, None], -math.inf).flatten(1)
         return ranked.topk(rule.per_token, -1).indices
-
-
-def route(
-    logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype, chosen: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """As ``Ops.route``."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    chosen = choose(wide, correction, rule) if chosen is None else chosen
-    return weigh(wide, chosen, rule).to(dtype), chosen
 
 
 def weigh(logits: Tensor, chosen: Tensor, rule: RoutingRule) -> Tensor:

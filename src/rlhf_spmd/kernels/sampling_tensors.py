@@ -39,7 +39,7 @@ class RowSampler(Protocol):
     """
 
     def draw_rows(self, scores: Tensor, logits: Tensor, settings: SamplingTensors, keys: Tensor, positions: Tensor) -> Drawn:
-        """Returns tokens drawn from ``scores``, and their log-probs from ``logits``: fp32 [B, V] each, or the same memory. ``scores``
+        """Return tokens drawn from ``scores``, and their log-probs from ``logits``: fp32 [B, V] each, or the same memory. ``scores``
         may have fewer columns, of the tokens that may be drawn.
 
         ``keys`` and ``positions`` int64 [B] determine the uniform random numbers. A row with numbers that are not finite
@@ -47,7 +47,7 @@ class RowSampler(Protocol):
         """
 
     def tile_sums(self, scores: Tensor, logits: Tensor, settings: SamplingTensors, width: int) -> Tensor:
-        """Returns maxima and sums of exponentials per tile of the vocabulary, fp64 [5, B, tiles].
+        """Return maxima and sums of exponentials per tile of the vocabulary, fp64 [5, B, tiles].
 
         ``width``: most tokens of a rank's slice of the vocabulary.
         """

@@ -1,8 +1,8 @@
 """One token of linear attention in Triton: convolution, gates, delta rule and gated norm, one launch for all rows and heads.
 
 A program has a key head of a row, with its value heads: their states are read and written once, and nobody else reads them. Bits are as
-:mod:`triton_layers` says. What differs from :mod:`delta_rule` and the operations behind it in the last bits: the order of the sums, exp
-and rsqrt.
+:mod:`triton_layers` says. What differs from :mod:`linear_attention` and the operations behind it in the last bits: the order of the
+sums, exp and rsqrt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_spmd.kernels.delta_rule import EPS, DeltaShape, MixerWeights, StateRows
+from rlhf_spmd.kernels.linear_attention import EPS, DeltaShape, MixerWeights, StateRows
 from rlhf_spmd.kernels.triton_layers import OPTIONS, rounded, scaled
 
 ELEMENTS = 2048  # of a state, for each warp
@@ -47,7 +47,7 @@ def _convolved(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _mix_token(
+def _delta_rule_step(
     product: tl.tensor, conv: tl.tensor, decay: tl.tensor, decay_bias: tl.tensor, norm: tl.tensor, inputs: tl.tensor,
     memory: tl.tensor, slots: tl.tensor, positions: tl.tensor, out: tl.tensor, rows: tl.tensor, query_scale: tl.tensor, eps: tl.tensor,
     LENGTH_EPS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KERNEL: tl.constexpr,
@@ -63,30 +63,30 @@ def _mix_token(
     known = tl.load(positions + row) > 0
     if slot < 0:
         return
-    at = product + row * (CHANNELS + VALUES * (D + 2)) + block * (WIDTH + OWN * GROUP * (D + 2))
+    source = product + row * (CHANNELS + VALUES * (D + 2)) + block * (WIDTH + OWN * GROUP * (D + 2))
     channel = block * WIDTH
     before = inputs + slot * ((KERNEL - 1) * CHANNELS) + channel
     weight = conv + channel * KERNEL
     first = number * K
-    q = _convolved(at + first, before + first, weight + first * KERNEL, K, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_K)
+    q = _convolved(source + first, before + first, weight + first * KERNEL, K, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_K)
     first = (OWN + number) * K
-    k = _convolved(at + first, before + first, weight + first * KERNEL, K, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_K)
+    k = _convolved(source + first, before + first, weight + first * KERNEL, K, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_K)
     q = q * tl.rsqrt(tl.sum(q * q, 0) + LENGTH_EPS) * query_scale
     k = k * tl.rsqrt(tl.sum(k * k, 0) + LENGTH_EPS)
     i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
     inside = (i < K)[:, None] & (j < D)[None, :]
     factor = tl.load(norm + j, mask=j < D, other=0.0).to(tl.float32)
     for value in range(GROUP):
-        own = number * GROUP + value  # among the value heads of the block
-        whole = head * GROUP + value
-        first = 2 * OWN * K + own * D
-        v = _convolved(at + first, before + first, weight + first * KERNEL, D, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_D)
-        numbers = at + WIDTH + OWN * GROUP * D + own
+        in_block = number * GROUP + value  # among the value heads of the block
+        value_head = head * GROUP + value
+        first = 2 * OWN * K + in_block * D
+        v = _convolved(source + first, before + first, weight + first * KERNEL, D, known, CHANNELS, KERNEL, BLOCK_J, BLOCK_D)
+        numbers = source + WIDTH + OWN * GROUP * D + in_block
         rate = rounded(1.0 / (1.0 + tl.exp(-tl.load(numbers).to(tl.float32))), out)
-        step = tl.load(numbers + OWN * GROUP).to(tl.float32) + tl.load(decay_bias + whole).to(tl.float32)
+        step = tl.load(numbers + OWN * GROUP).to(tl.float32) + tl.load(decay_bias + value_head).to(tl.float32)
         step = tl.where(step > 20.0, step, _log_of_one_plus(tl.exp(tl.minimum(step, 20.0))))
-        keep = tl.exp(-tl.exp(tl.load(decay + whole).to(tl.float32)) * step)
-        place = memory + (slot * VALUES + whole) * (K * D) + i[:, None] * D + j[None, :]
+        keep = tl.exp(-tl.exp(tl.load(decay + value_head).to(tl.float32)) * step)
+        place = memory + (slot * VALUES + value_head) * (K * D) + i[:, None] * D + j[None, :]
         state = tl.load(place, mask=inside & known, other=0.0) * keep
         change = (v - tl.sum(k[:, None] * state, 0)) * rate
         state += k[:, None] * change[None, :]
@@ -94,9 +94,9 @@ def _mix_token(
         tl.debug_barrier()
         tl.store(place, state, mask=inside)
         normal = mixed * tl.rsqrt(tl.sum(mixed * mixed, 0) / D + eps)
-        gate = tl.load(at + WIDTH + own * D + j, mask=j < D, other=0.0).to(tl.float32)
+        gate = tl.load(source + WIDTH + in_block * D + j, mask=j < D, other=0.0).to(tl.float32)
         result = (scaled(normal, factor, out, False) * (gate / (1.0 + tl.exp(-gate)))).to(out.dtype.element_ty)
-        to = out + whole * D + j
+        to = out + value_head * D + j
         tl.store(to + row * VALUES * D, result, mask=j < D)
         if row == 0:
             for first in range(1, rows, PADDING):
@@ -109,7 +109,7 @@ def _mix_token(
 
 
 def sizes_of(shape: DeltaShape) -> tuple[dict[str, Any], int]:
-    """Returns what the kernel is compiled for, and its warps."""
+    """Return what the kernel is compiled for, and its warps."""
     keys, group, block_j = shape.keys, shape.values // shape.keys, triton.next_power_of_2(shape.kernel)
     block_k, block_d = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
     sizes = {"LENGTH_EPS": EPS, "KEYS": keys, "GROUP": group, "K": shape.key_dim, "D": shape.value_dim, "KERNEL": shape.kernel}
@@ -117,13 +117,13 @@ def sizes_of(shape: DeltaShape) -> tuple[dict[str, Any], int]:
     return sizes, min(max(block_k * block_d // ELEMENTS, 1), 16)
 
 
-def mix_token(product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
-    """See :class:`~rlhf_spmd.kernels.delta_rule.MixesToken`."""
+def delta_rule_step(product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
+    """See :class:`~rlhf_spmd.kernels.linear_attention.HasDeltaRuleStep`."""
     assert states.inputs.is_contiguous() and states.memory.is_contiguous(), "a layer's states lie together"
     product, rows = product.contiguous(), len(product)
     out = product.new_empty(rows, shape.values, shape.value_dim)
     sizes, warps = sizes_of(shape)
     tensors = weights.conv, weights.decay, weights.decay_bias, weights.norm, *states
     scale = shape.key_dim**-0.5
-    _mix_token[(rows, shape.keys)](product, *tensors, out, rows, scale, weights.eps, **sizes, num_warps=warps, **OPTIONS)
+    _delta_rule_step[(rows, shape.keys)](product, *tensors, out, rows, scale, weights.eps, **sizes, num_warps=warps, **OPTIONS)
     return out

@@ -50,11 +50,11 @@ def weights_of(x: tl.tensor, largest: tl.tensor, temperature: tl.tensor) -> tl.t
 
 @triton.jit
 def first_above(weights: tl.tensor, goal: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """Returns where the cumulative sum of fp64 ``weights`` [SIZE] first exceeds ``goal``; else the last weight above 0; else 0."""
-    at = tl.arange(0, SIZE)
+    """Return where the cumulative sum of fp64 ``weights`` [SIZE] first exceeds ``goal``; else the last weight above 0; else 0."""
+    index = tl.arange(0, SIZE)
     counts = weights > 0.0
-    first = tl.min(tl.where((tl.cumsum(weights, 0) > goal) & counts, at, SIZE), 0)
-    return tl.where(first < SIZE, first, tl.max(tl.where(counts, at, 0), 0))
+    first = tl.min(tl.where((tl.cumsum(weights, 0) > goal) & counts, index, SIZE), 0)
+    return tl.where(first < SIZE, first, tl.max(tl.where(counts, index, 0), 0))
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def _sum_tiles(
 
 @triton.jit
 def totals_of(tiles: tl.tensor, offset: tl.tensor, inside: tl.tensor, step: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """Returns the tiles' maxima at ``offset`` fp64 [N], the row's maximum, the tiles' weights relative to it, and the sum at
+    """Return the tiles' maxima at ``offset`` fp64 [N], the row's maximum, the tiles' weights relative to it, and the sum at
     ``temperature`` 1 from the next field. Tiles without a finite score weigh 0."""
     maxima = tl.load(tiles + offset, mask=inside, other=float("-inf"))
     sums = tl.load(tiles + offset + step, mask=inside, other=0.0)
@@ -158,23 +158,23 @@ def _pick(
     at_maximum = tl.max(tl.where(tile == chosen, maxima, float("-inf")), 0)
     scale = tl.where(greedy, 1.0, tl.exp((at_maximum - largest) / temperature.to(tl.float64)))
     goal = tl.maximum((goal - before) / scale, 0.0)
-    own = chosen // num_tiles == rank
+    is_local = chosen // num_tiles == rank
     start = (chosen % num_tiles) * SIZE
     token = start + tl.arange(0, SIZE)
-    x = tl.load(scores + row * scores_stride + token, mask=(token < drawable) & own, other=float("-inf"))
+    x = tl.load(scores + row * scores_stride + token, mask=(token < drawable) & is_local, other=float("-inf"))
     x = tl.where(greedy, tl.where(x == largest.to(tl.float32), 1.0, 0.0), weights_of(x, at_maximum.to(tl.float32), temperature))
     blocks = tl.sum(tl.reshape(x, (SIZE // WIDTH, WIDTH)).to(tl.float64), 1)
     block = first_above(blocks, goal, SIZE // WIDTH)
     goal = tl.maximum(goal - tl.sum(tl.where(tl.arange(0, SIZE // WIDTH) < block, blocks, 0.0), 0), 0.0)
     token = start + block * WIDTH + tl.arange(0, WIDTH)
-    x = tl.load(scores + row * scores_stride + token, mask=(token < drawable) & own, other=float("-inf"))
+    x = tl.load(scores + row * scores_stride + token, mask=(token < drawable) & is_local, other=float("-inf"))
     x = tl.where(greedy, tl.where(x == largest.to(tl.float32), 1.0, 0.0), weights_of(x, at_maximum.to(tl.float32), temperature))
     drawn = tl.minimum(start + block * WIDTH + first_above(x.to(tl.float64), goal, WIDTH), tl.maximum(drawable - 1, 0))
     label = tl.load(logits + row * logits_stride + drawn)
     at_own, at_one = note_log_probs(tiles, offset, inside, step, temperature.to(tl.float64), label, good)
-    tl.store(tokens + row, tl.where(own, first + drawn, 0).to(tokens.dtype.element_ty))
-    tl.store(tempered + row, tl.where(own, at_own, 0.0).to(tempered.dtype.element_ty))
-    tl.store(plain + row, tl.where(own, at_one, 0.0).to(plain.dtype.element_ty))
+    tl.store(tokens + row, tl.where(is_local, first + drawn, 0).to(tokens.dtype.element_ty))
+    tl.store(tempered + row, tl.where(is_local, at_own, 0.0).to(tempered.dtype.element_ty))
+    tl.store(plain + row, tl.where(is_local, at_one, 0.0).to(plain.dtype.element_ty))
 
 
 def num_tiles(width: int) -> int:
@@ -182,7 +182,7 @@ def num_tiles(width: int) -> int:
 
 
 def sum_tiles(scores: Tensor, logits: Tensor, settings: SamplingTensors, width: int) -> Tensor:
-    """Returns statistics fp64 [5, B, tiles] of logits [B, V], with the tiles of ``width`` tokens. ``scores`` may have fewer columns,
+    """Return statistics fp64 [5, B, tiles] of logits [B, V], with the tiles of ``width`` tokens. ``scores`` may have fewer columns,
     those that may be drawn."""
     (rows, vocabulary), drawable = logits.shape, scores.shape[1]
     _check(scores, logits)

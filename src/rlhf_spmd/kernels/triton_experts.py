@@ -1,12 +1,13 @@
-"""Sums the expert outputs of each token (mixture of experts) in Triton, forward and backward.
+"""A mixture of experts on GPUs: products of all experts in one launch, by torch's grouped GEMM, which finds each expert's rows on the
+device; in Triton the sums of each token's expert outputs, forward and backward.
 
-:mod:`grouped_gemm` computes these outputs.
-
-Shape legend: T tokens, K experts of each, N = T * K rows by expert, E experts, H hidden.
+Shape legend: T tokens, K experts of each, N = T * K rows by expert, E experts, H hidden. Rows of expert e end at ``ends[e]``, int32 [E]
+on the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
+ALIGNED = 8  # bf16 elements of 16 bytes, of which rows of grouped products have a multiple
 OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1}
 
 
@@ -59,24 +61,24 @@ def _sum_rows_backward(
 
 
 @triton.jit
-def _own_choices(
-    weights: tl.tensor, chosen: tl.tensor, out: tl.tensor, numbers: tl.tensor, size: tl.tensor, first: tl.tensor, own: tl.tensor,
+def _local_choices(
+    weights: tl.tensor, chosen: tl.tensor, out: tl.tensor, numbers: tl.tensor, size: tl.tensor, first: tl.tensor, num_local: tl.tensor,
     count: tl.tensor, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    number = tl.load(chosen + at, mask=inside, other=0) - first
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < size
+    number = tl.load(chosen + index, mask=inside, other=0) - first
     number = tl.where(number < 0, number + count, number)
-    weight = tl.load(weights + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, tl.where(number < own, weight, 0.0).to(out.dtype.element_ty), mask=inside)
-    tl.store(numbers + at, number, mask=inside)
+    weight = tl.load(weights + index, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + index, tl.where(number < num_local, weight, 0.0).to(out.dtype.element_ty), mask=inside)
+    tl.store(numbers + index, number, mask=inside)
 
 
 @triton.jit
 def _places(order: tl.tensor, places: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    tl.store(places + tl.load(order + at, mask=inside, other=0), at.to(tl.int64), mask=inside)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < size
+    tl.store(places + tl.load(order + index, mask=inside, other=0), index.to(tl.int64), mask=inside)
 
 
 @triton.jit
@@ -84,9 +86,9 @@ def _clear_idle(ends: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.cons
     expert = tl.program_id(1)
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     if first == tl.load(ends + expert):
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         zeros = tl.full([BLOCK], 0.0, tl.float32).to(out.dtype.element_ty)
-        tl.store(out + expert.to(tl.int64) * size + at, zeros, mask=at < size)
+        tl.store(out + expert.to(tl.int64) * size + offset, zeros, mask=offset < size)
 
 
 @triton.jit
@@ -98,18 +100,18 @@ def _clamped_gate(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < n
-    at = row * 2 * n + column
-    given = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(gate_up + at + n, mask=inside, other=0.0).to(tl.float32)
-    gate, up = tl.minimum(given, limit), tl.minimum(tl.maximum(other, -limit), limit) + 1.0
+    offset = row * 2 * n + column
+    raw_gate = tl.load(gate_up + offset, mask=inside, other=0.0).to(tl.float32)
+    raw_up = tl.load(gate_up + offset + n, mask=inside, other=0.0).to(tl.float32)
+    gate, up = tl.minimum(raw_gate, limit), tl.minimum(tl.maximum(raw_up, -limit), limit) + 1.0
     share = 1.0 / (1.0 + tl.exp(-alpha * gate))
     if BACK:
         of_out = tl.load(grad + row * n + column, mask=inside, other=0.0).to(tl.float32)
         of_gate = of_out * up * share * (1.0 + alpha * gate * (1.0 - share))
-        of_gate = tl.where(given <= limit, of_gate, 0.0)
-        of_up = tl.where((other >= -limit) & (other <= limit), of_out * gate * share, 0.0)
-        tl.store(out + at, of_gate.to(out.dtype.element_ty), mask=inside)
-        tl.store(out + at + n, of_up.to(out.dtype.element_ty), mask=inside)
+        of_gate = tl.where(raw_gate <= limit, of_gate, 0.0)
+        of_up = tl.where((raw_up >= -limit) & (raw_up <= limit), of_out * gate * share, 0.0)
+        tl.store(out + offset, of_gate.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + offset + n, of_up.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + row * n + column, (gate * share * up).to(out.dtype.element_ty), mask=inside)
 
@@ -128,18 +130,18 @@ def clamped_gate_backward(grad: Tensor, gate_up: Tensor, alpha: float, limit: fl
     gate_up, (rows, n) = gate_up.contiguous(), grad.shape
     out = torch.empty_like(gate_up)
     if rows:
-        given = gate_up, grad.contiguous(), out, n, alpha, limit
-        _clamped_gate[rows, triton.cdiv(n, BLOCK)](*given, BACK=True, BLOCK=BLOCK, **OPTIONS)
+        inputs = gate_up, grad.contiguous(), out, n, alpha, limit
+        _clamped_gate[rows, triton.cdiv(n, BLOCK)](*inputs, BACK=True, BLOCK=BLOCK, **OPTIONS)
     return out
 
 
-def own_choices(weights: Tensor, chosen: Tensor, first: int, own: int, count: int) -> tuple[Tensor, Tensor]:
-    """See ``Ops.own_choices``."""
+def local_choices(weights: Tensor, chosen: Tensor, first: int, num_local: int, count: int) -> tuple[Tensor, Tensor]:
+    """See ``Ops.local_choices``."""
     weights, chosen, size = weights.contiguous(), chosen.contiguous(), chosen.numel()
     out, numbers = torch.empty_like(weights), torch.empty_like(chosen)
     if size:
         grid = (triton.cdiv(size, BLOCK),)
-        _own_choices[grid](weights, chosen, out, numbers, size, first, own, count, BLOCK=BLOCK, **OPTIONS)
+        _local_choices[grid](weights, chosen, out, numbers, size, first, num_local, count, BLOCK=BLOCK, **OPTIONS)
     return out, numbers
 
 
@@ -152,7 +154,7 @@ def places_of(order: Tensor) -> Tensor:
 
 
 def sum_rows(rows: Tensor, places: Tensor, per_token: int, weights: Tensor | None = None) -> Tensor:
-    """Returns, per token, the sum of its K rows of ``rows`` [N, H] times ``weights`` [T, K]: [T, H].
+    """Return, per token, the sum of its K rows of ``rows`` [N, H] times ``weights`` [T, K]: [T, H].
 
     ``places`` int64 [N]: where the rows lie. Adds in fp32, in the order of the token's choices. A row of weight 0 is not read.
     """
@@ -161,18 +163,18 @@ def sum_rows(rows: Tensor, places: Tensor, per_token: int, weights: Tensor | Non
     out = rows.new_empty(tokens, hidden)
     if tokens:
         options = {"K": per_token, "WEIGHTED": weights is not None, "BLOCK": BLOCK}
-        told = rows if weights is None else weights.contiguous()
-        _sum_rows[tokens, triton.cdiv(hidden, BLOCK)](rows, told, places, out, hidden, **options, **OPTIONS)
+        factors = rows if weights is None else weights.contiguous()
+        _sum_rows[tokens, triton.cdiv(hidden, BLOCK)](rows, factors, places, out, hidden, **options, **OPTIONS)
     return out
 
 
 def sum_rows_backward(grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns gradients of the rows and of the weights [T, K] from the gradient of :func:`sum_rows`'s result."""
+    """Return gradients of the rows and of the weights [T, K] from the gradient of :func:`sum_rows`'s result."""
     weights, per_token = weights.contiguous(), weights.shape[1]
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     if len(places):
-        given = grad.contiguous(), rows, weights, places, grad_rows, grad_weights, rows.shape[1]
-        _sum_rows_backward[(len(places),)](*given, K=per_token, BLOCK=BLOCK, **OPTIONS)
+        inputs = grad.contiguous(), rows, weights, places, grad_rows, grad_weights, rows.shape[1]
+        _sum_rows_backward[(len(places),)](*inputs, K=per_token, BLOCK=BLOCK, **OPTIONS)
     return grad_rows, grad_weights
 
 
@@ -180,3 +182,33 @@ def clear_idle(ends: Tensor, out: Tensor) -> None:
     """Zeroes ``out`` [E, ...], contiguous, for experts without rows. ``ends`` int32 [E]: ends of the experts' rows."""
     size = out[0].numel()
     _clear_idle[triton.cdiv(size, BLOCK), len(ends)](ends, out, size, BLOCK=BLOCK, **OPTIONS)
+
+
+def fits_grouped_product(x: Tensor, weight: Tensor) -> bool:
+    """True if torch has a kernel for x [N, in] and ``weight`` [E, blocks, out, in] that does not wait for the host."""
+    if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] not in (9, 10):
+        return False
+    aligned = weight.shape[2] % ALIGNED == weight.shape[3] % ALIGNED == 0 and len(x) > 0
+    return aligned and x.dtype == weight.dtype == torch.bfloat16
+
+
+def grouped_product(ends: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return the result of :meth:`~rlhf_spmd.kernels.Ops.per_expert`, and what the backward pass needs."""
+    x = x.contiguous()
+    parts = [torch._grouped_mm(x, matrix.transpose(1, 2), ends) for matrix in weight.unbind(1)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1), (x, weight)
+
+
+def grouped_product_backward(ends: Tensor, _: object, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gradients of x and of the weight.
+
+    torch's product leaves gradients of experts without rows unwritten; they are set to 0.
+    """
+    parts = grad.contiguous().split(weight.shape[2], 1)
+    grad_x, *others = (torch._grouped_mm(part, matrix, ends) for part, matrix in zip(parts, weight.unbind(1), strict=True))
+    for other in others:
+        grad_x += other
+    of_blocks = [torch._grouped_mm(part.t(), x, ends) for part in parts]
+    grad_weight = of_blocks[0][:, None] if len(of_blocks) == 1 else torch.stack(of_blocks, 1)
+    clear_idle(ends, grad_weight)
+    return grad_x, grad_weight

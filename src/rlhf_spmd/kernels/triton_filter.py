@@ -76,10 +76,10 @@ def _count_weights(
         token = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
         x = tl.load(scores + row * stride + token, mask=token < vocabulary, other=float("-inf"))
         weights = weights_of(x, largest, temperature)
-        found = tl.histogram(_bits(weights) >> 22, BINS)  # what lies outside counts in bin 0, which nobody reads
+        histogram = tl.histogram(_bits(weights) >> 22, BINS)  # what lies outside counts in bin 0, which nobody reads
         mass = tl.sum(tl.where(weights >= m, weights, 0.0).to(tl.float64), 0)
         tl.store(masses + row * num_tiles + tl.program_id(1), mass)
-        tl.atomic_add(counts + row * BINS + tl.arange(0, BINS), found, mask=found > 0)
+        tl.atomic_add(counts + row * BINS + tl.arange(0, BINS), histogram, mask=histogram > 0)
 
 
 @triton.jit
@@ -103,20 +103,20 @@ def _gather_candidates(
     )  # fmt: skip
     if active:
         lane = tl.arange(0, BINS)
-        found = tl.load(counts + row * BINS + lane)
-        from_here = tl.sum(found, 0) - tl.cumsum(found, 0) + found
+        histogram = tl.load(counts + row * BINS + lane)
+        from_here = tl.sum(histogram, 0) - tl.cumsum(histogram, 0) + histogram
         least_of_kth = tl.max(tl.where(from_here >= k, lane, 0), 0) << 22
         # bin 0 has nothing that a total of at least 1 would notice
-        mass = tl.where(lane > 0, found.to(tl.float64) * _edge(lane + 1), 0.0)
+        mass = tl.where(lane > 0, histogram.to(tl.float64) * _edge(lane + 1), 0.0)
         allowed = (1.0 - p) * total * 0.999 - total * 1e-6  # the total is one of weights that were rounded otherwise
         least_of_nucleus = tl.max(tl.where(tl.cumsum(mass, 0) - mass <= allowed, lane, 0), 0) << 22
         by_rank = (k > 0) & (k < vocabulary)
         cut = tl.where(by_rank, least_of_kth, tl.where(p < 1.0, least_of_nucleus, 0))
         cut = tl.maximum(tl.maximum(cut, _bits(m)), 1)
         least_of_kth = tl.where(by_rank, least_of_kth, 0)
-        most = tl.sum(tl.where(lane >= (cut >> 22), found, 0), 0)
-        count = most * 0
-        if most <= ROOM:
+        num_weights = tl.sum(tl.where(lane >= (cut >> 22), histogram, 0), 0)
+        count = num_weights * 0
+        if num_weights <= ROOM:
             for tile in range(0, num_tiles):
                 top = tl.load(tiles + row * num_tiles + tile).to(tl.float32)
                 # exponentials are not monotonic in their last bits
@@ -137,14 +137,14 @@ def _gather_candidates(
 
 @triton.jit
 def _sums_from(
-    at: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, bounds: tl.tensor, BY_MASS: tl.constexpr,
+    candidates: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, bounds: tl.tensor, BY_MASS: tl.constexpr,
     SIZE: tl.constexpr, TRIES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Returns, for each of ``bounds`` [TRIES], the mass or the number of the weights whose bits are not below it: fp64."""
+    """Return, for each of ``bounds`` [TRIES], the mass or the number of the weights whose bits are not below it: fp64."""
     sums = tl.zeros([SIZE, TRIES], tl.float64)
     for start in range(0, count, SIZE):
         place = start + tl.arange(0, SIZE)
-        weights = weights_of(tl.load(at + place, mask=place < count, other=float("-inf")), largest, temperature)
+        weights = weights_of(tl.load(candidates + place, mask=place < count, other=float("-inf")), largest, temperature)
         value = weights.to(tl.float64)
         if not BY_MASS:
             value = tl.where(weights > 0.0, 1.0, 0.0).to(tl.float64)
@@ -159,10 +159,10 @@ def _lane(values: tl.tensor, lane: tl.tensor, TRIES: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _search(
-    at: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, low: tl.tensor, high: tl.tensor,
+    candidates: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, low: tl.tensor, high: tl.tensor,
     goal: tl.tensor, BY_MASS: tl.constexpr, SIZE: tl.constexpr, TRIES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Returns the largest bound in ``low`` .. ``high`` - 1 whose sum reaches ``goal``, that sum, and the sum of the next bound.
+    """Return the largest bound in ``low`` .. ``high`` - 1 whose sum reaches ``goal``, that sum, and the sum of the next bound.
     ``low`` is known to reach it; ``high`` is at least 2 more."""
     lane = tl.arange(0, TRIES)
     reached = goal * 0.0
@@ -170,7 +170,7 @@ def _search(
     while high - low > 1:
         step = (high - low + TRIES - 1) // TRIES
         bounds = low + lane * step
-        sums = _sums_from(at, count, largest, temperature, bounds, BY_MASS, SIZE, TRIES)
+        sums = _sums_from(candidates, count, largest, temperature, bounds, BY_MASS, SIZE, TRIES)
         passing = tl.sum(tl.where((lane > 0) & (bounds < high) & (sums >= goal), 1, 0), 0)
         reached = _lane(sums, passing, TRIES)
         inside = low + (passing + 1) * step < high
@@ -197,32 +197,32 @@ def _pick_filtered(
         count, cut = tl.load(plans + row * 3), tl.load(plans + row * 3 + 1)
         least_of_kth = tl.load(plans + row * 3 + 2)
         wide = count < 0
-        at = gathered + row * ROOM
+        candidates = gathered + row * ROOM
         if wide:
-            at = scores + row * scores_stride
+            candidates = scores + row * scores_stride
             count = count * 0 + vocabulary
         floor = tl.maximum(_bits(m), 1)
         tile = tl.arange(0, TILES)
         left = tl.sum(tl.load(masses + row * num_tiles + tile, mask=tile < num_tiles, other=0.0), 0)
         if least_of_kth > 0:
             kth, _, _ = _search(
-                at, count, largest, temperature, least_of_kth, least_of_kth + (1 << 22), k.to(tl.float64), False, SIZE, TRIES
+                candidates, count, largest, temperature, least_of_kth, least_of_kth + (1 << 22), k.to(tl.float64), False, SIZE, TRIES
             )  # fmt: skip
             floor = tl.maximum(floor, kth)
             bounds = floor + tl.zeros([TRIES], tl.int32)
-            left = _lane(_sums_from(at, count, largest, temperature, bounds, True, SIZE, TRIES), 0, TRIES)
+            left = _lane(_sums_from(candidates, count, largest, temperature, bounds, True, SIZE, TRIES), 0, TRIES)
         last, kept = floor, left
         room = kept * 0.0 + float("inf")  # of those that weigh as much as the last one
         if p < 1.0:
             goal = p * left
             last, reached, missed = _search(
-                at, count, largest, temperature, tl.maximum(floor, cut), cut * 0 + 0x3F800002, goal, True, SIZE, TRIES
+                candidates, count, largest, temperature, tl.maximum(floor, cut), cut * 0 + 0x3F800002, goal, True, SIZE, TRIES
             )  # fmt: skip
             weight = last.to(tl.float32, bitcast=True).to(tl.float64)
             room = tl.maximum(tl.ceil((goal - missed) / weight), 1.0)
             kept = tl.minimum(missed + room * weight, reached)
         goal = uniform_of(tl.load(keys + row), tl.load(positions + row)) * kept
-        place = _walk(at, count, largest, temperature, last, room, goal, SIZE)
+        place = _walk(candidates, count, largest, temperature, last, room, goal, SIZE)
         drawn = tl.where(wide, place, tl.load(ids + row * ROOM + place, mask=tl.load(plans + row * 3) >= 0, other=0))
         label = tl.load(logits + row * logits_stride + drawn)
         at_own, at_one = note_log_probs(
@@ -235,29 +235,29 @@ def _pick_filtered(
 
 @triton.jit
 def _walk(
-    at: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, last: tl.tensor, room: tl.tensor,
+    candidates: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, last: tl.tensor, room: tl.tensor,
     goal: tl.tensor, SIZE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Returns the place of the first candidate at which the cumulative kept weight exceeds ``goal``. Kept are candidates with more bits
+    """Return the place of the first candidate at which the cumulative kept weight exceeds ``goal``. Kept are candidates with more bits
     than ``last``, and the first ``room`` with equal bits. If rounding leaves the goal unreached: the last kept one."""
-    start, found = count * 0, count * 0
+    start, chosen_place = count * 0, count * 0
     before, ties = goal * 0.0, goal * 0.0
     going = count > 0
     while going:
         place = start + tl.arange(0, SIZE)
-        weights = weights_of(tl.load(at + place, mask=place < count, other=float("-inf")), largest, temperature)
+        weights = weights_of(tl.load(candidates + place, mask=place < count, other=float("-inf")), largest, temperature)
         tied = tl.where(_bits(weights) == last, 1.0, 0.0).to(tl.float64)
         earlier = ties + tl.cumsum(tied, 0) - tied
         stays = (_bits(weights) > last) | ((tied > 0.0) & (earlier < room))
         weights = tl.where(stays, weights, 0.0).to(tl.float64)
         chosen = first_above(weights, goal - before, SIZE)
         added = tl.sum(weights, 0)
-        found = tl.where(added > 0.0, start + chosen, found)
+        chosen_place = tl.where(added > 0.0, start + chosen, chosen_place)
         before += added
         ties += tl.sum(tied, 0)
         start += SIZE
         going = (start < count) & (before <= goal)
-    return found
+    return chosen_place
 
 
 def pick_filtered(

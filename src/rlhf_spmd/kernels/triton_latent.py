@@ -1,9 +1,9 @@
 """Latent attention of generation in Triton: keys and queries, and the tiles with which :mod:`triton_paged_attention` reads the keys.
 
 One launch norms the short vectors, rotates what is rotated, and writes each token's key to the pages. The product of the queries is
-torch's. Results are those of :func:`~rlhf_spmd.kernels.latent_heads.latent_heads` up to the order of the norm's sums and rsqrt.
+torch's. Results are those of :func:`~rlhf_spmd.kernels.dense_attention.latent_heads` up to the order of the norm's sums and rsqrt.
 
-Shape legend: as in ``latent_heads``.
+Shape legend: as in ``dense_attention``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_spmd.kernels.latent_heads import LatentKeys
+from rlhf_spmd.kernels.dense_attention import LatentKeys
 from rlhf_spmd.kernels.packing import PageTarget
 from rlhf_spmd.kernels.triton_layers import OPTIONS, TILE, scaled
 from rlhf_spmd.kernels.triton_paged_attention import TileShape
@@ -33,10 +33,10 @@ def latent_tile(rank: int, itemsize: int, page_size: int, chunks: bool) -> TileS
 
 @triton.jit
 def _turn(
-    at: tl.tensor, to: tl.tensor, inside: tl.tensor, cos: tl.tensor, sin: tl.tensor, like: tl.tensor, HALF: tl.constexpr,
+    source: tl.tensor, target: tl.tensor, inside: tl.tensor, cos: tl.tensor, sin: tl.tensor, like: tl.tensor, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, BLOCK_E: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rotates what lies behind each of ``at`` [heads, 1] and writes it behind ``to``. ``cos`` and ``sin``: of the token."""
+    """Rotate what lies behind each of ``source`` [heads, 1] and write it behind ``target``. ``cos`` and ``sin``: of the token."""
     pair = tl.arange(0, BLOCK_E)
     real = pair < HALF
     left = left_dims(pair, HALF, HALF, INTERLEAVED)[None, :]
@@ -44,16 +44,16 @@ def _turn(
     c = tl.load(cos + pair, mask=real, other=1.0).to(tl.float32)[None, :]
     s = tl.load(sin + pair, mask=real, other=0.0).to(tl.float32)[None, :]
     inside = inside & real[None, :]
-    a = tl.load(at + left, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(at + right, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(source + left, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + right, mask=inside, other=0.0).to(tl.float32)
     a, b = rotated(a, b, c, s, like, False)
-    tl.store(to + left, a.to(like.dtype.element_ty), mask=inside)
-    tl.store(to + right, b.to(like.dtype.element_ty), mask=inside)
+    tl.store(target + left, a.to(like.dtype.element_ty), mask=inside)
+    tl.store(target + right, b.to(like.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["written"])
 def keys_to_pages(
-    q: tl.tensor, made: tl.tensor, weight: tl.tensor, cos: tl.tensor, sin: tl.tensor, out: tl.tensor, pages: tl.tensor,
+    q: tl.tensor, short: tl.tensor, weight: tl.tensor, cos: tl.tensor, sin: tl.tensor, out: tl.tensor, pages: tl.tensor,
     slots: tl.tensor, written: tl.tensor, eps: tl.tensor, HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr,
     ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -68,28 +68,28 @@ def keys_to_pages(
         row = token * HEADS + head
         _turn(q + row * (NOPE + ROPE) + NOPE, out + row * WIDTH + RANK, head < HEADS, cos, sin, out, HALF, INTERLEAVED, BLOCK_E)
     elif token < written:
-        at = made + token * WIDTH
-        to = pages + tl.load(slots + token) * WIDTH
+        source = short + token * WIDTH
+        target = pages + tl.load(slots + token) * WIDTH
         column = tl.arange(0, BLOCK_C)
-        wide = tl.load(at + column, mask=column < RANK, other=0.0).to(tl.float32)
+        wide = tl.load(source + column, mask=column < RANK, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 0) / RANK + eps)
         factor = tl.load(weight + column, mask=column < RANK, other=0.0).to(tl.float32)
-        tl.store(to + column, scaled(wide * scale, factor, out, False).to(out.dtype.element_ty), mask=column < RANK)
-        one = tl.zeros([1, 1], tl.int32)
-        _turn(at + RANK + one, to + RANK + one, one == 0, cos, sin, out, HALF, INTERLEAVED, BLOCK_E)
+        tl.store(target + column, scaled(wide * scale, factor, out, False).to(out.dtype.element_ty), mask=column < RANK)
+        zero = tl.zeros([1, 1], tl.int32)
+        _turn(source + RANK + zero, target + RANK + zero, zero == 0, cos, sin, out, HALF, INTERLEAVED, BLOCK_E)
 
 
-def latent_to_pages(q: Tensor, made: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
+def latent_to_pages(q: Tensor, short: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
     """See ``Ops.latent_to_pages``."""
-    q, made, cos, sin = (x.contiguous() for x in (q, made, keys.cos, keys.sin))
+    q, short, cos, sin = (x.contiguous() for x in (q, short, keys.cos, keys.sin))
     (tokens, heads, width), (_, nope, rank) = q.shape, keys.to_keys.shape
-    out = q.new_empty(tokens, heads, made.shape[1])
+    out = q.new_empty(tokens, heads, short.shape[1])
     torch.bmm(q[..., :nope].transpose(0, 1), keys.to_keys, out=out[..., :rank].transpose(0, 1))
     rope = width - nope
     block_e = triton.next_power_of_2(rope // 2)
     block_h = min(max(TILE // (2 * block_e), 1), triton.next_power_of_2(heads))
     sizes = heads, nope, rank, rope, keys.interleaved, block_h, triton.next_power_of_2(rank), block_e
     keys_to_pages[(tokens, 1 + triton.cdiv(heads, block_h))](
-        q, made, keys.weight, cos, sin, out, pages.pages, pages.slots, len(pages.slots), keys.eps, *sizes, **OPTIONS
+        q, short, keys.weight, cos, sin, out, pages.pages, pages.slots, len(pages.slots), keys.eps, *sizes, **OPTIONS
     )
     return out

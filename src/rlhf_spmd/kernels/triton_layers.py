@@ -23,13 +23,13 @@ OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 @triton.jit
 def rounded(x: tl.tensor, like: tl.tensor) -> tl.tensor:
-    """Returns the value rounded to the dtype that ``like`` points to."""
+    """Return the value rounded to the dtype that ``like`` points to."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def scaled(normal: tl.tensor, weight: tl.tensor, like: tl.tensor, PLUS_ONE: tl.constexpr) -> tl.tensor:
-    """Returns the norm's result from a normalised row, rounded as in ``Ops.norm``."""
+    """Return the norm's result from a normalised row, rounded as in ``Ops.norm``."""
     product = normal * (1.0 + weight) if PLUS_ONE else rounded(normal, like) * weight
     return rounded(product, like)
 
@@ -42,15 +42,15 @@ def _norm(
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_N)
     inside = (row < rows)[:, None] & (column < N)[None, :]
-    at = row[:, None] * N + column[None, :]
-    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    offset = row[:, None] * N + column[None, :]
+    wide = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
-        wide = rounded(wide + tl.load(y + at, mask=inside, other=0.0).to(tl.float32), total)
-        tl.store(total + at, wide.to(total.dtype.element_ty), mask=inside)
+        wide = rounded(wide + tl.load(y + offset, mask=inside, other=0.0).to(tl.float32), total)
+        tl.store(total + offset, wide.to(total.dtype.element_ty), mask=inside)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / N + eps)
     factor = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
     normed = scaled(wide * scale[:, None], factor[None, :], out, PLUS_ONE)
-    tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + offset, normed.to(out.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < rows)
 
 
@@ -70,17 +70,17 @@ def _norm_backward(
     for start in range(first, tl.minimum(first + per_program, rows), BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
         inside = (row < rows)[:, None] & (column < N)[None, :]
-        at = row[:, None] * N + column[None, :]
+        offset = row[:, None] * N + column[None, :]
         scale = tl.load(scales + row, mask=row < rows, other=0.0)[:, None]
-        normal = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
-        of_out = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        normal = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) * scale
+        of_out = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
         sums += of_out * normal
         of_normal = of_out * factor[None, :]
         along = tl.sum(of_normal * normal, 1)[:, None] / N
         of_x = (of_normal - normal * along) * scale
         if ADDS:
-            of_x += tl.load(grad_total + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + at, of_x.to(out.dtype.element_ty), mask=inside)
+            of_x += tl.load(grad_total + offset, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + offset, of_x.to(out.dtype.element_ty), mask=inside)
     tl.store(parts + program.to(tl.int64) * N + column, tl.sum(sums, 0), mask=column < N)
 
 
@@ -123,9 +123,9 @@ def _gate(gate_up: tl.tensor, out: tl.tensor, N: tl.constexpr, GELU: tl.constexp
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < N
-    at = gate_up + row * (2 * N) + column
-    active = rounded(_activated(tl.load(at, mask=inside, other=0.0).to(tl.float32), GELU), out)
-    up = tl.load(at + N, mask=inside, other=0.0).to(tl.float32)
+    source = gate_up + row * (2 * N) + column
+    active = rounded(_activated(tl.load(source, mask=inside, other=0.0).to(tl.float32), GELU), out)
+    up = tl.load(source + N, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * N + column, (active * up).to(out.dtype.element_ty), mask=inside)
 
 
@@ -147,7 +147,7 @@ def _gate_backward(
 
 
 def rows_of(n: int) -> tuple[int, int, int]:
-    """Returns, for rows of ``n`` elements: rows of a program, elements of a block, warps."""
+    """Return, for rows of ``n`` elements: rows of a program, elements of a block, warps."""
     block = triton.next_power_of_2(n)
     return max(TILE // block, 1), block, min(max(block // 512, 4), 16)
 
@@ -177,7 +177,7 @@ def norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, plus_one: bool
 def norm_backward(
     grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, scales: Tensor, plus_one: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns gradients of the norm's input ``x``, to which ``grad_total`` is added, and of the weight."""
+    """Return gradients of the norm's input ``x``, to which ``grad_total`` is added, and of the weight."""
     n, rows, x, grad = x.shape[-1], scales.numel(), x.contiguous(), grad.contiguous()
     other, out = grad if grad_total is None else grad_total.contiguous(), torch.empty_like(x)
     block_r, block_n, warps = rows_of(n)
@@ -201,7 +201,7 @@ def gate(gate_up: Tensor, gelu: bool) -> Tensor:
 
 
 def gate_backward(grad: Tensor, gate_up: Tensor, gelu: bool) -> Tensor:
-    """Returns the gradient of [gate; up] from the gradient of :func:`gate`'s result."""
+    """Return the gradient of [gate; up] from the gradient of :func:`gate`'s result."""
     gate_up, (rows, n) = gate_up.contiguous(), grad.shape
     out, block = torch.empty_like(gate_up), min(triton.next_power_of_2(n), TILE // 2)
     _gate_backward[(rows, triton.cdiv(n, block))](grad.contiguous(), gate_up, out, n, gelu, block, **OPTIONS)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf_spmd.kernels.ops import LogitShape
+from rlhf_spmd.kernels.ops import LogitTransform
 
 BLOCK = 2048
 # without fused multiplications and additions: variants of the kernel that compute the same number must round alike
@@ -39,7 +39,7 @@ def _statistics(
 ) -> None:  # fmt: skip
     """SCALES: each row has its own scale, in place of ``scale``."""
     row = tl.program_id(0).to(tl.int64)
-    at = logits + row * stride
+    source = logits + row * stride
     if SCALES:
         scale = tl.load(scales + row)
     lane = tl.arange(0, BLOCK)
@@ -48,7 +48,7 @@ def _statistics(
     weighted = tl.full([BLOCK], 0.0, tl.float32)
     for start in range(0, width, BLOCK):
         inside = start + lane < width
-        x = tl.load(at + start + lane, mask=inside, other=float("-inf"))
+        x = tl.load(source + start + lane, mask=inside, other=float("-inf"))
         if CAPPED:
             x = tl.where(inside, cap * _tanh(x / cap), float("-inf"))
         x = x * scale
@@ -65,14 +65,14 @@ def _statistics(
     tl.store(out + row, largest)
     tl.store(out + rows.to(tl.int64) + row, tl.sum(total * part, 0))
     label = tl.load(labels + row).to(tl.int64) - first
-    held = (label >= 0) & (label < width)
-    x = tl.load(at + label, mask=held, other=0.0)
+    has_label = (label >= 0) & (label < width)
+    x = tl.load(source + label, mask=has_label, other=0.0)
     if CAPPED:
         x = cap * _tanh(x / cap)
     tl.store(out + 2 * rows.to(tl.int64) + row, x * scale)
     if ENTROPY:
-        whole = tl.sum(tl.where(part > 0, (weighted + total * (top - largest)) * part, 0.0), 0)
-        tl.store(out + 3 * rows.to(tl.int64) + row, whole)
+        entropy_sum = tl.sum(tl.where(part > 0, (weighted + total * (top - largest)) * part, 0.0), 0)
+        tl.store(out + 3 * rows.to(tl.int64) + row, entropy_sum)
     else:
         tl.store(out + 3 * rows.to(tl.int64) + row, 0.0)
 
@@ -100,8 +100,8 @@ def _gradients(
         of_entropy = (log_p + tl.load(entropies + row)) * tl.load(entropy_grads + row)
         of_all = tl.where(p > 0, grad + of_entropy, 0.0)
     of_label = tl.where(column == tl.load(labels + row).to(tl.int64) - first, grad, 0.0)
-    found = (of_label - p * of_all) * slope * scale
-    tl.store(out + row * width + column, found.to(out.dtype.element_ty), mask=inside)
+    of_logits = (of_label - p * of_all) * slope * scale
+    tl.store(out + row * width + column, of_logits.to(out.dtype.element_ty), mask=inside)
 
 
 def _check(logits: Tensor, labels: Tensor) -> None:
@@ -110,9 +110,9 @@ def _check(logits: Tensor, labels: Tensor) -> None:
 
 
 def logit_statistics(
-    logits: Tensor, labels: Tensor, first: int, entropy: bool, shape: LogitShape, scales: Tensor | None = None
+    logits: Tensor, labels: Tensor, first: int, entropy: bool, transform: LogitTransform, scales: Tensor | None = None
 ) -> Tensor:
-    """As :meth:`~rlhf_spmd.kernels.Ops.logit_statistics`, of fp32 ``logits`` [T, V] to which ``shape`` is not yet applied.
+    """Return :meth:`~rlhf_spmd.kernels.Ops.logit_statistics` of fp32 ``logits`` [T, V] to which ``transform`` is not yet applied.
 
     The logits stay unchanged. ``scales`` fp32 [T]: factor of each row, in place of the temperature's inverse.
     """
@@ -120,10 +120,10 @@ def logit_statistics(
     rows, width = logits.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     if rows:
-        sizes = logits.stride(0), width, rows, first, *_factors(shape)
-        options = {"SCALES": scales is not None, "CAPPED": shape.softcap is not None, "ENTROPY": entropy, "BLOCK": BLOCK}
-        given = out if scales is None else scales  # not read
-        _statistics[(rows,)](logits, labels.contiguous(), out, *sizes, given, **options, **STATISTICS)
+        sizes = logits.stride(0), width, rows, first, *_factors(transform)
+        options = {"SCALES": scales is not None, "CAPPED": transform.softcap is not None, "ENTROPY": entropy, "BLOCK": BLOCK}
+        row_scales = out if scales is None else scales  # not read
+        _statistics[(rows,)](logits, labels.contiguous(), out, *sizes, row_scales, **options, **STATISTICS)
     return out
 
 
@@ -134,10 +134,10 @@ def logit_gradients(
     log_z: Tensor,
     grads: Tensor,
     entropy: Sequence[Tensor] | None,
-    shape: LogitShape,
+    transform: LogitTransform,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As :meth:`~rlhf_spmd.kernels.Ops.head_gradients`, of fp32 ``logits`` [T, V] to which ``shape`` is not yet applied.
+    """Return :meth:`~rlhf_spmd.kernels.Ops.head_gradients` of fp32 ``logits`` [T, V] to which ``transform`` is not yet applied.
 
     Overwrites the logits if ``dtype`` is theirs.
     """
@@ -148,16 +148,16 @@ def logit_gradients(
     numbers = [x.contiguous() for x in (labels, log_z, grads, *(entropy or (log_z, grads)))]
     assert all(x.dtype == torch.float32 for x in numbers[1:]), "gradients of the head's numbers are fp32"
     if rows and width:
-        options = {"CAPPED": shape.softcap is not None, "ENTROPY": entropy is not None, "BLOCK": BLOCK}
+        options = {"CAPPED": transform.softcap is not None, "ENTROPY": entropy is not None, "BLOCK": BLOCK}
         grid = rows, triton.cdiv(width, BLOCK)
-        _gradients[grid](logits, *numbers, out, logits.stride(0), width, first, *_factors(shape), **options, **GRADIENTS)
+        _gradients[grid](logits, *numbers, out, logits.stride(0), width, first, *_factors(transform), **options, **GRADIENTS)
     return out
 
 
 @triton.jit
 def _cap(logits: tl.tensor, cap: tl.tensor, number: tl.tensor, BLOCK: tl.constexpr) -> None:
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(logits + at, cap * _tanh(tl.load(logits + at, mask=at < number, other=0.0) / cap), mask=at < number)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(logits + index, cap * _tanh(tl.load(logits + index, mask=index < number, other=0.0) / cap), mask=index < number)
 
 
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:
@@ -169,6 +169,6 @@ def cap_logits(logits: Tensor, softcap: float) -> Tensor:
     return logits
 
 
-def _factors(shape: LogitShape) -> tuple[float, float]:
+def _factors(transform: LogitTransform) -> tuple[float, float]:
     """Rounds the temperature to fp32, as generation does for a row that it draws."""
-    return 1.0 / float(np.float32(shape.temperature)), 1.0 if shape.softcap is None else float(shape.softcap)
+    return 1.0 / float(np.float32(transform.temperature)), 1.0 if transform.softcap is None else float(transform.softcap)

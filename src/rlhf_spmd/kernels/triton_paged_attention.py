@@ -56,8 +56,8 @@ class TileShape(NamedTuple):
     ) -> TileShape:
         """CHUNK_ROWS at most, fewer where a tile's two sums, of a split and of all, would not fit into registers, or the tile not into
         shared memory."""
-        most = min(CHUNK_ROWS, 32 if itemsize > 2 or head_dim > 256 else 64 if head_dim > 128 else 128)
-        rows = max(chunk_rows or most, tile_rows(group_size))
+        max_rows = min(CHUNK_ROWS, 32 if itemsize > 2 or head_dim > 256 else 64 if head_dim > 128 else 128)
+        rows = max(chunk_rows or max_rows, tile_rows(group_size))
         while (shape := cls.of(head_dim, itemsize, page_size, rows)).shared_bytes(itemsize) > devices.shared_memory():
             if rows == LEAST_ROWS:
                 room = devices.shared_memory() >> 10
@@ -67,7 +67,7 @@ class TileShape(NamedTuple):
 
     @classmethod
     def of_alike(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:
-        """Returns the shape for chunks whose queries must have the bits of single tokens.
+        """Return the shape for chunks whose queries must have the bits of single tokens.
 
         It keeps the instructions, and the warps for the keys of a block. Tensor cores allow twice as many rows: four warps
         then still lie side by side along the keys.
@@ -91,7 +91,7 @@ def tile_rows(group_size: int) -> int:
 
 
 def score_factors(rule: AttentionRule) -> tuple[float, float]:
-    """Returns ``scale`` and ``cap`` of the kernels, which compute powers of two in place of exp."""
+    """Return ``scale`` and ``cap`` of the kernels, which compute powers of two in place of exp."""
     if rule.softcap is None:
         return rule.scale * LOG2_E, 0.0
     return rule.scale / rule.softcap, rule.softcap * LOG2_E
@@ -181,16 +181,16 @@ def _locate(
 
 
 @triton.jit
-def _load(at: tl.tensor, written: tl.tensor, inside: tl.tensor, MASKED: tl.constexpr, PADDED: tl.constexpr) -> tl.tensor:
+def _load(source: tl.tensor, written: tl.tensor, inside: tl.tensor, MASKED: tl.constexpr, PADDED: tl.constexpr) -> tl.tensor:
     """Elements of keys or values, 0 where nothing was ``written`` or the head ends; masks only where they are needed."""
     if MASKED and PADDED:
-        x = tl.load(at, mask=written & inside, other=0.0)
+        x = tl.load(source, mask=written & inside, other=0.0)
     elif MASKED:
-        x = tl.load(at, mask=written, other=0.0)
+        x = tl.load(source, mask=written, other=0.0)
     elif PADDED:
-        x = tl.load(at, mask=inside, other=0.0)
+        x = tl.load(source, mask=inside, other=0.0)
     else:
-        x = tl.load(at)
+        x = tl.load(source)
     return x
 
 
@@ -311,12 +311,12 @@ def attend_chunks(
         begin = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     page = _page(line, begin, length, PAGE, BLOCK_N)
     if WINDOW > 0:
-        whole = tl.minimum(tl.cdiv(tl.maximum(length - WINDOW, 0), BLOCK_N) * BLOCK_N, length)
+        window_end = tl.minimum(tl.cdiv(tl.maximum(length - WINDOW, 0), BLOCK_N) * BLOCK_N, length)
         top, total, mixed, part_top, part_total, part_mixed, page = _walk(
-            x, x_tail, top, total, mixed, part_top, part_total, part_mixed, begin, whole, page, keys_at, values_at, line, length,
+            x, x_tail, top, total, mixed, part_top, part_total, part_mixed, begin, window_end, page, keys_at, values_at, line, length,
             position, scale, cap, True, PAGE, DIM, TAIL, WINDOW, CAPPED, SPLIT, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        begin = tl.maximum(begin, whole)
+        begin = tl.maximum(begin, window_end)
     diagonal = tl.maximum((start + 1) // BLOCK_N * BLOCK_N, begin)
     top, total, mixed, part_top, part_total, part_mixed, page = _walk(
         x, x_tail, top, total, mixed, part_top, part_total, part_mixed, begin, diagonal, page, keys_at, values_at, line, length,
@@ -392,10 +392,10 @@ def attend_singles(
             page = next_page
         if PARTS:  # noqa: SIM102 - known to the compiler, unlike what follows
             if sharing > 1:
-                at = part_at + split * (DIM + 2)
-                tl.store(at[:, None] + d[None, :], part_mixed, mask=inside)
-                tl.store(at + DIM, part_top, mask=real)
-                tl.store(at + DIM + 1, part_total, mask=real)
+                target = part_at + split * (DIM + 2)
+                tl.store(target[:, None] + d[None, :], part_mixed, mask=inside)
+                tl.store(target + DIM, part_top, mask=real)
+                tl.store(target + DIM + 1, part_total, mask=real)
         top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
     if PARTS:  # noqa: SIM102 - as above
         if sharing > 1:
@@ -406,10 +406,10 @@ def attend_singles(
                 tl.store(counter, 0)
                 top, total, mixed = _empty(BLOCK_M, BLOCK_D)
                 for split in range(first, last):
-                    at = part_at + split * (DIM + 2)
-                    part_top = tl.load(at + DIM, mask=real, other=0.0, cache_modifier=".cg")
-                    part_total = tl.load(at + DIM + 1, mask=real, other=1.0, cache_modifier=".cg")
-                    part_mixed = tl.load(at[:, None] + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+                    target = part_at + split * (DIM + 2)
+                    part_top = tl.load(target + DIM, mask=real, other=0.0, cache_modifier=".cg")
+                    part_total = tl.load(target + DIM + 1, mask=real, other=1.0, cache_modifier=".cg")
+                    part_mixed = tl.load(target[:, None] + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
                     top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
     total = _with_sinks(top, total, sinks, heads, SINKS)
     to = token * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]

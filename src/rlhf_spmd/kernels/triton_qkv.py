@@ -34,7 +34,7 @@ def _place(head: tl.tensor, Q: tl.constexpr, KV: tl.constexpr, BLOCKS: tl.conste
 def rotated(
     a: tl.tensor, b: tl.tensor, cos: tl.tensor, sin: tl.tensor, like: tl.tensor, BACK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns both halves rotated, or rotated back; rounds each product and sum as ``Ops.turn`` does."""
+    """Return both halves rotated, or rotated back; rounds each product and sum as ``Ops.apply_rotary`` does."""
     if BACK:
         first = rounded(a * cos, like) + rounded(b * sin, like)
         second = rounded(b * cos, like) - rounded(a * sin, like)
@@ -56,7 +56,7 @@ def left_dims(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERL
 
 @triton.jit
 def right_dims(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
-    """The same of the second dim."""
+    """Where in a head the second dim of each pair lies."""
     place = column + HALF
     if HALF != PAIRS or INTERLEAVED:
         turned = column * 2 + 1 if INTERLEAVED else column + PAIRS
@@ -66,7 +66,7 @@ def right_dims(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTER
 
 @triton.jit
 def _weights(q_weight: tl.tensor, k_weight: tl.tensor, column: tl.tensor, inside: tl.tensor, is_q: tl.tensor) -> tl.tensor:
-    """Returns the weights of each head's norm, [heads, columns]."""
+    """Return the weights of each head's norm, [heads, columns]."""
     of_q = tl.load(q_weight + column, mask=inside, other=0.0).to(tl.float32)
     of_k = tl.load(k_weight + column, mask=inside, other=0.0).to(tl.float32)
     return tl.where(is_q[:, None], of_q[None, :], of_k[None, :])
@@ -88,9 +88,9 @@ def _heads(
     inside = (head < HEADS)[:, None] & real[None, :]
     is_q, is_v = head < Q, head >= Q + KV
     left, right = left_dims(column, HALF, PAIRS, INTERLEAVED), right_dims(column, HALF, PAIRS, INTERLEAVED)
-    at = qkv + token * ((Q + 2 * KV) * DIM) + _place(head, Q, KV, BLOCKS)[:, None] * DIM
-    a = tl.load(at + left[None, :], mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(at + right[None, :], mask=inside, other=0.0).to(tl.float32)
+    source = qkv + token * ((Q + 2 * KV) * DIM) + _place(head, Q, KV, BLOCKS)[:, None] * DIM
+    a = tl.load(source + left[None, :], mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + right[None, :], mask=inside, other=0.0).to(tl.float32)
     c = tl.load(cos + token * PAIRS + column, mask=column < PAIRS, other=1.0).to(tl.float32)[None, :]
     s = tl.load(sin + token * PAIRS + column, mask=column < PAIRS, other=0.0).to(tl.float32)[None, :]
     x, y = a, b
@@ -166,9 +166,9 @@ def _heads_backward(
         s = tl.load(sin + token * PAIRS + column, mask=column < PAIRS, other=0.0).to(tl.float32)[None, :]
         a, b = rotated(a, b, c, s, out, True)
         if NORMED:
-            at = qkv + token * ((Q + 2 * KV) * DIM) + place
-            x = tl.load(at + left[None, :], mask=of_q | of_k, other=0.0).to(tl.float32)
-            y = tl.load(at + right[None, :], mask=of_q | of_k, other=0.0).to(tl.float32)
+            source = qkv + token * ((Q + 2 * KV) * DIM) + place
+            x = tl.load(source + left[None, :], mask=of_q | of_k, other=0.0).to(tl.float32)
+            y = tl.load(source + right[None, :], mask=of_q | of_k, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(x * x + y * y, 1) / DIM + eps)[:, None]
             x, y = x * scale, y * scale
             sum_a += a * x
@@ -231,7 +231,7 @@ def heads(
 def heads_backward(
     grads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns gradients of qkv and of the norms' weights from the gradients of q, k and v."""
+    """Return gradients of qkv and of the norms' weights from the gradients of q, k and v."""
     grads_of = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
     strides = [stride for grad in grads_of for stride in grad.stride()[:2]]
     qkv, (of_q, of_k) = qkv.contiguous(), norms

@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"num_warps": 2, "num_stages": 1}
 
 @triton.jit
 def _scores(x: tl.tensor, SCORING: tl.constexpr) -> tl.tensor:
-    """Returns scores from logits [groups, experts], which are -inf where there is no expert."""
+    """Return scores from logits [groups, experts], which are -inf where there is no expert."""
     if SCORING == 0:
         e = tl.exp(x - tl.max(tl.max(x, 1), 0))
         x = e / tl.sum(tl.sum(e, 1), 0)
@@ -32,7 +32,7 @@ def _scores(x: tl.tensor, SCORING: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _factors(scores: tl.tensor, real: tl.tensor, tiny: tl.tensor, SCORING: tl.constexpr, NORMALISE: tl.constexpr) -> tl.tensor:
-    """Returns weights from the scores [K] of the chosen experts, not yet times the rule's scale."""
+    """Return weights from the scores [K] of the chosen experts, not yet times the rule's scale."""
     if SCORING == 2:
         x = tl.where(real, scores, float("-inf"))
         scores = tl.exp(x - tl.max(x, 0))
@@ -44,8 +44,8 @@ def _factors(scores: tl.tensor, real: tl.tensor, tiny: tl.tensor, SCORING: tl.co
 
 @triton.jit
 def _route(
-    logits: tl.tensor, correction: tl.tensor, weights: tl.tensor, chosen: tl.tensor, count: tl.tensor, scale: tl.tensor,
-    tiny: tl.tensor, K: tl.constexpr, SCORING: tl.constexpr, NORMALISE: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr,
+    logits: tl.tensor, score_bias: tl.tensor, weights: tl.tensor, chosen: tl.tensor, count: tl.tensor, scale: tl.tensor,
+    tiny: tl.tensor, K: tl.constexpr, SCORING: tl.constexpr, NORMALISE: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, SIZE: tl.constexpr, GIVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -56,8 +56,8 @@ def _route(
     nothing = float("-inf")
     scores = _scores(tl.load(logits + token * count + expert, mask=inside, other=nothing).to(tl.float32), SCORING)
     ranked = scores
-    if CORRECTED:
-        parts = correction + expert * 3
+    if BIASED:
+        parts = score_bias + expert * 3
         added = tl.load(parts, mask=inside, other=0.0).to(tl.float32) + tl.load(parts + 1, mask=inside, other=0.0).to(
             tl.float32
         )
@@ -69,25 +69,25 @@ def _route(
             first = tl.min(tl.where(ranked == sums[:, None], within[None, :], BLOCK_S), 1)
             sums += tl.max(tl.where(within[None, :] == first[:, None], nothing, ranked), 1)
         sums = tl.where(group < GROUPS, sums, nothing)
-        taken = group < 0
+        kept_groups = group < 0
         for _ in range(TOP_GROUPS):
             best = tl.min(tl.where(sums == tl.max(sums, 0), group, GROUPS - 1), 0)
-            taken = taken | (group == best)
+            kept_groups = kept_groups | (group == best)
             sums = tl.where(group == best, nothing, sums)
-        ranked = tl.where(taken[:, None], ranked, nothing)
+        ranked = tl.where(kept_groups[:, None], ranked, nothing)
     choice = tl.arange(0, BLOCK_K)
     factors, experts = tl.full([BLOCK_K], 0.0, tl.float32), tl.full([BLOCK_K], 0, tl.int64)
     for number in range(K):
         if GIVEN:
-            at = tl.load(chosen + token * K + number).to(tl.int32)
+            expert_number = tl.load(chosen + token * K + number).to(tl.int32)
         else:
             best = tl.max(tl.max(ranked, 1), 0)
             # the last one where logits are not numbers: what is stored must be an expert
-            at = tl.min(tl.min(tl.where(ranked == best, expert, count - 1), 1), 0).to(tl.int32)
+            expert_number = tl.min(tl.min(tl.where(ranked == best, expert, count - 1), 1), 0).to(tl.int32)
         here = choice == number
-        factors = tl.where(here, tl.sum(tl.sum(tl.where(expert == at, scores, 0.0), 1), 0), factors)
-        experts = tl.where(here, at.to(tl.int64), experts)
-        ranked = tl.where(expert == at, nothing, ranked)
+        factors = tl.where(here, tl.sum(tl.sum(tl.where(expert == expert_number, scores, 0.0), 1), 0), factors)
+        experts = tl.where(here, expert_number.to(tl.int64), experts)
+        ranked = tl.where(expert == expert_number, nothing, ranked)
     real = choice < K
     factors = _factors(factors, real, tiny, SCORING, NORMALISE) * scale
     tl.store(weights + token * K + choice, factors.to(weights.dtype.element_ty), mask=real)
@@ -105,17 +105,17 @@ def _route_backward(
     inside, real = expert < count, choice < K
     x = tl.load(logits + token * count + expert, mask=inside, other=float("-inf")).to(tl.float32)
     scores = tl.max(_scores(x[None, :], SCORING), 0)
-    at = tl.load(chosen + token * K + choice, mask=real, other=0)
-    given = tl.load(grad + token * K + choice, mask=real, other=0.0).to(tl.float32) * scale
-    met = (at[:, None] == expert[None, :]) & real[:, None]  # [K, E]
-    taken = tl.sum(tl.where(met, scores[None, :], 0.0), 1)
+    expert_number = tl.load(chosen + token * K + choice, mask=real, other=0)
+    of_factors = tl.load(grad + token * K + choice, mask=real, other=0.0).to(tl.float32) * scale
+    met = (expert_number[:, None] == expert[None, :]) & real[:, None]  # [K, E]
+    chosen_scores = tl.sum(tl.where(met, scores[None, :], 0.0), 1)
     if SCORING == 2:
-        factors = tl.where(real, _factors(taken, real, tiny, SCORING, NORMALISE), 0.0)
-        given = factors * (given - tl.sum(given * factors, 0))
+        factors = tl.where(real, _factors(chosen_scores, real, tiny, SCORING, NORMALISE), 0.0)
+        of_factors = factors * (of_factors - tl.sum(of_factors * factors, 0))
     elif NORMALISE:
-        total = tl.sum(tl.where(real, taken, 0.0), 0) + tiny
-        given = (given - tl.sum(given * taken, 0) / total) / total
-    of_scores = tl.sum(tl.where(met, given[:, None], 0.0), 0)
+        total = tl.sum(tl.where(real, chosen_scores, 0.0), 0) + tiny
+        of_factors = (of_factors - tl.sum(of_factors * chosen_scores, 0) / total) / total
+    of_scores = tl.sum(tl.where(met, of_factors[:, None], 0.0), 0)
     if SCORING == 0:
         of_scores = scores * (of_scores - tl.sum(of_scores * scores, 0))
     elif SCORING == 1:
@@ -124,22 +124,26 @@ def _route_backward(
 
 
 def route(
-    logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype, given: Tensor | None = None
+    logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype, numbers: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As ``Ops.route``."""
+    """Return weights and experts as ``Ops.route`` does."""
     logits = logits.contiguous()
     tokens, count = logits.shape
     size = count // rule.groups
     weights = torch.empty(tokens, rule.per_token, dtype=dtype, device=logits.device)
     chosen = (
-        torch.empty(tokens, rule.per_token, dtype=torch.int64, device=logits.device) if given is None else given.contiguous()
+        torch.empty(tokens, rule.per_token, dtype=torch.int64, device=logits.device)
+        if numbers is None
+        else numbers.contiguous()
     )
     if tokens:
-        told = logits if correction is None else correction.contiguous()
-        sizes = {"CORRECTED": correction is not None, "GROUPS": rule.groups, "TOP_GROUPS": rule.top_groups, "SIZE": size}
-        sizes |= {"BEST": rule.group_best, "GIVEN": given is not None}
+        bias_parts = logits if score_bias is None else score_bias.contiguous()
+        sizes = {"BIASED": score_bias is not None, "GROUPS": rule.groups, "TOP_GROUPS": rule.top_groups, "SIZE": size}
+        sizes |= {"BEST": rule.group_best, "GIVEN": numbers is not None}
         blocks = {"BLOCK_G": triton.next_power_of_2(rule.groups), "BLOCK_S": triton.next_power_of_2(size)}
-        _route[(tokens,)](logits, told, weights, chosen, count, *_numbers(rule), **_kind(rule), **sizes, **blocks, **OPTIONS)
+        _route[(tokens,)](
+            logits, bias_parts, weights, chosen, count, *_numbers(rule), **_kind(rule), **sizes, **blocks, **OPTIONS
+        )
     return weights, chosen
 
 
@@ -148,8 +152,8 @@ def route_backward(rule: RoutingRule, grad: Tensor, logits: Tensor, chosen: Tens
     logits = logits.contiguous()
     out = torch.empty_like(logits)
     if len(logits):
-        given, width = (grad.contiguous(), logits, chosen, out, logits.shape[1]), triton.next_power_of_2(logits.shape[1])
-        _route_backward[(len(logits),)](*given, *_numbers(rule), **_kind(rule), BLOCK_S=width, **OPTIONS)
+        inputs, width = (grad.contiguous(), logits, chosen, out, logits.shape[1]), triton.next_power_of_2(logits.shape[1])
+        _route_backward[(len(logits),)](*inputs, *_numbers(rule), **_kind(rule), BLOCK_S=width, **OPTIONS)
     return out
 
 

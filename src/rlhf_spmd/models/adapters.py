@@ -57,7 +57,7 @@ class Adapter(nn.Module):
 
     @property
     def adds(self) -> bool:
-        """Whether products are other ones than those of the base."""
+        """True if products are other ones than those of the base."""
         return self.enabled or self.start is not None
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, recomputed: bool) -> Tensor:
@@ -99,8 +99,10 @@ class Adapter(nn.Module):
         self, recomputed: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor
     ) -> tuple[Tensor, Sequence[Tensor]]:
         columns = (weight if weight is not None else self.base).shape[0]  # type: ignore[union-attr]
-        made = x.new_empty(len(x), columns) if recomputed else self.ops.linear(x, self.merged(self._whole(weight), a, b), bias)
-        return made, (x, a, b) if weight is None else (x, a, b, weight)
+        product = (
+            x.new_empty(len(x), columns) if recomputed else self.ops.linear(x, self.merged(self._whole(weight), a, b), bias)
+        )
+        return product, (x, a, b) if weight is None else (x, a, b, weight)
 
     def _backward(
         self, needed: Sequence[bool], grad: Tensor, x: Tensor, a: Tensor, b: Tensor, weight: Tensor | None = None
@@ -109,9 +111,9 @@ class Adapter(nn.Module):
         grad_x = product(grad, self.merged(self._whole(weight), a, b)) if needed[0] else None
         grad_a, grad_b = torch.zeros_like(a), torch.empty_like(b)
         for part in self.parts:
-            own = grad[:, part.rows]
-            grad_b[part.b] = product(own.t(), product(x, a[part.a].t())).mul_(self.scale)
-            grad_a[part.a] += product(product(own, b[part.b]).mul_(self.scale).t(), x)
+            of_rows = grad[:, part.rows]
+            grad_b[part.b] = product(of_rows.t(), product(x, a[part.a].t())).mul_(self.scale)
+            grad_a[part.a] += product(product(of_rows, b[part.b]).mul_(self.scale).t(), x)
         return grad_x, None, None, grad_a, grad_b
 
     def _dropped(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a forward pass has to know about its tokens; causal attention for packed sequences."""
+"""Attention of a forward pass, which knows its tokens; causal attention for packed sequences."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class HasCache(Protocol):
     cache: Any
 
 
-class ByHeads:
+class MixedHeadAttention:
     """An attention of generation for models with ``ModelSpec.global_heads``: layers with these have pages, and so a context, of their
     own."""
 
-    def __init__(self, usual: Attention, of_global: Attention) -> None:
-        self.usual, self.of_global, self.positions = usual, of_global, usual.positions
+    def __init__(self, full: Attention, global_heads: Attention) -> None:
+        self.full, self.global_heads, self.positions = full, global_heads, full.positions
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        return self.usual.attend(layer_index, q, k, v, rule)
+        return self.full.attend(layer_index, q, k, v, rule)
 
 
 class PackedAttention:
@@ -58,7 +58,7 @@ class PackedAttention:
     Sequences are sorted and padded to a common length only inside the attention, among sequences of similar length.
     ``ops``: what computes it; None: the best for the queries.
 
-    ``places`` int64 [sum(lengths)] on the CPU: sequences that begin with the same tokens have these once; it says which of the T
+    ``token_index`` int64 [sum(lengths)] on the CPU: sequences that begin with the same tokens have these once; it says which of the T
     tokens lies at each place of the sequences, in the order in which they first do. Only attention lays the sequences out whole.
     """
 
@@ -67,16 +67,16 @@ class PackedAttention:
         lengths: Sequence[int],
         device: torch.device | str = "cpu",
         ops: Ops | None = None,
-        places: Tensor | None = None,
+        token_index: Tensor | None = None,
     ) -> None:
         assert all(n >= 0 for n in lengths), f"negative sequence length in {lengths}"
         self.packing, self._ops = Packing([int(n) for n in lengths], torch.device(device)), ops
         positions = torch.cat([torch.arange(n) for n in self.packing.lengths] or [torch.arange(0)])
-        self.copies = None if places is None else Copies(places, self.packing.device)
+        self.copies = None if token_index is None else Copies(token_index, self.packing.device)
         positions = on_device(positions, self.packing.device)
         self.positions = positions if self.copies is None else positions[self.copies.firsts]
         self.space: Tensor | None = None
-        joins = (ops is None or ops.joins_layers) and places is None
+        joins = (ops is None or ops.joins_layers) and token_index is None
         self.kernel_context = self.packing.context if joins else None
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
@@ -91,20 +91,20 @@ class PackedAttention:
 
 
 class Copies:
-    """Where each of U tokens lies in sequences that have T places: ``places`` int64 [T], numbered in the order of first places.
+    """Where each of U tokens lies in sequences that have T places: ``token_index`` int64 [T], numbered in the order of first places.
 
     Gradients of copies are summed in their order and in fp32, so that equal runs have equal bits on GPUs too.
     """
 
-    def __init__(self, places: Tensor, device: torch.device) -> None:
-        order, counts = torch.argsort(places, stable=True), torch.bincount(places)
+    def __init__(self, token_index: Tensor, device: torch.device) -> None:
+        order, counts = torch.argsort(token_index, stable=True), torch.bincount(token_index)
         starts = counts.cumsum(0) - counts
-        self.places, self.firsts = on_device(places, device), on_device(order[starts], device)
+        self.token_index, self.firsts = on_device(token_index, device), on_device(order[starts], device)
         self._several: list[tuple[Tensor, Tensor]] = []  # tokens of equally many copies [S], and where these are [copies, S]
         for number in counts[counts > 1].unique().tolist():
             tokens = (counts == number).nonzero()[:, 0]
-            at = order[starts[tokens] + torch.arange(number)[:, None]]
-            self._several.append((on_device(tokens, device), on_device(at, device)))
+            positions = order[starts[tokens] + torch.arange(number)[:, None]]
+            self._several.append((on_device(tokens, device), on_device(positions, device)))
 
     def spread(self, x: Tensor, only_first: bool = False) -> Tensor:
         """x [U, ...] -> [T, ...]. ``only_first``: copies other than the first have no gradient."""
@@ -112,13 +112,13 @@ class Copies:
         def backward(_: object, grad: Tensor) -> tuple[Tensor]:
             return (grad.index_select(0, self.firsts) if only_first else self.sum(grad),)
 
-        return differentiable(lambda x: (x.index_select(0, self.places), ()), backward, x)
+        return differentiable(lambda x: (x.index_select(0, self.token_index), ()), backward, x)
 
     def sum(self, x: Tensor) -> Tensor:
         """x [T, ...] -> [U, ...]: sums over the copies of a token, without a gradient."""
         total = x.index_select(0, self.firsts)
-        for tokens, at in self._several:
-            copies = x.index_select(0, at.flatten()).view(*at.shape, *x.shape[1:])
+        for tokens, positions in self._several:
+            copies = x.index_select(0, positions.flatten()).view(*positions.shape, *x.shape[1:])
             summed = copies.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
             total.index_copy_(0, tokens, summed.to(x.dtype))
         return total
@@ -127,6 +127,6 @@ class Copies:
         """x [T, ...] -> [U, ...], what lies at the first copies."""
 
         def backward(_: object, grad: Tensor) -> tuple[Tensor]:
-            return (grad.new_zeros(len(self.places), *grad.shape[1:]).index_copy_(0, self.firsts, grad),)
+            return (grad.new_zeros(len(self.token_index), *grad.shape[1:]).index_copy_(0, self.firsts, grad),)
 
         return differentiable(lambda x: (x.index_select(0, self.firsts), ()), backward, x)

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_spmd.kernels import HeadShape, LayerOptions, Ops
+from rlhf_spmd.kernels import HeadShape, LayerOptions, LayerParts, Ops
 from rlhf_spmd.kernels.packing import pad_rows
 from rlhf_spmd.models.activations import run_part
 from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention, WritesPages
-from rlhf_spmd.models.expert_config import CORRECTION, SCALAR, WHOLE
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts
 from rlhf_spmd.models.latent_attention import LatentAttention
+from rlhf_spmd.models.layer_kinds import SCALAR, SCORE_BIAS, WHOLE
 from rlhf_spmd.models.layers import Linear, RMSNorm, norm_values, split_gates, whole_norms
-from rlhf_spmd.models.linear_attention import LinearMixer, TokenMixing
+from rlhf_spmd.models.linear_attention import DeltaAttention, LinearMixer
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.rope import Rope
 from rlhf_spmd.models.router_balance import Routers
@@ -33,7 +33,7 @@ from rlhf_spmd.parallel.collectives import Group
 class Block(nn.Module):
     """One transformer layer on one tensor-parallel rank. ``shards``: its part of plan_params, names within the block.
 
-    ``index`` counts the stage's layers of its kind, see :meth:`Decoder.kind_of`; ``layer`` all of the model.
+    ``index`` counts the stage's layers of its kind, see :meth:`ModelSpec.attention_kind`; ``layer`` all of the model.
     """
 
     qkv: Linear
@@ -57,7 +57,7 @@ class Block(nn.Module):
         ep: Group,
     ) -> None:
         super().__init__()
-        spec = spec.of_layer(layer)
+        spec = spec.spec_for_layer(layer)
 
         def linear(name: str) -> Linear:
             matrix, adapter = shards[f"{name}.weight"], None
@@ -102,32 +102,35 @@ class Block(nn.Module):
         self.post_norm = norm(spec.hidden_size) if spec.names.post_norm else None
         for name in ("gate_up", "down") if self.experts is None else self.experts.matrices:
             setattr(self, name, linear(name))
-            if name == CORRECTION:
+            if name == SCORE_BIAS:
                 getattr(self, name).requires_grad_(False)
         self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
         self.value_norm, self.keys_as_values = spec.value_norm, spec.keys_as_values
         self.scalar = linear(SCALAR).requires_grad_(False) if spec.names.scalar else None
-        attention = (self.input_norm, getattr(self, "qkv", None), self.q_norm, self.k_norm, self.out, self.attention_norm)
-        parts = (*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
-        sizes = *heads, shards["down.weight"].shape[-1]
-        switches = spec.norm_plus_one, self.gelu, spec.interleaved_rope, spec.whole_qk_norm
-        options = LayerOptions(spec.rms_norm_eps, *switches, spec.residual_scale)
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
-        alone = tp.size == qkv_blocks == self.gate_up_blocks == 1 and self.experts is None
-        alone = alone and self.sinks is None and spec.query_growth is None and self.latent is None and spec.delta is None
-        alone = alone and self.scalar is None and not any(one.base for one in self.adapters)
-        self._whole = ops.layer(parts, sizes, options, self.rule, index) if alone else None
+        supports_fused_layer = (
+            spec.supports_fused_layer(layer)
+            and tp.size == qkv_blocks == self.gate_up_blocks == 1
+            and not any(adapter.base for adapter in self.adapters)
+        )
+        self._fused_layer = self._fuse(shards["down.weight"].shape[-1]) if supports_fused_layer else None
+
+    def _fuse(self, inner: int) -> Callable[..., Tensor | None] | None:
+        attention = self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm
+        parts = LayerParts(*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
+        options = LayerOptions(self.head_shape, inner, self.gelu, self.whole_qk_norm, self.residual_scale)
+        return self.ops.layer(parts, options, self.rule, self.index)
 
     def forward(
-        self, x: Tensor, rope: Rope, attention: Attention | TokenMixing, num_tokens: int, routers: Routers | None = None
+        self, x: Tensor, rope: Rope, attention: Attention | DeltaAttention, num_tokens: int, routers: Routers | None = None
     ) -> Tensor:
         """x [R, hidden] -> the same: all rows, of which those from ``num_tokens`` on are padding, or with sequence parallelism
-        this rank's R / t of them. ``rope`` is of all R rows. ``attention``: a TokenMixing for a layer with linear attention.
+        this rank's R / t of them. ``rope`` is of all R rows. ``attention``: a DeltaAttention for a layer with linear attention.
         ``routers``: through which the router chooses."""
-        if self._whole is not None and not torch.is_grad_enabled() and not any(one.adds for one in self.adapters):
-            whole = self._whole(x, rope.cos, rope.sin, attention, num_tokens)
-            if whole is not None:
-                return whole
+        if self._fused_layer is not None and not torch.is_grad_enabled() and not any(part.adds for part in self.adapters):
+            fused = self._fused_layer(x, rope.cos, rope.sin, attention, num_tokens)
+            if fused is not None:
+                return fused
         partial = self.run_part(self._mix, rope, attention, num_tokens, *self.run_entry(self._enter, x))
         mixed = self._leave(partial, self.out, self.attention_norm, "attention")
         if self.experts is None:
@@ -162,16 +165,22 @@ class Block(nn.Module):
         return linear.product(self.ops, self._enter_tp(x, self.tp), recomputed, linear.bias)
 
     def _mix(
-        self, recomputed: bool, rope: Rope, attention: Attention | TokenMixing, num_tokens: int, qkv: Tensor, *made: Tensor
+        self,
+        recomputed: bool,
+        rope: Rope,
+        attention: Attention | DeltaAttention,
+        num_tokens: int,
+        qkv: Tensor,
+        *keys_values: Tensor,
     ) -> Tensor:
-        """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed. ``made``: the
-        other product of :meth:`_enter`."""
+        """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed.
+        ``keys_values``: the other product of :meth:`_enter`."""
         if self.mixer is not None:
-            assert isinstance(attention, TokenMixing)
+            assert isinstance(attention, DeltaAttention)
             mixed = self.mixer(qkv[:num_tokens], attention)
         elif self.latent is not None:
-            assert not isinstance(attention, TokenMixing)
-            mixed = self.latent.attend((qkv, *made), rope, attention, num_tokens, self.index, self.rule)
+            assert not isinstance(attention, DeltaAttention)
+            mixed = self.latent.attend((qkv, *keys_values), rope, attention, num_tokens, self.index, self.rule)
         elif self.gated_heads:
             qkv, gates = split_gates(qkv, self.head_shape)
             mixed = self._attend(qkv, rope, attention, num_tokens) * gates[:num_tokens].sigmoid()
@@ -179,9 +188,9 @@ class Block(nn.Module):
             mixed = self._attend(qkv, rope, attention, num_tokens)
         return self.out.product(self.ops, pad_rows(mixed.flatten(1), qkv.shape[0]), recomputed)
 
-    def _attend(self, qkv: Tensor, rope: Rope, attention: Attention | TokenMixing, num_tokens: int) -> Tensor:
+    def _attend(self, qkv: Tensor, rope: Rope, attention: Attention | DeltaAttention, num_tokens: int) -> Tensor:
         """[R, (Hq + 2 Hkv) * D] -> the tokens' attention [num_tokens, Hq, D]."""
-        assert not isinstance(attention, TokenMixing)
+        assert not isinstance(attention, DeltaAttention)
         norms: tuple[Tensor | None, ...] = None, None
         if self.value_norm:
             qkv = norm_values(self.ops, qkv, self.head_shape, self.keys_as_values)

@@ -21,28 +21,10 @@ from torch import Tensor
 from rlhf_spmd.kernels import AttentionRule, differentiable, on_device
 from rlhf_spmd.kernels.packing import pad_rows
 from rlhf_spmd.models.attention import Attention
-from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import reduce_from_tp
 from rlhf_spmd.parallel.collectives import Group
 
 LABEL = "context_parallel"  # under which the all-to-alls are counted
-
-
-def check_cp(spec: ModelSpec, tp: int, cp: int, where: str) -> None:
-    """Raises ValueError if ``cp`` ranks cannot share the heads that a rank of ``tp`` has. ``where`` names the layout."""
-    if cp > 1 and spec.delta is not None:
-        raise ValueError(
-            f"{where}.cp={cp}: linear attention ({spec.family}) passes its state from token to token, and ranks cannot share a row's "
-            "tokens; allowed: 1"
-        )
-    heads = spec.num_attention_heads // tp
-    for kv in (max(kind.num_key_value_heads // tp, 1) for kind in spec.kinds_of_heads()):
-        if heads % cp or (kv % cp and cp % kv):
-            allowed = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
-            raise ValueError(
-                f"{where}.cp={cp}: its ranks share the heads of the attention, and with tp={tp} a rank has {heads} query heads and "
-                f"{kv} KV heads; allowed: {', '.join(map(str, allowed))}"
-            )
 
 
 def rows_of(num_tokens: int, cp: Group) -> int:
@@ -77,8 +59,8 @@ class SharedTokens:
         if rule.sinks is not None:
             rule = replace(rule, sinks=rule.sinks.chunk(cp)[self._cp.rank])
         sent = torch.cat([x.unflatten(1, (cp, -1)) for x in (q, k, v)], 2)  # [T', cp, hq + 2 hkv, D]
-        whole = self._exchange(sent).flatten(0, 1)[: self._tokens]  # [T, hq + 2 hkv, D]
-        q_whole, k_whole, v_whole = whole.split(heads, 1)
+        tokens = self._exchange(sent).flatten(0, 1)[: self._tokens]  # [T, hq + 2 hkv, D]
+        q_whole, k_whole, v_whole = tokens.split(heads, 1)
         mixed = self._inner.attend(layer_index, q_whole, k_whole, v_whole, rule)
         rows = pad_rows(mixed, len(q) * cp).unflatten(0, (len(q), cp))  # [T', cp, hq, D]
         return self._exchange(rows).flatten(1, 2)
@@ -109,9 +91,9 @@ def at_tokens(
     index = torch.arange(len(positions))
     if cp.size > 1:
         index = (positions % cp.size == cp.rank).nonzero()[:, 0]
-    at, index = on_device(positions[index] // cp.size, hidden.device), on_device(index, hidden.device)
-    found = compute(hidden[at], index)
+    rows, index = on_device(positions[index] // cp.size, hidden.device), on_device(index, hidden.device)
+    outputs = compute(hidden[rows], index)
     if cp.size == 1:
-        return list(found)
-    placed = [part.new_zeros(len(positions)).index_copy(0, index, part) for part in found]
+        return list(outputs)
+    placed = [part.new_zeros(len(positions)).index_copy(0, index, part) for part in outputs]
     return [reduce_from_tp(part, cp, "cp_outputs") for part in placed]

@@ -20,11 +20,11 @@ from rlhf_spmd.kernels import Ops, choose_ops
 from rlhf_spmd.kernels.packing import pad_rows, round_up
 from rlhf_spmd.models.activations import run, run_again, run_part, run_part_again, save_on_host
 from rlhf_spmd.models.adapters import Adapter
-from rlhf_spmd.models.attention import Attention, ByHeads
+from rlhf_spmd.models.attention import Attention, MixedHeadAttention
 from rlhf_spmd.models.block import Block
-from rlhf_spmd.models.expert_config import CORRECTION, WHOLE
+from rlhf_spmd.models.layer_kinds import SCORE_BIAS, WHOLE
 from rlhf_spmd.models.layers import Linear, RMSNorm
-from rlhf_spmd.models.linear_attention import PackedMixing, TokenMixing
+from rlhf_spmd.models.linear_attention import DeltaAttention, PackedDeltaAttention
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
 from rlhf_spmd.models.rope import rope_frequencies, rope_tables
 from rlhf_spmd.models.router_balance import Routers
@@ -52,8 +52,8 @@ class Decoder(nn.Module):
     ``sequence_parallel``: outside attention and MLP each tp rank holds 1 / t of the rows (``slices`` is t), between stages too; the
     gradients of the parameters named in ``scattered`` are then parts, to be summed over tp. The forward pass has the same bits.
     ``cp``: the group that shares the tokens of each sequence, see ``context_parallel``: hidden states are of this rank's tokens.
-    ``ep``: the group that shares the experts, see ``expert_parallel``; ``shards`` has those of this rank. ``whole_experts``: the ranks
-    of tp share them.
+    ``ep``: the group that shares the experts, see ``experts``; ``shards`` has those of this rank.
+    ``expert_parallel_generation``: the ranks of tp share them.
     ``lora``: with these adapters, whose replicated halves are ``scattered`` in any case; ``quantized``: what is no parameter.
     """
 
@@ -72,13 +72,13 @@ class Decoder(nn.Module):
         lora: LoraConfig | None = None,
         cp: Group | None = None,
         ep: Group | None = None,
-        whole_experts: bool = False,
+        expert_parallel_generation: bool = False,
     ) -> None:
         super().__init__()
         device, self.cp, self.ep = torch.device(device), cp or solo(), ep or solo()
         self.spec, self.head_kind, self.stage, self.pp, self.tp = spec, head, stage, pp, tp
         self.dtype, self.ops = dtype, ops or choose_ops(dtype, device)
-        shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks, lora, whole_experts)
+        shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks, lora, expert_parallel_generation)
         self.shards = zero_shards(shards, 0, 1, (self.ep.rank, self.ep.size))
         self.layer_ids = stage_layers(spec.num_hidden_layers, pp, stage)
         self.vocab_range = vocab_range(spec.vocab_size, tp.rank, tp.size)
@@ -92,12 +92,12 @@ class Decoder(nn.Module):
         halves = set(filter(is_adapter, whole_on_tp))
         self.scattered = (halves if tp.size > 1 else set()) | (residual if self.slices > 1 else set())
         self._random = lora is not None and lora.dropout > 0
-        every_layer = "none", 0, 1, tp.rank, tp.size, blocks, None, whole_experts
-        whole = plan_params(spec, *every_layer)  # stages must agree on the padding
+        every_layer = "none", 0, 1, tp.rank, tp.size, blocks, None, expert_parallel_generation
+        every_shard = plan_params(spec, *every_layer)  # stages must agree on the padding
         products = (
-            name for name in whole if name.startswith("layers.") and name.split(".")[2] not in (CORRECTION, "shared_gate")
+            name for name in every_shard if name.startswith("layers.") and name.split(".")[2] not in (SCORE_BIAS, "shared_gate")
         )
-        matrices = [whole[name].shape for name in products if len(whole[name].shape) == 2]
+        matrices = [every_shard[name].shape for name in products if len(every_shard[name].shape) == 2]
         self.min_rows = max(self.ops.min_rows(math.prod(shape), shape[1]) for shape in matrices)
         # no buffers: they must survive construction on the meta device
         self._frequencies = {local: rope_frequencies(spec, local) for local in set(map(spec.local_rope, self.layer_ids))}
@@ -110,12 +110,12 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         for number, layer in enumerate(self.layer_ids):
             prefix = f"layers.{number}."
-            kind = self.kind_of(layer)
-            index = sum(self.kind_of(other) == kind for other in list(self.layer_ids)[:number])
+            kind = spec.attention_kind(layer)
+            index = sum(spec.attention_kind(other) == kind for other in list(self.layer_ids)[:number])
             shards = {name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)}
             parallel = self.slices > 1, lora, self.ep
             block = Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, *parallel)
-            if whole_experts and block.experts is not None:
+            if expert_parallel_generation and block.experts is not None:
                 block.first_expert = block.experts.count // tp.size * tp.rank
             self.layers.append(block)
         self.keep_activations()
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         assert built == planned, f"parameters {built} differ from the plan {planned}"
 
     def keep_activations(self, checkpointing: str = "none", offload: bool = False) -> None:
-        """What the layers keep for their backward passes. ``checkpointing``: "none": what each operation needs; "selective": the
+        """Set what the layers keep for their backward passes. ``checkpointing``: "none": what each operation needs; "selective": the
         residual stream and the column-parallel products, from which norms, activations and the attention are computed
         again; "full": the input of each layer. ``offload``: in host memory.
 
@@ -158,7 +158,7 @@ class Decoder(nn.Module):
         return [param for name, param in self.named_parameters() if self.shards[name].by_expert and self.ep.size > 1]
 
     def enable_adapters(self, enabled: bool) -> None:
-        """Whether passes are of the model with its adapters, which is usual, or with those that training began with, if any."""
+        """Let passes be of the model with its adapters, the default, or with those that training began with, if any."""
         for adapter in self.adapters.values():
             adapter.enabled = enabled
 
@@ -167,8 +167,8 @@ class Decoder(nn.Module):
         return round_up(max(num_tokens, self.min_rows), self.slices) // self.slices if self.slices > 1 else num_tokens
 
     @property
-    def waits_for_experts(self) -> bool:
-        """Whether a forward pass lets the host wait for the device, to see which experts were chosen."""
+    def moe_syncs_host(self) -> bool:
+        """True if a forward pass lets the host wait for the device, to see which experts were chosen."""
         for block in self.layers:
             assert isinstance(block, Block)
             if block.experts is not None:
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
                 blocks, hidden = block.gate_up_blocks, self.spec.hidden_size
                 count = len(block.down.weight) // hidden
                 entry = block.gate_up.weight.view(blocks, count, -1, hidden).transpose(0, 1)
-                if any(map(self.ops.waits_for_experts, (entry, block.down.weight.view(count, 1, hidden, -1)))):
+                if any(map(self.ops.moe_syncs_host, (entry, block.down.weight.view(count, 1, hidden, -1)))):
                     return True
         return False
 
@@ -209,10 +209,6 @@ class Decoder(nn.Module):
         assert self.head_kind in ("value", "both"), f"this decoder has no value head, but {self.head_kind!r}"
         return self.head_weight if self.value is None else self.value.weight
 
-    def kind_of(self, layer: int) -> str:
-        """What the layer of this index in the model has: "linear" attention, "global" heads or the "usual" ones."""
-        return "linear" if self.spec.delta_of(layer) else "global" if self.spec.has_global_heads(layer) else "usual"
-
     @property
     def num_linear(self) -> int:
         """Layers of this stage with linear attention."""
@@ -224,13 +220,13 @@ class Decoder(nn.Module):
         attention: Attention,
         head: Callable[[Decoder, Tensor], Any] | None = None,
         routers: Routers | None = None,
-        mixing: TokenMixing | None = None,
+        delta_rule: DeltaAttention | None = None,
     ) -> Any:
         """Token ids [T] (first stage) or hidden [T, hidden] -> hidden [T, hidden], after the final norm on the last stage.
 
         With sequence parallelism the hidden state between stages is [num_rows(T), hidden]: this rank's rows.
         With ``head`` the last stage returns ``head(self, hidden)`` instead: called in here so that under FSDP the root's
-        parameters are gathered. ``routers``: through which the routers of mixtures choose. ``mixing``: for layers with linear
+        parameters are gathered. ``routers``: through which the routers of mixtures choose. ``delta_rule``: for layers with linear
         attention; None: sequences of a PackedAttention begin.
 
         Collective over tp: every rank of it must call, in program order.
@@ -248,15 +244,16 @@ class Decoder(nn.Module):
         positions = pad_rows(attention.positions, rows)
         dtype, frequencies = x.dtype, self._frequencies.items()
         tables = {local: rope_tables(self.spec, frequency, positions, dtype, local) for local, frequency in frequencies}
-        if mixing is None and self.num_linear:
-            mixing = PackedMixing(attention, self.ops.packed_delta)
-        contexts = (attention.usual, attention.of_global) if isinstance(attention, ByHeads) else (attention, attention)
+        if delta_rule is None and self.num_linear:
+            delta_rule = PackedDeltaAttention(attention, self.ops.packed_delta)
+        contexts: dict[str, Attention | DeltaAttention | None]
+        contexts = {"full": attention, "global": attention, "linear": delta_rule}
+        if isinstance(attention, MixedHeadAttention):
+            contexts |= {"full": attention.full, "global": attention.global_heads}
         for layer, block in zip(self.layer_ids, self.layers, strict=True):
-            kind = self.kind_of(layer)
-            context = mixing if kind == "linear" else contexts[kind == "global"]
             rope = tables[self.spec.local_rope(layer)]
             with self._saving(block, rope.cos, rope.sin):
-                x = self._run_layer(block, x, rope, context, num_tokens, routers)
+                x = self._run_layer(block, x, rope, contexts[self.spec.attention_kind(layer)], num_tokens, routers)
         if self.norm is not None:
             x = self.norm(x)
             x = gather_whole(x, self.tp) if self.slices > 1 else x

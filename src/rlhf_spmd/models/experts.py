@@ -1,26 +1,38 @@
 """Mixture of experts: each token goes to the few experts that the router chooses for it, one matrix product per expert.
 
-A tensor-parallel rank holds a slice of every expert, so the result is a partial sum, as that of a dense MLP is. With experts in
-parallel (``expert_parallel``) it holds slices of some experts, or in generation some whole ones. A token's results
+A tensor-parallel rank holds a slice of every expert, so the result is a partial sum, as that of a dense MLP is. A token's results
 are added in the order of its own choices, so its bits do not depend on the batch. An MLP beside the experts, the shared expert, is
 added last. ``router_balance`` has the metrics and the loss of routers.
+
+Experts in parallel (GShard, Lepikhin et al. 2020): the ranks of a group hold slices of E / ep experts each, rank r those from r *
+E / ep on, and tokens travel. A token's row goes to the rank of each expert that it has chosen, one copy per choice, and the
+expert's result comes back to its place. So a layer sends 2 * per_token * hidden numbers a token in its forward pass, of which
+about the part (ep - 1) / ep leaves the rank, and as many in its backward pass. Before them go the numbers of rows, E integers:
+the host must know how much it receives, so it waits for the device once per layer. An expert's product is of the same rows as on
+one rank, in another order; results are summed where the token is. Each tp rank exchanges the rows for its slice of the experts
+with the ranks that have the same.
+
+In generation the ranks of tp may share whole experts (``generation.ep``). They have the same tokens, so no row travels: each computes
+what its experts give, and the sum over tp that every layer ends with adds that up.
 
 Shape legend: T tokens, E experts, n inner columns of this rank, s those of the shared expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import Ops
+from rlhf_spmd.kernels import Ops, differentiable
 from rlhf_spmd.kernels.packing import pad_rows
-from rlhf_spmd.models.expert_config import Experts
-from rlhf_spmd.models.expert_parallel import at_experts
+from rlhf_spmd.models.layer_kinds import Experts
 from rlhf_spmd.parallel.collectives import Group, solo
+
+LABEL = "expert_rows"  # under which the rows of experts in parallel are counted
+COUNTS = "expert_counts"  # and the numbers of rows
 
 
 class MixtureWeights(NamedTuple):
@@ -29,7 +41,7 @@ class MixtureWeights(NamedTuple):
     - router [E, hidden], gate_up [blocks * E * 2n, hidden], down [E * hidden, blocks * n]
     - router_bias [E], gate_up_bias [blocks * E * 2n], down_bias [E * hidden], which is added on one tp rank
     - E of gate_up, down and their biases: the experts that this rank has
-    - correction [E, 3], see :func:`~rlhf_spmd.kernels.routing.as_parts`
+    - score_bias [E, 3], see :func:`~rlhf_spmd.kernels.routing.as_parts`
     - shared_gate_up [blocks * 2s, hidden], shared_down [hidden, blocks * s], shared_gate [1, hidden]
     """
 
@@ -39,7 +51,7 @@ class MixtureWeights(NamedTuple):
     router_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    correction: Tensor | None = None
+    score_bias: Tensor | None = None
     shared_gate_up: Tensor | None = None
     shared_down: Tensor | None = None
     shared_gate: Tensor | None = None
@@ -60,7 +72,7 @@ def mix_experts(
     the experts. ``first``: the rank has whole experts, from this one on, and computes their part alone."""
     factors, chosen = route(ops, x, weights, experts, choose or ops.route)
     if first is not None:
-        factors, chosen = ops.own_choices(factors, chosen, first, len(weights.down) // x.shape[1], experts.count)
+        factors, chosen = ops.local_choices(factors, chosen, first, len(weights.down) // x.shape[1], experts.count)
     sorted_experts, order, places = ops.sort_choices(chosen)
     rows = ops.expert_rows(x, order, places, experts.per_token)
 
@@ -107,4 +119,35 @@ def route(
     """Weights, in x's dtype, and numbers of the experts of each token, [T, per_token] each."""
     wide = torch.promote_types(x.dtype, torch.float32) if experts.wide_router else x.dtype
     logits = ops.linear(x.to(wide), weights.router.to(wide), weights.router_bias)
-    return choose(logits, weights.correction, experts.rule, x.dtype)
+    return choose(logits, weights.score_bias, experts.rule, x.dtype)
+
+
+def at_experts(
+    ops: Ops, rows: Tensor, experts: Tensor, count: int, ep: Group, compute: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Return the results of ``rows`` [N, hidden], in their order, computed on the ranks that have their ``experts`` [N].
+
+    Rows are sorted by expert. ``compute(rows [M, hidden], experts [M]) -> [M, hidden]`` gets such rows, and their experts' numbers
+    among the ``count / ep`` of this rank. Collective over ep: every rank of it must call, and run its backward, in program order.
+    """
+    if ep.size == 1:
+        return compute(rows, experts)
+    local = torch.arange(count // ep.size, device=rows.device)
+    ends = torch.searchsorted(experts, torch.arange(count, device=rows.device), right=True)
+    leaving = ends.diff(prepend=ends.new_zeros(1)).view(ep.size, -1)  # [rank, expert of it]
+    coming = ep.all_to_all(leaving, COUNTS)  # [rank that sends, expert of this rank]
+    sent, received = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
+    arriving = local.repeat(ep.size).repeat_interleave(coming.flatten(), output_size=sum(received))
+    arriving, order = arriving.sort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    arrived = ops.expert_rows(_exchange(rows, sent, received, ep), order, places, 1)
+    results = ops.expert_rows(compute(arrived, arriving), places, order, 1)
+    return _exchange(results, received, sent, ep)
+
+
+def _exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], ep: Group) -> Tensor:
+    return differentiable(
+        lambda x: (ep.all_to_all_rows(x, sent, received, LABEL), ()),
+        lambda _, grad: (ep.all_to_all_rows(grad, received, sent, LABEL),),
+        x,
+    )

@@ -1,6 +1,6 @@
 """Tensors whose form in a model's files is not that of the decoder, which the boxes of plans and checkpoints have.
 
-- The correction of a router: its sums, in fp32.
+- The bias of a router's scores: its sums, in fp32.
 - Experts that are ``fused``: matrices of all experts in one tensor [E, in, out], in which gate and up take turns; biases alike. Or in
   MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss is published: ``_blocks`` uint8 [E, out, in / 32, 16], of 4 bits the lower first,
   and ``_scales`` uint8 [E, out, in / 32], exponents of two above -127. bf16 holds the products exactly.
@@ -22,7 +22,7 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.stored import StoredModel
 
 Shape = tuple[int, ...]
-_EXPERT = re.compile(r"(?P<all>.*\.experts)\.(?P<number>\d+)\.(?P<which>gate|up|down)_proj\.(?P<kind>weight|bias)$")
+_EXPERT = re.compile(r"(?P<all>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>gate|up|down)_proj\.(?P<kind>weight|bias)$")
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a minus, E2M1
 
 
@@ -37,48 +37,52 @@ class FileForm(NamedTuple):
 
 
 def file_forms(spec: ModelSpec, shapes: Mapping[str, Shape]) -> list[FileForm]:
-    """The tensors of the files, from those of the model with their ``shapes``."""
+    """Return the tensors of the files, from those of the model with their ``shapes``."""
     forms, fused = [], dict[str, list[str]]()
     for name, shape in shapes.items():
-        if (stored := _fused_name(spec, name)) is not None:
-            fused.setdefault(stored, []).append(name)
-        elif is_correction(spec, name):
+        if spec.experts is not None and spec.experts.fused and (joined := _joined_name(name)):
+            fused.setdefault(joined, []).append(name)
+        elif is_score_bias(spec, name):
             forms.append(FileForm(name, shape[:1], (name,), lambda tensors: from_parts(tensors[0]), torch.float32))
         else:
             forms.append(FileForm(name, shape, (name,), lambda tensors: tensors[0]))
-    for stored, parts in fused.items():
-        parts.sort(key=_place)
-        forms.append(FileForm(stored, _fused_shape(spec, stored), tuple(parts), partial(_fuse, "gate_up" in stored)))
+    for joined, parts in fused.items():
+        parts.sort(key=_expert_of)
+        forms.append(FileForm(joined, _fused_shape(spec, joined), tuple(parts), partial(_fuse, "gate_up" in joined)))
     return forms
 
 
 def file_names(spec: ModelSpec, shapes: Mapping[str, Shape]) -> set[str]:
-    """Names that tensors of the model may have in its files."""
+    """Return the names that tensors of the model may have in its files."""
     names = {form.name for form in file_forms(spec, shapes)}
-    fused = spec.experts is not None and spec.experts.fused
-    names |= {stacked for name in names if (stacked := _stacked_name(spec, name))}
-    return names | {f"{name}_{part}" for name in names if fused and name.endswith("_proj") for part in ("blocks", "scales")}
+    if spec.experts is not None and spec.experts.stacked:
+        names |= {joined for name in names if (joined := _joined_name(name))}
+    if spec.experts is not None and spec.experts.fused:
+        names |= {f"{name}_{part}" for name in names if name.endswith("_proj") for part in ("blocks", "scales")}
+    return names
 
 
-def find_tensor(stored: StoredModel, spec: ModelSpec, name: str, shape: Shape, missing_head_ok: bool) -> Any:
-    """A tensor of the model from its files: safetensors' slice object, or a whole tensor where its form is another; None for a value
-    head that may be absent and is. Raises ValueError."""
-    if is_correction(spec, name):
-        return as_parts(stored.find(spec, name, shape[:1], False)[:])
-    if (stacked := _stacked_name(spec, name)) in stored.stored and spec.experts is not None:
-        number, which = _place(name)
-        rows = shape[0] * (1 if which == "down" else 2)
-        found = stored.find(spec, stacked, (spec.experts.count, rows, shape[1]), False)[number]
-        return found[shape[0] :] if which == "up" else found[: shape[0]]
-    if (fused := _fused_name(spec, name)) is not None:
-        return _take_apart(stored, spec, fused, *_place(name))
-    return stored.find(spec, name, shape, missing_head_ok)
+def find_tensor(stored: StoredModel, name: str, shape: Shape, missing_head_ok: bool) -> Any:
+    """Return a tensor of the model from its files: safetensors' slice object, or a whole tensor where its form is another; None for a
+    value head that may be absent and is. Raises ValueError."""
+    spec = stored.spec
+    if is_score_bias(spec, name):
+        return as_parts(stored.find(name, shape[:1], False)[:])
+    joined = _joined_name(name) if spec.experts is not None else ""
+    if joined and spec.experts is not None and spec.experts.stacked and joined in stored.stored:
+        number, matrix = _expert_of(name)
+        rows = shape[0] * (1 if matrix == "down" else 2)
+        both = stored.find(joined, (spec.experts.count, rows, shape[1]), False)[number]
+        return both[shape[0] :] if matrix == "up" else both[: shape[0]]
+    if joined and spec.experts is not None and spec.experts.fused:
+        return _take_apart(stored, joined, *_expert_of(name))
+    return stored.find(name, shape, missing_head_ok)
 
 
-def is_correction(spec: ModelSpec, name: str) -> bool:
-    """Whether a tensor is the correction of a router, of which the files have the sums in fp32 (``kernels.routing.as_parts``)."""
-    corrected = spec.experts is not None and spec.experts.corrected
-    return corrected and name.endswith(spec.names.correction.rpartition(".")[2])
+def is_score_bias(spec: ModelSpec, name: str) -> bool:
+    """Return True for the bias of a router's scores, of which the files have the sums in fp32 (``kernels.routing.as_parts``)."""
+    score_biased = spec.experts is not None and spec.experts.score_biased
+    return score_biased and name.endswith(spec.names.score_bias.rpartition(".")[2])
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -88,52 +92,46 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(values, scales[..., None].int() - 127).flatten(-2).bfloat16()
 
 
-def _stacked_name(spec: ModelSpec, name: str) -> str:
-    """The tensor of the files in which one of an expert may lie; empty if it cannot."""
-    found = _EXPERT.match(name) if spec.experts is not None and spec.experts.stacked else None
-    return "" if found is None else f"{found['all']}.{'down_proj' if found['which'] == 'down' else 'gate_up_proj'}"
+def _joined_name(name: str) -> str:
+    """Return the tensor that files of joined experts have in place of an expert's; empty for other tensors."""
+    match = _EXPERT.match(name)
+    if match is None:
+        return ""
+    matrix = "down_proj" if match["matrix"] == "down" else "gate_up_proj"
+    return f"{match['all']}.{matrix}{'_bias' if match['kind'] == 'bias' else ''}"
 
 
-def _fused_name(spec: ModelSpec, name: str) -> str | None:
-    """The tensor of the files in which one of an expert lies; None where it has one of its own."""
-    found = _EXPERT.match(name) if spec.experts is not None and spec.experts.fused else None
-    if found is None:
-        return None
-    which = "down_proj" if found["which"] == "down" else "gate_up_proj"
-    return f"{found['all']}.{which}{'_bias' if found['kind'] == 'bias' else ''}"
+def _expert_of(name: str) -> tuple[int, str]:
+    """Return the number of the expert of a tensor, and which of its matrices it belongs to. In the order of the fused tensor."""
+    match = _EXPERT.match(name)
+    assert match is not None, f"{name} is no tensor of an expert"
+    return int(match["number"]), match["matrix"]
 
 
-def _place(name: str) -> tuple[int, str]:
-    """The number of the expert of a tensor, and which of its matrices it belongs to. In the order of the fused tensor."""
-    found = _EXPERT.match(name)
-    assert found is not None, f"{name} is no tensor of an expert"
-    return int(found["number"]), found["which"]
-
-
-def _fused_shape(spec: ModelSpec, stored: str) -> Shape:
+def _fused_shape(spec: ModelSpec, joined: str) -> Shape:
     assert spec.experts is not None
     hidden, width = spec.hidden_size, spec.experts.intermediate_size
-    rows, columns = (hidden, 2 * width) if "gate_up" in stored else (width, hidden)
-    return (spec.experts.count, columns) if stored.endswith("_bias") else (spec.experts.count, rows, columns)
+    rows, columns = (hidden, 2 * width) if "gate_up" in joined else (width, hidden)
+    return (spec.experts.count, columns) if joined.endswith("_bias") else (spec.experts.count, rows, columns)
 
 
-def _fuse(takes_turns: bool, tensors: list[Tensor]) -> Tensor:
-    """Weights [out, in] or biases [out] of all experts -> [E, in, out] or [E, out]."""
-    turned = [tensor.t() if tensor.ndim == 2 else tensor for tensor in tensors]
-    if not takes_turns:
-        return torch.stack(turned)
-    pairs = zip(turned[::2], turned[1::2], strict=True)
+def _fuse(interleaved: bool, tensors: list[Tensor]) -> Tensor:
+    """Weights [out, in] or biases [out] of all experts -> [E, in, out] or [E, out]. ``interleaved``: gate and up take turns."""
+    transposed = [tensor.t() if tensor.ndim == 2 else tensor for tensor in tensors]
+    if not interleaved:
+        return torch.stack(transposed)
+    pairs = zip(transposed[::2], transposed[1::2], strict=True)
     return torch.stack([torch.stack(pair, -1).flatten(-2) for pair in pairs])
 
 
-def _take_apart(stored: StoredModel, spec: ModelSpec, fused: str, number: int, which: str) -> Tensor:
-    """The weight [out, in] or the bias [out] of one expert."""
-    count, *inner = _fused_shape(spec, fused)
-    taken = slice(None) if which == "down" else slice(int(which == "up"), None, 2)
+def _take_apart(stored: StoredModel, fused: str, number: int, matrix: str) -> Tensor:
+    """Return the weight [out, in] or the bias [out] of one expert."""
+    count, *inner = _fused_shape(stored.spec, fused)
+    columns = slice(None) if matrix == "down" else slice(int(matrix == "up"), None, 2)
     if f"{fused}_blocks" in stored.stored:
         groups, why = (inner[1], inner[0] // 32), "config.json implies"
         blocks = stored.slices(f"{fused}_blocks", (count, *groups, 16), why, ("U8",))
         scales = stored.slices(f"{fused}_scales", (count, *groups), why, ("U8",))
-        return dequantize(blocks[number][taken], scales[number][taken])
-    found: Tensor = stored.find(spec, fused, (count, *inner), False)[number]
-    return found[..., taken].t() if found.ndim == 2 else found[taken]
+        return dequantize(blocks[number][columns], scales[number][columns])
+    tensor: Tensor = stored.find(fused, (count, *inner), False)[number]
+    return tensor[..., columns].t() if tensor.ndim == 2 else tensor[columns]

@@ -1,4 +1,4 @@
-"""What comes out of the last stage: log-probs, entropies, logits and values, vocabulary-parallel.
+"""Results of the last stage: log-probs, entropies, logits and values, vocabulary-parallel.
 
 Training never holds logits [T, V]: chunks of rows are computed, reduced to a few numbers per token, dropped, and computed
 again in the backward pass. At no time are there more than a chunk's logits [rows, V / t], twice where an entropy is computed or
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_spmd.kernels.ops import LogitShape
+from rlhf_spmd.kernels.ops import LogitTransform
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.parallel.collectives import Group
 
@@ -64,22 +64,23 @@ class _TokenLogProbs(torch.autograd.Function):
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
         parts, ctx.kept, ops = [], {}, decoder.ops
-        shape = LogitShape(temperature, decoder.spec.logit_softcap)
+        transform = LogitTransform(temperature, decoder.spec.logit_softcap)
         (tokens, _), vocab = hidden.shape, weight.shape[0]
         block_rows = min(ops.backward_rows, tokens)
-        whole = chunk_rows >= block_rows or tokens * vocab <= ops.small_head
+        whole_vocabulary = chunk_rows >= block_rows or tokens * vocab <= ops.small_head
         columns = chunk_rows * vocab // max(block_rows, 1)  # a replica may have no tokens
-        ctx.tile = (chunk_rows, vocab) if whole else (block_rows, max(columns - columns % ops.head_columns, ops.head_columns))
-        first_kept = tokens - (ops.small_head // vocab if keep and whole and ops.keeps_logits else 0)
+        blocks = block_rows, max(columns - columns % ops.head_columns, ops.head_columns)
+        ctx.tile = (chunk_rows, vocab) if whole_vocabulary else blocks
+        first_kept = tokens - (ops.small_head // vocab if keep and whole_vocabulary and ops.keeps_logits else 0)
         for rows in _chunks(tokens, chunk_rows):
-            logits = ops.shape_logits(ops.logits(hidden[rows], weight), shape)
-            parts.append(ops.head_statistics(logits, labels[rows], decoder.vocab_range[0], entropy, shape))
+            logits = ops.transform_logits(ops.logits(hidden[rows], weight), transform)
+            parts.append(ops.logit_statistics(logits, labels[rows], decoder.vocab_range[0], entropy, transform))
             if rows.start >= first_kept:
                 ctx.kept[rows.start] = logits
             del logits  # before the next chunk's are made
         log_probs, entropies, log_z = _combine(torch.cat(parts, 1), decoder.tp)
         ctx.save_for_backward(hidden, weight, labels, log_z, entropies)
-        ctx.decoder, ctx.shape = decoder, shape
+        ctx.decoder, ctx.transform = decoder, transform
         ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient: None, not zeros
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -89,7 +90,7 @@ class _TokenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_z, entropies = ctx.saved_tensors
-        decoder, shape, (num_rows, num_columns) = ctx.decoder, ctx.shape, ctx.tile
+        decoder, transform, (num_rows, num_columns) = ctx.decoder, ctx.transform, ctx.tile
         ops, first = decoder.ops, decoder.vocab_range[0]
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
@@ -103,10 +104,10 @@ class _TokenLogProbs(torch.autograd.Function):
             for rows in _chunks(hidden.shape[0], num_rows):
                 logits = ctx.kept.pop(rows.start, None)
                 if logits is None:
-                    logits = ops.shape_logits(ops.logits(hidden[rows], weight[block]), shape)
+                    logits = ops.transform_logits(ops.logits(hidden[rows], weight[block]), transform)
                 entropy = None if grad_entropy is None else (entropies[rows, None], grad_entropy[rows, None])
                 numbers = labels[rows], first + block.start, log_z[rows, None], grad_log_probs[rows, None], entropy
-                grad = ops.head_gradients(logits, *numbers, shape, wide.dtype)
+                grad = ops.head_gradients(logits, *numbers, transform, wide.dtype)
                 ops.sum_product(grad_hidden[rows], grad, wide, block.start == 0)
                 if part is not None:
                     ops.sum_product(part, grad.t(), hidden[rows].to(grad.dtype), rows.start == 0)
@@ -147,7 +148,7 @@ def token_log_probs(
 
 
 def _scaled(decoder: Decoder, hidden: Tensor) -> Tensor:
-    """What the head multiplies: with its scale, whose product with the logits would be another rounding of as many numbers."""
+    """Return what the head multiplies: with its scale, whose product with the logits would round as many numbers again."""
     return hidden if decoder.spec.logit_scale == 1 else hidden * decoder.spec.logit_scale
 
 

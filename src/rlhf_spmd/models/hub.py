@@ -45,14 +45,14 @@ def local_directory(path: str, key: str, weights: bool = True) -> str:
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
-    if found := _cached(path, weights):
-        return found
+    if cached := _cached(path, weights):
+        return cached
     cache = Path(constants.HF_HUB_CACHE)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f".{path.replace('/', '--')}.lock"):
-            if found := _cached(path, weights):
-                return found
+            if cached := _cached(path, weights):
+                return cached
             return str(_snapshot(path, weights, only_cached=False))
     except GatedRepoError as error:
         raise ValueError(f"{key}={path}: its owners let in only who has asked; ask on the hub, then `hf auth login`") from error
@@ -79,12 +79,12 @@ def _snapshot(name: str, weights: bool, only_cached: bool) -> Path:
 def _cached(name: str, weights: bool) -> str | None:
     """The snapshot of a model in the cache if all that is needed of it is there."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = _snapshot(name, weights, only_cached=True)
-        index = found / "model.safetensors.index.json"
+        snapshot = _snapshot(name, weights, only_cached=True)
+        index = snapshot / "model.safetensors.index.json"
         needed = ["config.json"]
         if weights:
-            several = not (found / "model.safetensors").is_file()
+            several = not (snapshot / "model.safetensors").is_file()
             needed += read_json(index)["weight_map"].values() if several else ["model.safetensors"]
-        if all((found / file).is_file() for file in needed):
-            return str(found)
+        if all((snapshot / file).is_file() for file in needed):
+            return str(snapshot)
     return None

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # sizes that multiply the tensors of a model, of which lists are made: several times the largest published
+FP8_BLOCK = 128  # rows and columns of an FP8 matrix that share a scale
 MOST = {"num_hidden_layers": 1000, "num_experts": 10_000, "num_local_experts": 10_000}
 
 
@@ -48,6 +49,11 @@ def read_text_config(config: Mapping[str, Any], source: str) -> Mapping[str, Any
     if not isinstance(text, Mapping):
         raise ValueError(f"{source}: 'text_config' is {text!r}; model_type {config['model_type']!r} must have one")
     return text
+
+
+def read_biases(config: Mapping[str, Any], default: bool = False) -> dict[str, bool]:
+    """Return ``attention_bias`` and ``attention_out_bias`` of ModelSpec, where one key gives both."""
+    return dict.fromkeys(("attention_bias", "attention_out_bias"), bool(config.get("attention_bias", default)))
 
 
 PART = "partial_rotary_factor"
@@ -110,21 +116,21 @@ def _stretched(kind: str, scaling: Mapping[str, Any], config: Mapping[str, Any],
     longest = read_size(config, source, "max_position_embeddings", 2048)
     original = read_size(config, source, name, read_size(scaling, f"{source}: {key}", name, longest))
     factor = optional("factor", longest / original)
-    found: dict[str, Any] = {"factor": factor, name: original}
+    numbers: dict[str, Any] = {"factor": factor, name: original}
     if kind == "longrope":
         for name in ("short_factor", "long_factor"):
             listed = scaling.get(name)
             if not isinstance(listed, Sequence) or isinstance(listed, str):
                 raise ValueError(f"{source}: '{key}.{name}' is {listed!r}; it must be a list of numbers")
-            found[name] = tuple(read_positive(one, source, f"{key}.{name}") for one in listed)
+            numbers[name] = tuple(read_positive(factor_of_pair, source, f"{key}.{name}") for factor_of_pair in listed)
         usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     else:
         of_all = optional("mscale_all_dim", 0.0)
         mscale = optional("mscale", 0.0) if of_all else 0.0
         usual = _mscale(factor, mscale) / _mscale(factor, of_all) if mscale else _mscale(factor, 1.0)
-        found |= {"beta_fast": optional("beta_fast", 32.0), "beta_slow": optional("beta_slow", 1.0)}
-        found["truncate"] = bool(scaling.get("truncate", True))
-    return {**found, "attention_factor": optional("attention_factor", usual)}
+        numbers |= {"beta_fast": optional("beta_fast", 32.0), "beta_slow": optional("beta_slow", 1.0)}
+        numbers["truncate"] = bool(scaling.get("truncate", True))
+    return {**numbers, "attention_factor": optional("attention_factor", usual)}
 
 
 def _mscale(factor: float, mscale: float) -> float:
@@ -138,8 +144,20 @@ def longest_row(scaling: Mapping[str, Any] | None, context: int) -> int:
 
 
 def check_factors(scaling: Mapping[str, Any] | None, pairs: int, source: str) -> None:
-    """Raises ValueError unless longrope has a factor for each of the ``pairs`` of dims that are rotated."""
+    """Raise ValueError unless longrope has a factor for each of the ``pairs`` of dims that are rotated."""
     for name in ("short_factor", "long_factor"):
         count = len((scaling or {}).get(name, (1,) * pairs))
         if count != pairs:
             raise ValueError(f"{source}: '{name}' of the rotary scaling has {count} numbers; a head rotates {pairs} pairs")
+
+
+def check_fp8(config: Mapping[str, Any], source: str) -> None:
+    """Raise ValueError if ``quantization_config`` is there and says something other than FP8 as it is read here."""
+    if config.get("quantization_config") is None:
+        return
+    quantization, where = config["quantization_config"], f"{source}: quantization_config"
+    if not isinstance(quantization, Mapping):
+        raise ValueError(f"{source}: 'quantization_config' is {quantization!r}; it must be an object")
+    reject_unless({"quant_method": "none", **quantization}, where, "quant_method", "fp8")
+    reject_unless(quantization, where, "fmt", "e4m3")
+    reject_unless(quantization, where, "weight_block_size", [FP8_BLOCK, FP8_BLOCK])

@@ -1,4 +1,4 @@
-"""Multi-head latent attention of a layer on one tensor-parallel rank, see :class:`~rlhf_spmd.models.latent.Latent`.
+"""Multi-head latent attention of a layer on one tensor-parallel rank, see :class:`~rlhf_spmd.models.layer_kinds.Latent`.
 
 Training and scoring make keys and values of all heads from each token's short vector, and attend as other models do. Values are
 filled up with zeros to the size of keys, which the kernels take.
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_spmd.kernels import AttentionRule, Ops
-from rlhf_spmd.kernels.latent_heads import LatentKeys, latent_heads
+from rlhf_spmd.kernels.dense_attention import LatentKeys, latent_heads
 from rlhf_spmd.kernels.packing import pad_rows
 from rlhf_spmd.models.attention import Attention, HasCache, WritesPages
-from rlhf_spmd.models.latent import Latent
+from rlhf_spmd.models.layer_kinds import Latent
 from rlhf_spmd.models.layers import Linear, RMSNorm
 from rlhf_spmd.models.rope import Rope
 from rlhf_spmd.models.tensor_parallel import copy_to_tp
@@ -71,13 +71,13 @@ class LatentAttention(nn.Module):
         rule: AttentionRule,
     ) -> Tensor:
         """``entered`` by :meth:`enter` of R rows, of which ``num_tokens`` are tokens -> [num_tokens, H, value_dim]."""
-        sizes, ops, (q, made) = self.sizes, self.ops, entered
+        sizes, ops, (q, short) = self.sizes, self.ops, entered
         if self.q_a_norm is not None:
             q = self.q_b.product(ops, self._normed(q, self.q_a_norm), False)
         q = q.view(len(q), self.heads, -1)
         if isinstance(attention, HasCache):
-            return self._attend_entries(q, made, rope, attention, num_tokens, index, rule)
-        compressed, turned = made.split([sizes.kv_rank, sizes.rope_dim], 1)
+            return self._attend_entries(q, short, rope, attention, num_tokens, index, rule)
+        compressed, turned = short.split([sizes.kv_rank, sizes.rope_dim], 1)
         q_plain, q_turned = q.split([sizes.nope_dim, sizes.rope_dim], 2)
         q_turned, turned = (ops.rotate(x, rope.cos, rope.sin, self.interleaved) for x in (q_turned, turned[:, None]))
         compressed = self._normed(compressed, self.kv_a_norm)
@@ -88,19 +88,19 @@ class LatentAttention(nn.Module):
         return attention.attend(index, q, k, v, rule)[..., : sizes.value_dim]
 
     def _attend_entries(
-        self, q: Tensor, made: Tensor, rope: Rope, attention: Attention, num_tokens: int, index: int, rule: AttentionRule
+        self, q: Tensor, short: Tensor, rope: Rope, attention: Attention, num_tokens: int, index: int, rule: AttentionRule
     ) -> Tensor:
-        """:meth:`attend` in generation: queries [R, H, nope_dim + rope_dim], ``made`` [R, entry] -> [num_tokens, H, value_dim]."""
+        """:meth:`attend` in generation: queries [R, H, nope_dim + rope_dim], ``short`` [R, entry] -> [num_tokens, H, value_dim]."""
         assert self.kv_b.lora is None, "generation merges adapters into weights"
         sizes = self.sizes
         matrices = self.kv_b.weight.view(self.heads, -1, sizes.kv_rank)
         to_keys, to_values = matrices.split([sizes.nope_dim, sizes.value_dim], 1)
         keys = LatentKeys(self.kv_a_norm.weight, self.kv_a_norm.eps, to_keys, rope.cos, rope.sin, self.interleaved)
         if isinstance(attention, WritesPages):
-            q = self.ops.latent_to_pages(q, made, keys, attention.page_target(index))
+            q = self.ops.latent_to_pages(q, short, keys, attention.page_target(index))
             mixed = attention.attend_written(index, q[:num_tokens], rule)
         else:
-            q, entries = (x[:num_tokens] for x in latent_heads(self.ops, q, made, keys))
+            q, entries = (x[:num_tokens] for x in latent_heads(self.ops, q, short, keys))
             mixed = attention.attend(index, q, entries[:, None], entries[:, None], rule)[..., : sizes.kv_rank]
         out = mixed.new_empty(num_tokens, self.heads, sizes.value_dim)
         torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2), out=out.transpose(0, 1))

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlhf_spmd.kernels import DeltaShape, MixerWeights, MixesToken, Ops, StateRows, mix_tokens
+from rlhf_spmd.kernels import DeltaShape, HasDeltaRuleStep, MixerWeights, Ops, StateRows, delta_rule
 from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
 from rlhf_spmd.models.attention import Attention, PackedAttention
-from rlhf_spmd.models.delta_config import DeltaRule
+from rlhf_spmd.models.layer_kinds import DeltaRule
 from rlhf_spmd.models.layers import Linear, RMSNorm
 from rlhf_spmd.models.tensor_parallel import copy_to_tp
 from rlhf_spmd.parallel.boxes import ParamShard
@@ -25,23 +25,23 @@ from rlhf_spmd.parallel.collectives import Group
 
 
 @runtime_checkable
-class TokenMixing(Protocol):
+class DeltaAttention(Protocol):
     """What linear attention needs to know of a forward pass: which tokens follow each other, and what was before them."""
 
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
-        """x [T, C], ``decay`` and ``rate`` [T, value heads] -> [T, value heads, D]; see :func:`~rlhf_spmd.kernels.mix_tokens`.
+        """x [T, C], ``decay`` and ``rate`` [T, value heads] -> [T, value heads, D]; see :func:`~rlhf_spmd.kernels.delta_rule`.
         ``layer_index`` counts the stage's layers with linear attention."""
 
 
 @runtime_checkable
 class KeepsStates(Protocol):
-    """A TokenMixing of one token of each row, whose states one operation can read and write, see ``MixesToken``."""
+    """A DeltaAttention of one token of each row, whose states one operation can read and write, see ``HasDeltaRuleStep``."""
 
     def states_of(self, layer_index: int) -> StateRows:
         """Those of the layer."""
 
 
-class PackedMixing:
+class PackedDeltaAttention:
     """All sequences of a packed batch from their first tokens on (training and scoring)."""
 
     def __init__(self, attention: Attention, kernels: FlashLinearAttention | None = None) -> None:
@@ -59,7 +59,7 @@ class PackedMixing:
         for part in packing.alike(1, math.inf):
             valid = None if part.full else part.valid[:, :, None]
             rows, decays, rates = (part.gather(each) for each in (x, decay, rate))
-            out, _, _ = mix_tokens(rows, decays, rates, weight, shape, valid, None)
+            out, _, _ = delta_rule(rows, decays, rates, weight, shape, valid, None)
             outs.append(part.picked(out))
         if not outs:
             return x.new_zeros(0, shape.values, shape.value_dim)
@@ -91,18 +91,20 @@ class LinearMixer(nn.Module):
         )
         self.norm = RMSNorm(ops, rule.value_dim, eps, False, dtype, device)
 
-    def forward(self, product: Tensor, mixing: TokenMixing) -> Tensor:
+    def forward(self, product: Tensor, attention: DeltaAttention) -> Tensor:
         """The first product's rows [T, columns of this rank] -> [T, value heads, D]."""
         shape, rows = self.shape, len(product)
-        if isinstance(mixing, KeepsStates) and isinstance(self.ops, MixesToken):
+        if isinstance(attention, KeepsStates) and isinstance(self.ops, HasDeltaRuleStep):
             parts = self.conv.weight, self.decay.weight, self.decay_bias.weight, self.norm.weight
-            return self.ops.mix_token(product, MixerWeights(*parts, self.norm.eps), shape, mixing.states_of(self.index))
+            return self.ops.delta_rule_step(
+                product, MixerWeights(*parts, self.norm.eps), shape, attention.states_of(self.index)
+            )
         widths = shape.channels, shape.values * shape.value_dim, shape.values, shape.values
         parts = product.view(rows, shape.blocks, -1).split([width // shape.blocks for width in widths], 2)
         x, gate, rate, decay = (part.reshape(rows, -1) for part in parts)
         wide = torch.promote_types(product.dtype, torch.float32)
         decay = -self.decay.weight.to(wide).exp() * F.softplus(decay.to(wide) + self.decay_bias.weight)
-        mixed = mixing.mix(self.index, x, decay, rate.sigmoid(), self.conv.weight, shape)
+        mixed = attention.mix(self.index, x, decay, rate.sigmoid(), self.conv.weight, shape)
         # each rank applies the replicated weight to its own heads only: its gradient is a sum over tp
         normed = self.ops.rms_norm(mixed, copy_to_tp(self.norm.weight, self.tp), self.norm.eps)
         return (normed.to(wide) * F.silu(gate.to(wide)).view(normed.shape)).to(product.dtype)

@@ -11,10 +11,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from rlhf_spmd.config.constraints import NonNegativeInt, PositiveFloat, Range
-from rlhf_spmd.models.expert_config import is_fixed
+from rlhf_spmd.config.rules import Rule, Rules
+from rlhf_spmd.models.layer_kinds import is_fixed
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 
 ALL_LINEAR = "all-linear"
@@ -64,32 +65,33 @@ class LoraConfig:
     path: str | None = None
     bits: Literal[4, 8] | None = None
 
+    needs: ClassVar = {"rank or path": ("alpha", "dropout", "target_modules", "use_rslora", "bits")}
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("target_modules",),
+            lambda s: not s.target_modules or (isinstance(s.target_modules, str) and s.target_modules != ALL_LINEAR),
+            "it names no matrices",
+            f"set {ALL_LINEAR}, or a list of modules such as [q_proj, v_proj]",
+        ),
+    )
+
     @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     def targets(self, tensor: str) -> bool:
-        """Whether a matrix of the layers, ``<module>.weight``, has an adapter."""
+        """Return True if a matrix of the layers, ``<module>.weight``, has an adapter."""
         module, named = tensor.removesuffix(".weight"), self.target_modules
         return named == ALL_LINEAR or any(f".{module}".endswith(f".{end}") for end in named)
 
     def check(self, where: str) -> None:
-        if not self.rank and self.path is None and self != LoraConfig():
-            raise ValueError(f"{where}.rank=0: there are no adapters, and the other keys of {where} do nothing; give it a rank")
-        self.need_package(where)
-        if not self.target_modules or (isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR):
-            raise ValueError(
-                f"{where}.target_modules={self.target_modules!r}: must be {ALL_LINEAR}, or a list of modules such as [q_proj, v_proj]"
-            )
-
-    def need_package(self, where: str) -> None:
-        """Raises ValueError without bitsandbytes."""
+        """Raise ValueError without bitsandbytes."""
         if self.bits is not None and find_spec("bitsandbytes") is None:
             raise ValueError(f"{where}.bits={self.bits} needs the library: pip install bitsandbytes")
 
 
 def with_stored_settings(lora: LoraConfig, config: Mapping[str, Any], file: str) -> LoraConfig:
-    """Returns ``lora`` with the rank of the adapter whose adapter_config.json is ``config``, and with what else the file says where
+    """Return ``lora`` with the rank of the adapter whose adapter_config.json is ``config``, and with what else the file says where
     ``lora`` has the default. Raises ValueError for a file without a rank."""
     rank, modules, usual = config.get("r"), config.get("target_modules"), LoraConfig()
     if type(rank) is not int or rank < 1:
@@ -100,7 +102,7 @@ def with_stored_settings(lora: LoraConfig, config: Mapping[str, Any], file: str)
 
 
 def check_peft_config(config: Mapping[str, Any], lora: LoraConfig, file: str, where: str) -> None:
-    """Raises ValueError for a key of an adapter_config.json, ``file``, that differs from ``lora``, the settings of ``where``, or that
+    """Raise ValueError for a key of an adapter_config.json, ``file``, that differs from ``lora``, the settings of ``where``, or that
     makes the adapter another function than W + scale * B A."""
     for key, (name, usual) in PEFT_EQUAL.items():
         if (value := config.get(key, usual)) != (ours := getattr(lora, name)):
@@ -123,13 +125,13 @@ class AdapterPart(NamedTuple):
 
 
 def is_adapter(name: str) -> bool:
-    """Returns True for the name of an adapter's parameter in the decoder."""
+    """Return True for the name of an adapter's parameter in the decoder."""
     return ".lora." in name
 
 
 def is_trained(name: str, head: str, lora: bool) -> bool:
-    """Whether a role trains a parameter: with adapters these, and a head of values, which the model's directory may not have; otherwise
-    all but what no optimizer changes."""
+    """Return True for a parameter that a role trains: with adapters these, and a head of values, which the model's directory may not
+    have; otherwise all but what no optimizer changes."""
     if not lora:
         return not is_fixed(name)
     return is_adapter(name) or name.endswith("value.weight") or (head == "value" and name.endswith("head.weight"))
@@ -145,8 +147,8 @@ def adapter_parts(matrix: ParamShard, lora: LoraConfig) -> list[AdapterPart]:
     boxes, parts, first = [box for box in matrix.boxes if lora.targets(box.name)], list[AdapterPart](), 0
     number = {name: i for i, name in enumerate(dict.fromkeys(box.name for box in boxes))}
     for box in boxes:
-        count, start, at = box.size[0], box.local[0], number[box.name] * lora.rank
-        parts.append(AdapterPart(slice(at, at + lora.rank), slice(first, first + count), slice(start, start + count)))
+        count, start, row = box.size[0], box.local[0], number[box.name] * lora.rank
+        parts.append(AdapterPart(slice(row, row + lora.rank), slice(first, first + count), slice(start, start + count)))
         first += count
     return parts
 

@@ -94,7 +94,7 @@ def _table(device: torch.device) -> Tensor:
 
 
 def _matrices(spec: ModelSpec, lora: LoraConfig, tp: int) -> list[ParamShard]:
-    """Returns a rank's matrices that lie in ``lora.bits``."""
+    """Return a rank's matrices that lie in ``lora.bits``."""
     plan = plan_params(spec, "none", 0, 1, 0, tp, lora=lora) if lora.bits is not None else {}
     return [plan[f"{name.removesuffix('.lora.a')}.weight"] for name in plan if name.endswith(".lora.a")]
 
@@ -105,7 +105,7 @@ def quantized_tensors(spec: ModelSpec, lora: LoraConfig) -> frozenset[str]:
 
 
 def check_quantized(spec: ModelSpec, lora: LoraConfig, tp: int, key: str) -> None:
-    """Whether rows are whole blocks on ranks of this ``tp``. Raises ValueError."""
+    """Raise ValueError if rows are not whole blocks on ranks of this ``tp``."""
     for matrix in _matrices(spec, lora, tp):
         if matrix.shape[1] % BLOCK:
             tensor = matrix.boxes[0].name.removesuffix(".weight")

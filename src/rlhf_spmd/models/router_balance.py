@@ -18,13 +18,14 @@ Shape legend: T tokens of this rank, R rows, E experts, K of which a token takes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.kernels import Ops, RoutingRule, differentiable, on_device
 from rlhf_spmd.kernels.routing import TINY
 from rlhf_spmd.models.attention import Copies
@@ -32,18 +33,33 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.collectives import Group
 
 
-def check_balance(spec: ModelSpec, coef: float, trained: bool, where: str) -> None:
-    """Raises ValueError if ``coef`` cannot be that of the balance loss of a role, ``trained`` or not. ``where`` names it."""
-    if not 0 <= coef < math.inf:
-        raise ValueError(f"{where}={coef:g} must be at least 0")
-    if coef and not trained:
-        raise ValueError(f"{where}={coef:g}: this role is not trained; leave it out")
-    if coef and spec.experts is None:
-        raise ValueError(f"{where}={coef:g}: models of {spec.family} have no experts; leave it out")
+@dataclass(frozen=True)
+class BalanceLoss:
+    """The balance loss of a role, trained or not."""
+
+    router_aux_loss_coef: float
+    spec: ModelSpec
+    trained: bool
+
+
+BALANCE_RULES: Rules = (
+    Rule(
+        ("router_aux_loss_coef",),
+        lambda s: s.router_aux_loss_coef > 0 and not s.trained,
+        "this role is not trained",
+        "leave it out",
+    ),
+    Rule(
+        ("router_aux_loss_coef",),
+        lambda s: s.router_aux_loss_coef > 0 and s.spec.experts is None,
+        "models of {s.spec.family} have no experts",
+        "leave it out",
+    ),
+)
 
 
 def mixture_numbers(spec: ModelSpec) -> dict[int, int]:
-    """Returns the number, among the mixtures of the model, of each layer that has one."""
+    """Return the number, among the mixtures of the model, of each layer that has one."""
     layers = (layer for layer in range(spec.num_hidden_layers) if spec.experts_of(layer) is not None)
     return {layer: number for number, layer in enumerate(layers)}
 
@@ -70,16 +86,16 @@ class RouterBalance:
         self.sums = torch.zeros(len(self.numbers), self.num_experts + 2, dtype=torch.float64, device=device)
 
     def begin(
-        self, lengths: Tensor, places: Tensor | None, row_weight: float, chosen: Tensor | None = None, counts: bool = True
+        self, lengths: Tensor, token_index: Tensor | None, row_weight: float, chosen: Tensor | None = None, counts: bool = True
     ) -> RouterPass | None:
-        """What the routers of one micro-batch's forward pass report to; None without rows or routers.
+        """Return what the routers of one micro-batch's forward pass report to; None without rows or routers.
 
-        ``lengths`` int64 [R] and ``places``: as of ``PackedAttention``. ``row_weight``: by which the loss of each row is multiplied.
+        ``lengths`` int64 [R] and ``token_index``: as of ``PackedAttention``. ``row_weight``: factor of the loss of each row.
         ``chosen`` [sum(lengths), mixtures of the model, K] on the CPU: the experts that each token of the rows has to take. ``counts``:
         whether :meth:`report` counts the tokens.
         """
-        given = row_weight * self.coef, chosen, counts
-        return RouterPass(self, lengths, places, *given) if self.local and len(lengths) else None
+        options = row_weight * self.coef, chosen, counts
+        return RouterPass(self, lengths, token_index, *options) if self.local and len(lengths) else None
 
     def report(self, pool: Group) -> dict[str, float]:
         """The metrics, the same on all ranks; {} without mixtures or tokens. Collective over ``pool``: every rank of it must call, in
@@ -93,20 +109,20 @@ class RouterBalance:
         tokens = loads.sum(1) / self.per_token
         if not bool(tokens.all()):
             return {}
-        found = {
+        metrics = {
             "moe/max_vio": float((loads.amax(1) / loads.mean(1) - 1).mean()),
             "moe/router_entropy": float((entropy / tokens).mean()),
         }
-        return found | ({"moe/load_balancing_loss": float(loss.mean())} if self.coef else {})
+        return metrics | ({"moe/load_balancing_loss": float(loss.mean())} if self.coef else {})
 
 
 class Routers(Protocol):
     """Through which the routers of a forward pass choose."""
 
     def route(
-        self, ops: Ops, layer: int, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype
+        self, ops: Ops, layer: int, logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """As ``Ops.route``, of a layer by its global index."""
+        """Return weights and experts as ``Ops.route`` does, of a layer by its global index."""
 
 
 class RouterPass:
@@ -116,7 +132,7 @@ class RouterPass:
         self,
         balance: RouterBalance,
         lengths: Tensor,
-        places: Tensor | None,
+        token_index: Tensor | None,
         weight: float,
         chosen: Tensor | None = None,
         counts: bool = True,
@@ -124,8 +140,8 @@ class RouterPass:
         self._balance, self._weight = balance, weight
         cp = balance.cp
         tokens, row = torch.arange(int(lengths.sum())), torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        if places is not None:
-            tokens = places
+        if token_index is not None:
+            tokens = token_index
         if cp.size > 1:
             mine = tokens % cp.size == cp.rank
             tokens, row = tokens[mine] // cp.size, row[mine]
@@ -133,7 +149,7 @@ class RouterPass:
         self._num_tokens = int(tokens.max()) + 1 if len(tokens) else 0
         self._counted: set[int] = set() if counts else set(balance.local)
         # tokens that several rows share count once in each
-        self._copies = None if places is None else Copies(tokens, balance.device)
+        self._copies = None if token_index is None else Copies(tokens, balance.device)
         times = torch.bincount(tokens, minlength=self._num_tokens).double()
         self._times = on_device(times.repeat_interleave(balance.per_token), balance.device)  # of each choice
         self._chosen: Tensor | None = None
@@ -145,9 +161,9 @@ class RouterPass:
             self._norm = on_device(balance.num_experts / lengths.double().square()[:, None], balance.device)
 
     def route(
-        self, ops: Ops, layer: int, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype
+        self, ops: Ops, layer: int, logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """As ``Ops.route``, of a layer by its global index. In the backward pass the logits' gradient gets that of the loss.
+        """Return weights and experts of a layer by its global index. In the backward pass the logits' gradient gets that of the loss.
 
         Collective over cp if there is a loss: every rank of it must call, in program order.
         """
@@ -156,7 +172,7 @@ class RouterPass:
             scores = shares(logits[: self._num_tokens].detach(), rule)
         if self._weight:
             logits = self._balanced(layer, logits, scores, rule)
-        weights, chosen = ops.route(logits, correction, rule, dtype, self._given(layer, logits))
+        weights, chosen = ops.route(logits, score_bias, rule, dtype, self._given(layer, logits))
         if counts:
             self._count(layer, scores, chosen)
         return weights, chosen
@@ -165,9 +181,9 @@ class RouterPass:
         """The experts that each row of the logits has to take, padding among them."""
         if self._chosen is None:
             return None
-        given = self._chosen[:, self._balance.local.index(layer)].long()
-        padding = torch.arange(given.shape[1], device=given.device).expand(len(logits) - len(given), -1)
-        return torch.cat([given, padding])
+        experts = self._chosen[:, self._balance.local.index(layer)].long()
+        padding = torch.arange(experts.shape[1], device=experts.device).expand(len(logits) - len(experts), -1)
+        return torch.cat([experts, padding])
 
     def _count(self, layer: int, scores: Tensor, chosen: Tensor) -> None:
         self._counted.add(layer)
@@ -188,9 +204,9 @@ class RouterPass:
         tokens, weight = self._num_tokens, self._weight / len(self._balance.numbers)
 
         def backward(_: object, grad: Tensor, logits: Tensor, factors: Tensor) -> tuple[Tensor]:
-            scores, given = shares(logits[:tokens], rule), factors.index_select(0, self._row)
-            given = given if self._copies is None else self._copies.sum(given)
-            slope = scores * (given - (given * scores).sum(-1, keepdim=True))
+            scores, row_factors = shares(logits[:tokens], rule), factors.index_select(0, self._row)
+            row_factors = row_factors if self._copies is None else self._copies.sum(row_factors)
+            slope = scores * (row_factors - (row_factors * scores).sum(-1, keepdim=True))
             if rule.scoring == "sigmoid":
                 slope = slope * torch.sigmoid(-logits[:tokens].to(slope.dtype))
             grad = grad.clone()
@@ -211,4 +227,4 @@ class RouterPass:
 
     def _of_rows(self, x: Tensor) -> Tensor:
         """x [T, ...] -> [N, ...], of each row's tokens on this rank, one row after the other."""
-        return x if self._copies is None else x.index_select(0, self._copies.places)
+        return x if self._copies is None else x.index_select(0, self._copies.token_index)

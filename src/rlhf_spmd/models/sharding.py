@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlhf_spmd.models.delta_config import DeltaRule
-from rlhf_spmd.models.expert_config import BY_EXPERT, CORRECTION, SCALAR, Experts
-from rlhf_spmd.models.latent import NAMES as LATENT_NAMES
+from rlhf_spmd.models.layer_kinds import BY_EXPERT, LATENT_NAMES, SCALAR, SCORE_BIAS, DeltaRule, Experts
+from rlhf_spmd.models.layout_rules import check_layout
 from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, is_adapter, plan_adapters
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import Box, ParamShard
@@ -42,35 +41,6 @@ def cache_shape(spec: ModelSpec, tp_rank: int, tp: int) -> tuple[int, int]:
     return (len(kv_heads_of(spec, tp_rank, tp)), spec.head_dim) if spec.latent is None else (1, spec.latent.entry)
 
 
-def check_layout(spec: ModelSpec, pp: int, tp: int, where: str, vpp: int = 1, whole_experts: bool = False) -> None:
-    """Raises ValueError if the model cannot be cut into pp * vpp stages of tp slices, but for ``whole_experts``. ``where`` names the
-    setting, as in ``models.actor.layout``."""
-    if pp * vpp > spec.num_hidden_layers:
-        name = f"pp={pp}" if vpp == 1 else f"pp={pp} * vpp={vpp}"
-        raise ValueError(
-            f"{where}: {name} stages need at least one layer each, but the model has "
-            f"num_hidden_layers={spec.num_hidden_layers}; choose at most as many stages"
-        )
-    sizes = {key: getattr(spec, key) for key in ("num_attention_heads", "intermediate_size")}
-    if spec.experts is not None:
-        if not whole_experts:
-            sizes["moe_intermediate_size"] = spec.experts.intermediate_size
-        sizes["shared_expert_intermediate_size"] = spec.experts.shared_size
-    if spec.delta is not None:
-        sizes["linear_num_key_heads"] = spec.delta.key_heads
-    for key, size in sizes.items():
-        if size % tp:
-            raise ValueError(f"{where}: tp={tp} does not divide {key}={size}; choose a tp that does")
-    for kv in (kind.num_key_value_heads for kind in spec.kinds_of_heads()):
-        if kv % tp and tp % kv:
-            raise ValueError(
-                f"{where}: tp={tp} and num_key_value_heads={kv}: one must divide the other (a rank holds whole KV heads, or "
-                "several ranks hold copies of one); choose another tp"
-            )
-    if spec.vocab_size < tp:
-        raise ValueError(f"{where}: tp={tp} slices of a vocabulary of vocab_size={spec.vocab_size}; choose a smaller tp")
-
-
 def fused_blocks(spec: ModelSpec, tp: int, blocks: int) -> tuple[int, int]:
     """Blocks of (qkv, gate_up) on a rank of tp slices, see :func:`plan_params`; qkv has one where KV heads would be cut."""
     whole_kv_heads = spec.num_key_value_heads % (tp * blocks) == 0
@@ -86,21 +56,21 @@ def plan_params(
     tp: int,
     blocks: int = 1,
     lora: LoraConfig | None = None,
-    whole_experts: bool = False,
+    expert_parallel_generation: bool = False,
 ) -> dict[str, ParamShard]:
     """Decoder parameter name -> shape and boxes on this rank, in the order of ``Decoder.named_parameters()``.
 
     ``head``: "lm", "value", "both" (a value head beside the other) or "none". Layers are numbered from 0 within the stage.
     ``blocks``: the rank holds the slices of as many ranks of a layout with tp * blocks, and fused parameters keep theirs together,
     [q0; k0; v0; q1; k1; v1] for two: each finer slice is then a slice of this one, which resharding needs. Raises ValueError
-    where the layout does not fit. ``lora``: with these adapters, which need ``blocks`` 1. ``whole_experts``: the rank has 1 / tp of the
-    experts in place of a slice of each, which needs ``blocks`` 1, too.
+    where the layout does not fit. ``lora``: with these adapters, which need ``blocks`` 1.
+    ``expert_parallel_generation``: the rank has 1 / tp of the experts in place of a slice of each, which needs ``blocks`` 1, too.
     """
     if head not in HEAD_KINDS:
         raise ValueError(f"head {head!r} is not one of {', '.join(HEAD_KINDS)}")
     for slices in sorted({tp, tp * blocks}):
-        check_layout(spec, pp, slices, f"layout pp({pp}) * tp({slices})", whole_experts=whole_experts)
-    assert blocks == 1 or not whole_experts, f"{blocks} blocks of whole experts"
+        check_layout(spec, "layout", pp, slices, expert_parallel_generation=expert_parallel_generation)
+    assert blocks == 1 or not expert_parallel_generation, f"{blocks} blocks of whole experts"
     assert 0 <= stage < pp and 0 <= tp_rank < tp, f"stage {stage} of {pp}, tp rank {tp_rank} of {tp}"
     names, hidden = spec.names, spec.hidden_size
     first, last = vocab_range(spec.vocab_size, tp_rank, tp)
@@ -113,7 +83,7 @@ def plan_params(
     if stage == 0:
         plan["embed.weight"] = vocab_slice(names.embed)
     for local, layer in enumerate(stage_layers(spec.num_hidden_layers, pp, stage)):
-        block = _plan_block(spec, layer, tp_rank, tp, blocks, whole_experts)
+        block = _plan_block(spec, layer, tp_rank, tp, blocks, expert_parallel_generation)
         for key, shard in {**block, **plan_adapters(block, lora)}.items():
             plan[f"layers.{local}.{key}"] = shard
     if stage == pp - 1:
@@ -134,12 +104,12 @@ def tensor_shapes(spec: ModelSpec, head: str) -> dict[str, tuple[int, ...]]:
 
 
 def check_lora(spec: ModelSpec, lora: LoraConfig, where: str) -> None:
-    """Raises ValueError where ``target_modules`` name what the model has not, or leave one of its layers without an adapter."""
+    """Raise ValueError where ``target_modules`` name what the model has not, or leave one of its layers without an adapter."""
 
     def modules(config: LoraConfig) -> dict[str, str]:
         plan = plan_params(spec, "none", 0, 1, 0, 1, lora=config)
-        found = {box.name.split(".lora_")[0]: name for name, shard in plan.items() if is_adapter(name) for box in shard.boxes}
-        return {f".{module}": name.split(".")[1] for module, name in found.items()}
+        names = {box.name.split(".lora_")[0]: name for name, shard in plan.items() if is_adapter(name) for box in shard.boxes}
+        return {f".{module}": name.split(".")[1] for module, name in names.items()}
 
     every = modules(LoraConfig(rank=1))
     ends = [] if lora.target_modules == ALL_LINEAR else lora.target_modules
@@ -150,20 +120,22 @@ def check_lora(spec: ModelSpec, lora: LoraConfig, where: str) -> None:
         raise ValueError(f"{where}.target_modules={lora.target_modules}: {wrong}; its layers have {listed}")
 
 
-def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int, whole_experts: bool) -> dict[str, ParamShard]:
-    spec = spec.of_layer(layer)
+def _plan_block(
+    spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int, expert_parallel_generation: bool
+) -> dict[str, ParamShard]:
+    spec = spec.spec_for_layer(layer)
     names, hidden, dim = spec.names, spec.hidden_size, spec.head_dim
     heads = spec.num_attention_heads // tp
     kv = kv_heads_of(spec, tp_rank, tp)
     q_rows = (tp_rank * heads * dim, heads * dim, spec.num_attention_heads * dim)
     kv_rows = (kv.start * dim, len(kv) * dim, spec.num_key_value_heads * dim)
     qkv_blocks, gate_up_blocks = fused_blocks(spec, tp, blocks)
-    parts = [(names.q, q_rows), (names.k, kv_rows), (names.v, kv_rows)][: 3 - spec.keys_as_values]
-    qkv = _gated_rows(parts, dim, qkv_blocks) if spec.attention_gate else _interleave(parts, qkv_blocks)
 
     def at(name: str, expert: int = 0) -> str:
         return name.format(layer=layer, expert=expert)
 
+    parts = [(at(names.q), q_rows), (at(names.k), kv_rows), (at(names.v), kv_rows)][: 3 - spec.keys_as_values]
+    qkv = _gated_rows(parts, dim, qkv_blocks) if spec.attention_gate else _interleave(parts, qkv_blocks)
     plan = {"input_norm.weight": _replicated(at(names.input_norm), hidden)} if names.input_norm else {}
     delta = spec.delta_of(layer)
     if delta is not None:
@@ -173,10 +145,10 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int,
         dim = spec.latent.value_dim
         q_rows = tp_rank * heads * dim, heads * dim, spec.num_attention_heads * dim
     else:
-        plan["qkv.weight"] = _columns([(at(name) + ".weight", a, n, of) for name, a, n, of in qkv], hidden)
+        plan["qkv.weight"] = _columns(qkv, hidden, ".weight")
     if delta is None:
         if spec.latent is None and spec.attention_bias:
-            plan["qkv.bias"] = _columns([(at(name) + ".bias", a, n, of) for name, a, n, of in qkv], None)
+            plan["qkv.bias"] = _columns(qkv, None, ".bias")
         if spec.qk_norm:
             for key, name, rows in (("q_norm.weight", names.q_norm, q_rows), ("k_norm.weight", names.k_norm, kv_rows)):
                 plan[key] = _columns([(at(name), *rows)], None) if spec.whole_qk_norm else _replicated(at(name), dim)
@@ -194,22 +166,21 @@ def _plan_block(spec: ModelSpec, layer: int, tp_rank: int, tp: int, blocks: int,
     if experts is None:
         mlps, width = [(at(names.gate), at(names.up), at(names.down))], spec.intermediate_size
     else:
-        count, width = experts.count // tp if whole_experts else experts.count, experts.intermediate_size
-        numbers = range(tp_rank * count, (tp_rank + 1) * count) if whole_experts else range(count)
+        count, width = experts.count // tp if expert_parallel_generation else experts.count, experts.intermediate_size
+        numbers = range(tp_rank * count, (tp_rank + 1) * count) if expert_parallel_generation else range(count)
         plan["router.weight"] = _replicated(at(names.router), experts.count, hidden)
         mlps = [(at(names.expert_gate, e), at(names.expert_up, e), at(names.expert_down, e)) for e in numbers]
     mlp_rows = (tp_rank * width // tp, width // tp, width)
-    if whole_experts and experts is not None:
+    if expert_parallel_generation and experts is not None:
         mlp_rows = (0, width, width)
     gate_up = _interleave([(name, mlp_rows) for gate, up, _ in mlps for name in (gate, up)], gate_up_blocks)
-    plan["gate_up.weight"] = _columns([(name + ".weight", a, n, of) for name, a, n, of in gate_up], hidden)
+    plan["gate_up.weight"] = _columns(gate_up, hidden, ".weight")
     plan["down.weight"] = _row_parallel([down + ".weight" for _, _, down in mlps], hidden, *mlp_rows)
     if experts is not None and experts.biased:
         plan["router_bias.weight"] = _replicated(at(names.router_bias), experts.count)
-        plan["gate_up_bias.weight"] = _columns([(name + ".bias", a, n, of) for name, a, n, of in gate_up], None)
-        whole = (0, hidden, hidden)
-        down_bias = _columns([(down + ".bias", *whole) for _, _, down in mlps], None)
-        plan["down_bias.weight"] = replace(down_bias, whole_on_tp=not whole_experts)
+        plan["gate_up_bias.weight"] = _columns(gate_up, None, ".bias")
+        down_bias = _columns([(down, 0, hidden, hidden) for _, _, down in mlps], None, ".bias")
+        plan["down_bias.weight"] = replace(down_bias, whole_on_tp=not expert_parallel_generation)
     if experts is not None:
         plan |= {name: replace(plan[name], by_expert=True) for key in BY_EXPERT if (name := f"{key}.weight") in plan}
         plan |= _plan_shared(spec, experts, layer, tp_rank, tp, gate_up_blocks)
@@ -225,10 +196,10 @@ def _plan_delta(rule: DeltaRule, prefix: str, hidden: int, tp_rank: int, tp: int
     convolution alike."""
     keys, values = rule.key_heads // tp, rule.value_heads // tp
     first, plan = _delta_rows(rule, prefix, range(tp_rank * keys, (tp_rank + 1) * keys), blocks), dict[str, ParamShard]()
-    plan["qkv.weight"] = _columns([(name + ".weight", start, count, total) for name, start, count, total in first], hidden)
+    plan["qkv.weight"] = _columns(first, hidden, ".weight")
     k, v = (tp_rank * keys * rule.key_dim, keys * rule.key_dim), (tp_rank * values * rule.value_dim, values * rule.value_dim)
     before = 0, rule.key_heads * rule.key_dim, 2 * rule.key_heads * rule.key_dim
-    channels = [(at + start, count) for at, (start, count) in zip(before, (k, k, v), strict=True)]
+    channels = [(offset + start, count) for offset, (start, count) in zip(before, (k, k, v), strict=True)]
     boxes, local, tail = [], 0, (1, rule.kernel)
     for block in range(blocks):
         for start, count in channels:
@@ -252,31 +223,31 @@ def _delta_rows(rule: DeltaRule, prefix: str, heads: range, blocks: int) -> list
     widths = (rule.key_dim, rule.key_dim, group * rule.value_dim, group * rule.value_dim, group, group)
     totals = [width * rule.key_heads for width in widths]
     parts = ("in_proj_qkv", "in_proj_qkv", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    found: list[tuple[str, int, int, int]] = []
+    rows: list[tuple[str, int, int, int]] = []
     for block in range(blocks):
         some = heads[block * len(heads) // blocks : (block + 1) * len(heads) // blocks]
         for i, (name, width) in enumerate(zip(parts, widths, strict=True)):
             if rule.fused:  # all parts of a key head lie together
-                name, own = ("in_proj_qkvz", range(4)) if i < 4 else ("in_proj_ba", range(4, 6))
-                stride, before = sum(widths[j] for j in own), sum(widths[j] for j in own if j < i)
-                found += [(prefix + name, head * stride + before, width, stride * rule.key_heads) for head in some]
+                name, group_parts = ("in_proj_qkvz", range(4)) if i < 4 else ("in_proj_ba", range(4, 6))
+                stride, before = sum(widths[j] for j in group_parts), sum(widths[j] for j in group_parts if j < i)
+                rows += [(prefix + name, head * stride + before, width, stride * rule.key_heads) for head in some]
             else:
                 together = range(3) if i < 3 else range(i, i + 1)
                 before = sum(totals[j] for j in together if j < i)
-                found.append((prefix + name, before + some.start * width, len(some) * width, sum(totals[j] for j in together)))
-    return found
+                rows.append((prefix + name, before + some.start * width, len(some) * width, sum(totals[j] for j in together)))
+    return rows
 
 
 def _gated_rows(parts: list[tuple[str, tuple[int, int, int]]], dim: int, blocks: int) -> list[tuple[str, int, int, int]]:
-    """As :func:`_interleave` of queries, keys and values, where each query is followed by its gate. Gates come behind the values."""
+    """Return rows as :func:`_interleave` does, where each query is followed by its gate. Gates come behind the values."""
     (q, (start, count, total)), *others = parts
-    found: list[tuple[str, int, int, int]] = []
+    gated: list[tuple[str, int, int, int]] = []
     for block in range(blocks):
         first, rows = 2 * (start + block * count // blocks), count // blocks
-        found += [(q, first + 2 * row, dim, 2 * total) for row in range(0, rows, dim)]
-        found += [(name, at + block * n // blocks, n // blocks, of) for name, (at, n, of) in others]
-        found += [(q, first + 2 * row + dim, dim, 2 * total) for row in range(0, rows, dim)]
-    return found
+        gated += [(q, first + 2 * row, dim, 2 * total) for row in range(0, rows, dim)]
+        gated += [(name, start_of + block * n // blocks, n // blocks, of) for name, (start_of, n, of) in others]
+        gated += [(q, first + 2 * row + dim, dim, 2 * total) for row in range(0, rows, dim)]
+    return gated
 
 
 def _plan_latent(spec: ModelSpec, layer: int, first: int, heads: int) -> dict[str, ParamShard]:
@@ -304,15 +275,15 @@ def _plan_latent(spec: ModelSpec, layer: int, first: int, heads: int) -> dict[st
 
 
 def _plan_shared(spec: ModelSpec, experts: Experts, layer: int, tp_rank: int, tp: int, blocks: int) -> dict[str, ParamShard]:
-    """What a mixture has beside router and experts."""
+    """Return what a mixture has beside router and experts."""
     names, hidden, width, plan = spec.names, spec.hidden_size, experts.shared_size, dict[str, ParamShard]()
-    if experts.corrected:
-        plan[f"{CORRECTION}.weight"] = _replicated(names.correction.format(layer=layer), experts.count, 3)
+    if experts.score_biased:
+        plan[f"{SCORE_BIAS}.weight"] = _replicated(names.score_bias.format(layer=layer), experts.count, 3)
     if width:
         gate, up, down = (name.format(layer=layer) for name in (names.shared_gate, names.shared_up, names.shared_down))
         rows = tp_rank * width // tp, width // tp, width
         gate_up = _interleave([(gate, rows), (up, rows)], blocks)
-        plan["shared_gate_up.weight"] = _columns([(name + ".weight", a, n, of) for name, a, n, of in gate_up], hidden)
+        plan["shared_gate_up.weight"] = _columns(gate_up, hidden, ".weight")
         plan["shared_down.weight"] = _row_parallel([down + ".weight"], hidden, *rows)
     if experts.shared_gate:
         plan["shared_gate.weight"] = _replicated(names.shared_weight.format(layer=layer), 1, hidden)
@@ -341,13 +312,14 @@ def _interleave(parts: list[tuple[str, tuple[int, int, int]]], blocks: int) -> l
     ]
 
 
-def _columns(parts: list[tuple[str, int, int, int]], width: int | None) -> ParamShard:
-    """Rows [start, start + count) of each (name, start, count, total), one under the other; ``width`` None for a bias."""
+def _columns(parts: list[tuple[str, int, int, int]], width: int | None, suffix: str = "") -> ParamShard:
+    """Rows [start, start + count) of each (name, start, count, total), one under the other; ``width`` None for a bias. ``suffix``: what
+    the names lack."""
     tail = () if width is None else (width,)
     zero = () if width is None else (0,)
     boxes, local = [], 0
     for name, start, count, total in parts:
-        boxes.append(Box(name, (total, *tail), (start, *zero), (count, *tail), (local, *zero)))
+        boxes.append(Box(name + suffix, (total, *tail), (start, *zero), (count, *tail), (local, *zero)))
         local += count
     return ParamShard((local, *tail), tuple(boxes))
 

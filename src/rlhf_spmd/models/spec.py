@@ -1,33 +1,16 @@
-"""What a model is, in our words: read from a Hugging Face ``config.json``, without the network and without running its code.
-
-``families`` has a function ``(config, source) -> ModelSpec`` for each ``model_type``; the name can choose no other code.
-"""
+"""What a model is: a description of a decoder that names no family's code."""
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.kernels import AttentionRule
-from rlhf_spmd.models.delta_config import DeltaRule
-from rlhf_spmd.models.expert_config import Experts
-from rlhf_spmd.models.fp8 import check_fp8
 from rlhf_spmd.models.keys import check_factors, longest_row, read_positive, read_rope, read_size, reject_unless
-from rlhf_spmd.models.latent import Latent
-from rlhf_spmd.models.stored import INDEX, WEIGHTS, StoredModel, read_json
-
-_untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
-# families that the decoder cannot be, why, and the nearest that it can
-UNFIT = {
-    "llama4": ("its attention is in chunks, and its experts take weighted tokens", "llama"),
-}
+from rlhf_spmd.models.layer_kinds import DeltaRule, Experts, Latent
 
 
 @dataclass(frozen=True)
@@ -52,7 +35,7 @@ class Names:
     mlp_norm: str | None = None  # of the MLP's
     router: str = "model.layers.{layer}.mlp.gate.weight"
     router_bias: str = "model.layers.{layer}.mlp.router.bias"
-    correction: str = "model.layers.{layer}.mlp.gate.e_score_correction_bias"
+    score_bias: str = "model.layers.{layer}.mlp.gate.e_score_correction_bias"
     gate: str = "model.layers.{layer}.mlp.gate_proj"
     up: str = "model.layers.{layer}.mlp.up_proj"
     down: str = "model.layers.{layer}.mlp.down_proj"
@@ -138,8 +121,8 @@ class ModelSpec:
         """Dims of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor) if self.latent is None else self.latent.rope_dim
 
-    def of_layer(self, layer: int) -> ModelSpec:
-        """The same with the heads that one layer has, by its index in the model."""
+    def spec_for_layer(self, layer: int) -> ModelSpec:
+        """Return the spec with the heads that one layer has, by its index in the model."""
         if self.global_heads is None:
             return self
         if self.windows[layer] is not None:
@@ -149,10 +132,21 @@ class ModelSpec:
     def has_global_heads(self, layer: int) -> bool:
         return self.global_heads is not None and self.windows[layer] is None
 
+    def attention_kind(self, layer: int) -> Literal["full", "global", "linear"]:
+        """Return which attention a layer has, by its global index: linear, with ``global_heads``, or the heads of the others."""
+        if self.delta_of(layer) is not None:
+            return "linear"
+        return "global" if self.has_global_heads(layer) else "full"
+
+    def supports_fused_layer(self, layer: int) -> bool:
+        """Return True if :meth:`~rlhf_spmd.kernels.Ops.layer` knows all that a layer computes, by its global index."""
+        plain_attention = self.latent is None and self.delta is None and self.names.sinks is None and self.query_growth is None
+        return plain_attention and not self.value_norm and self.experts_of(layer) is None and self.names.scalar is None
+
     def kinds_of_heads(self) -> list[ModelSpec]:
-        """:meth:`of_layer` for one layer of each kind."""
-        found = {self.has_global_heads(layer): layer for layer in range(self.num_hidden_layers)}
-        return [self.of_layer(found[kind]) for kind in sorted(found)]
+        """:meth:`spec_for_layer` for one layer of each kind."""
+        layers = {self.has_global_heads(layer): layer for layer in range(self.num_hidden_layers)}
+        return [self.spec_for_layer(layers[kind]) for kind in sorted(layers)]
 
     @property
     def attention_numel(self) -> int:
@@ -170,7 +164,7 @@ class ModelSpec:
         return AttentionRule(scale, self.attention_softcap, self.windows[layer] if self.windows else None)
 
     def local_rope(self, layer: int) -> bool | None:
-        """Whether a layer's rotary embeddings have ``local_rope_theta``; None where it has none."""
+        """Return True if a layer's rotary embeddings have ``local_rope_theta``; None if it has no rotary embeddings."""
         if layer in self.unrotated:
             return None
         return self.local_rope_theta is not None and self.attention_rule(layer).window is not None
@@ -184,52 +178,11 @@ class ModelSpec:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
 
-def read_spec(path: str | Path) -> ModelSpec:
-    """The architecture of a Hugging Face directory, whose weights need not be there. ``tie_word_embeddings`` is false where an output
-    matrix lies there that differs from the embedding, as transformers has it.
-
-    Raises ValueError naming the file, the key and the value.
-    """
-    source = Path(path) / "config.json"
-    spec = spec_from_config(read_json(source), str(source), read_eos_ids(path))
-    if not spec.tie_word_embeddings or not any((Path(path) / name).is_file() for name in (WEIGHTS, INDEX)):
-        return spec
-    files = sorted(Path(path).glob("*.safetensors"))
-    stamps = (str(path), *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
-    if stamps not in _untied:  # several roles have the same model, whose matrices are large
-        with ExitStack() as stack:
-            _untied[stamps] = StoredModel(Path(path), spec, stack).has_own_head(spec)
-    return replace(spec, tie_word_embeddings=False) if _untied[stamps] else spec
-
-
 def join_ends(spec: ModelSpec, tokenizer: Any, template: str | None = None) -> ModelSpec:
     """``spec`` with all tokens that end a response: those that the model's files name, the end token of ``tokenizer`` (None: there is
     none) and the one that closes the assistant's turn in ``template``, by default the tokenizer's own."""
     known = (token for token in end_token_ids(tokenizer, template) if token < spec.vocab_size)
     return replace(spec, eos_token_ids=tuple(sorted({*spec.eos_token_ids, *known})))
-
-
-def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tuple[int, ...] | None = None) -> ModelSpec:
-    """The same from the contents of a config.json; ``source`` names it in messages."""
-    family = config.get("model_type")
-    if not isinstance(family, str):
-        raise ValueError(f"{source}: 'model_type' is {family!r}; it must name a model family")
-    if unfit := UNFIT.get(family.removesuffix("_text")):
-        raise ValueError(f"{source}: model_type {family!r} is not supported: {unfit[0]}; the nearest that is: {unfit[1]!r}")
-    families = importlib.import_module(f"{__package__}.families")  # which import this module
-    if family not in families.FAMILIES:
-        hint = nearest(family.lower(), list(families.FAMILIES)) or ";"
-        known = ", ".join(families.FAMILIES)
-        raise ValueError(f"{source}: model_type: unknown model family '{family}'{hint} available: {known}")
-    unchecked = families.UNCHECKED.get(family, ())
-    if "quantization_config" not in unchecked:
-        check_fp8(config, source)
-    if "auto_map" not in unchecked:
-        reject_unless(config, source, "auto_map", None)
-    spec: ModelSpec = families.FAMILIES[family](config, source)
-    if eos_token_ids is not None:
-        spec = replace(spec, eos_token_ids=eos_token_ids)
-    return spec
 
 
 def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
@@ -254,8 +207,7 @@ def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> Model
         "rope_scaling": rope_scaling,
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "max_position_embeddings": longest_row(rope_scaling, context),
-        "eos_token_ids": _eos_ids(config.get("eos_token_id"), source) or (),
-        "hf_config": dict(config),
+        "eos_token_ids": end_ids(config.get("eos_token_id"), source) or (),
     }
     spec = ModelSpec(**{**fields, **flags})
     if spec.num_attention_heads % spec.num_key_value_heads:
@@ -287,21 +239,8 @@ def read_windows(config: Mapping[str, Any], source: str, pattern: int | None = N
     return tuple(read_size(config, source, "sliding_window") if kind == "sliding_attention" else None for kind in types)
 
 
-def read_eos_ids(path: str | Path) -> tuple[int, ...]:
-    """End-of-sequence token ids: generation_config.json if it names any, else config.json; () where neither does.
-
-    Raises ValueError naming the file and the value.
-    """
-    for name in ("generation_config.json", "config.json"):
-        source = Path(path) / name
-        if source.is_file():
-            ids = _eos_ids(read_json(source).get("eos_token_id"), str(source))
-            if ids is not None:
-                return ids
-    return ()
-
-
-def _eos_ids(value: Any, source: str) -> tuple[int, ...] | None:
+def end_ids(value: Any, source: str) -> tuple[int, ...] | None:
+    """Return the end-of-sequence ids that a file's ``eos_token_id`` names; None where it names none. Raises ValueError."""
     if value is None:
         return None
     ids = value if isinstance(value, list) else [value]

@@ -1,36 +1,77 @@
-"""The tensors of a Hugging Face directory: which file each lies in, its shape and its dtype. Only safetensors, never a pickle."""
+"""A Hugging Face directory: its architecture, and which file each tensor lies in. Only safetensors, never a pickle.
+
+Matrices that are published in FP8 (e4m3) are read as bf16: elements times the scale of their block, in fp32, rounded once, as
+DeepSeek's ``fp8_cast_bf16.py`` does it. The scales of a tensor X are ``X_scale_inv``: one of each 128 x 128 elements, where the last
+blocks may be smaller (DeepSeek-V3, Qwen3), or a single one (Ministral 3). Scales of activations, which such a model may have too, are
+not read: products are in the model's own dtype.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Collection
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from rlhf_spmd.config.json_input import parse_json
-from rlhf_spmd.models.fp8 import BLOCK, E4M3, SCALES, ScaledSlice, scaled_tensor, scales_shape
+from rlhf_spmd.models.families import spec_from_config
+from rlhf_spmd.models.keys import FP8_BLOCK
+from rlhf_spmd.models.spec import ModelSpec, end_ids
 from rlhf_spmd.parallel.collectives import RECORDER
-
-if TYPE_CHECKING:
-    from rlhf_spmd.models.spec import ModelSpec
 
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
+E4M3, SCALES, ACTIVATIONS = "F8_E4M3", "_scale_inv", ".activation_scale"
 COMPARED_ROWS = 4096  # of two matrices at a time
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that old exports contain
 _VISION = re.compile(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual)\.")
+_untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
+
+
+def read_spec(path: str | Path) -> ModelSpec:
+    """The architecture of a Hugging Face directory, whose weights need not be there. ``tie_word_embeddings`` is false where an output
+    matrix lies there that differs from the embedding, as transformers has it.
+
+    Raises ValueError naming the file, the key and the value.
+    """
+    source = Path(path) / "config.json"
+    spec = spec_from_config(read_json(source), str(source), read_eos_ids(path))
+    if not spec.tie_word_embeddings or not any((Path(path) / name).is_file() for name in (WEIGHTS, INDEX)):
+        return spec
+    files = sorted(Path(path).glob("*.safetensors"))
+    stamps = (str(path), *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+    if stamps not in _untied:  # several roles have the same model, whose matrices are large
+        with ExitStack() as stack:
+            _untied[stamps] = StoredModel(Path(path), spec, stack).has_own_head()
+    return replace(spec, tie_word_embeddings=False) if _untied[stamps] else spec
+
+
+def read_eos_ids(path: str | Path) -> tuple[int, ...]:
+    """End-of-sequence token ids: generation_config.json if it names any, else config.json; () where neither does.
+
+    Raises ValueError naming the file and the value.
+    """
+    for name in ("generation_config.json", "config.json"):
+        source = Path(path) / name
+        if source.is_file():
+            ids = end_ids(read_json(source).get("eos_token_id"), str(source))
+            if ids is not None:
+                return ids
+    return ()
 
 
 class StoredModel:
     """The tensors of a directory: which file each lies in, opened when first needed. ``stored``: their names there."""
 
-    def __init__(self, path: Path, spec: ModelSpec, stack: contextlib.ExitStack) -> None:
-        self.path, self._stack = path, stack
+    def __init__(self, path: Path, spec: ModelSpec, stack: ExitStack) -> None:
+        self.path, self.spec, self._stack = path, spec, stack
         if (path / ADAPTER_CONFIG).is_file():
             raise ValueError(
                 f"{path}: {ADAPTER_CONFIG} lies beside the model, which transformers would load with that adapter; give each a "
@@ -54,31 +95,33 @@ class StoredModel:
         text = [name for name in self.files if not (spec.text_prefix and _VISION.match(name)) and not name.startswith(beyond)]
         self.stored = {name.replace(spec.text_prefix, ""): name for name in text}
 
-    def refuse_fewer(self, spec: ModelSpec) -> None:
-        """Raises ValueError where there cannot be all layers and experts of the model: at once, without a list of their names."""
-        experts, mixture = 0, spec.experts
+    def refuse_fewer(self) -> None:
+        """Raise ValueError where there cannot be all layers and experts of the model: at once, without a list of their names."""
+        spec, experts, mixture = self.spec, 0, self.spec.experts
         if mixture is not None and not (mixture.fused or mixture.stacked):
             experts = mixture.count * (spec.num_hidden_layers - len(mixture.dense_layers))
         if len(self.stored) < max(spec.num_hidden_layers, experts):
-            its = f"num_hidden_layers={spec.num_hidden_layers}" + (f" with {experts} experts" if experts else "")
-            raise ValueError(f"{self.source}: {len(self.stored)} tensors are too few for the model of config.json, {its}")
+            expected = f"num_hidden_layers={spec.num_hidden_layers}" + (f" with {experts} experts" if experts else "")
+            raise ValueError(f"{self.source}: {len(self.stored)} tensors are too few for the model of config.json, {expected}")
 
-    def refuse_unknown(self, spec: ModelSpec, known: Collection[str]) -> None:
-        """Raises ValueError for a tensor whose name is neither ``known`` nor a head's."""
-        heads = spec.names.lm_head, spec.names.value_head
+    def refuse_unknown(self, known: Collection[str]) -> None:
+        """Raise ValueError for a tensor whose name is neither ``known`` nor a head's."""
+        heads = self.spec.names.lm_head, self.spec.names.value_head
         names = {n: scaled_tensor(n) for n in self.stored}
-        unknown = sorted(n for n, its in names.items() if its not in known and its not in heads and not _IGNORED.search(n))
+        unknown = sorted(
+            n for n, tensor in names.items() if tensor not in known and tensor not in heads and not _IGNORED.search(n)
+        )
         if unknown:
             raise ValueError(
-                f"{self.source}: {len(unknown)} tensors that a {spec.family} model does not have, such as '{unknown[0]}'"
+                f"{self.source}: {len(unknown)} tensors that a {self.spec.family} model does not have, such as '{unknown[0]}'"
             )
 
-    def has_own_head(self, spec: ModelSpec) -> bool:
-        """Whether an output matrix lies here beside the embedding and differs from it. False where a file of theirs is missing.
+    def has_own_head(self) -> bool:
+        """Return True if an output matrix lies here beside the embedding and differs from it; False where a file of theirs is missing.
 
         Raises ValueError for a file that cannot be read.
         """
-        names = [self.stored[name] for name in (spec.names.embed, spec.names.lm_head) if name in self.stored]
+        names = [self.stored[name] for name in (self.spec.names.embed, self.spec.names.lm_head) if name in self.stored]
         if len(names) < 2 or not all((self.path / self.files[name]).is_file() for name in names):
             return False
         embed, head = (self._file(self.files[name]).get_slice(name) for name in names)
@@ -91,33 +134,33 @@ class StoredModel:
                 return True
         return False
 
-    def find(self, spec: ModelSpec, name: str, shape: tuple[int, ...], missing_head_ok: bool) -> Any:
+    def find(self, name: str, shape: tuple[int, ...], missing_head_ok: bool) -> Any:
         """safetensors' slice object of a tensor of the model; None for a value head that may be absent and is."""
         stored = name
-        if name == spec.names.embed and spec.tie_word_embeddings and name not in self.stored:
-            stored = spec.names.lm_head  # the one matrix of a tied model is saved under either name
+        if name == self.spec.names.embed and self.spec.tie_word_embeddings and name not in self.stored:
+            stored = self.spec.names.lm_head  # the one matrix of a tied model is saved under either name
         if stored in self.stored:
-            why = "a reward model or critic has one label," if name == spec.names.value_head else "config.json implies"
+            why = "a reward model or critic has one label," if name == self.spec.names.value_head else "config.json implies"
             return self.slices(stored, shape, why)
-        if name in (spec.names.value_head, spec.names.second_head) and missing_head_ok:
+        if name in (self.spec.names.value_head, self.spec.names.second_head) and missing_head_ok:
             return None
-        hint = "; a reward model needs a value head of one label" if name == spec.names.value_head else ""
+        hint = "; a reward model needs a value head of one label" if name == self.spec.names.value_head else ""
         raise ValueError(f"{self.source}: tensor '{name}' is missing{hint}")
 
     def slices(self, name: str, shape: tuple[int, ...], why: str, dtypes: Collection[str] = FLOATS) -> Any:
         """safetensors' slice object of a tensor, or one like it that reads FP8, after checking its shape and dtype. ``why`` it has that
         shape."""
-        found, source = self._slice(name)
-        if tuple(found.get_shape()) != shape:
-            raise ValueError(f"{source}: tensor '{name}' has shape {list(found.get_shape())}, but {why} {list(shape)}")
+        tensor, source = self._slice(name)
+        if tuple(tensor.get_shape()) != shape:
+            raise ValueError(f"{source}: tensor '{name}' has shape {list(tensor.get_shape())}, but {why} {list(shape)}")
         scales = f"{name}{SCALES}"
-        if found.get_dtype() == E4M3 and dtypes is FLOATS:
+        if tensor.get_dtype() == E4M3 and dtypes is FLOATS:
             blocks = scales_shape(shape) if self._slice(scales)[0].get_shape() else ()
-            return ScaledSlice(found, self.slices(scales, blocks, f"blocks of {BLOCK} x {BLOCK} have"))
+            return ScaledSlice(tensor, self.slices(scales, blocks, f"blocks of {FP8_BLOCK} x {FP8_BLOCK} have"))
         allowed = (E4M3,) if scales in self.stored else dtypes
-        if found.get_dtype() not in allowed:
-            raise ValueError(f"{source}: tensor '{name}' has dtype {found.get_dtype()}; allowed: {', '.join(allowed)}")
-        return found
+        if tensor.get_dtype() not in allowed:
+            raise ValueError(f"{source}: tensor '{name}' has dtype {tensor.get_dtype()}; allowed: {', '.join(allowed)}")
+        return tensor
 
     def _slice(self, name: str) -> tuple[Any, Path]:
         """A tensor as it lies in its file, and the file."""
@@ -161,3 +204,35 @@ def read_json(source: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{source}: holds a JSON {type(value).__name__}, not an object")
     return value
+
+
+def scaled_tensor(name: str) -> str:
+    """The tensor that scales called ``name`` belong to; ``name`` itself where it does not name scales."""
+    return name.replace(ACTIVATIONS, ".weight").removesuffix(SCALES)
+
+
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """That of the scales of a tensor's blocks."""
+    return (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
+
+
+class ScaledSlice:
+    """In place of safetensors' slice object, for a tensor in FP8: reads the elements that are asked for, and all scales."""
+
+    def __init__(self, codes: Any, scales: Any) -> None:
+        self._codes, self._scales = codes, scales
+
+    def __getitem__(self, places: Any) -> Tensor:
+        """bf16 of the shape that the tensor has at ``places``: slices, or numbers in front of the last two dims."""
+        index: list[Any] = [*places] if isinstance(places, tuple) else [places]
+        shape, values = self._codes.get_shape(), self._codes[tuple(index)].float()
+        if not self._scales.get_shape():
+            return _product(values, self._scales[...])
+        *outer, rows, columns = index + [slice(None)] * (len(shape) - len(index))
+        scales = self._scales[(*outer, slice(None), slice(None))]
+        row, column = (torch.arange(size)[part] // FP8_BLOCK for size, part in zip(shape[-2:], (rows, columns), strict=True))
+        return _product(values, scales[..., row, :][..., column])
+
+
+def _product(values: Tensor, scales: Tensor) -> Tensor:
+    return values.mul_(scales.float()).bfloat16()

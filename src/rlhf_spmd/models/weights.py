@@ -17,11 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.file_forms import file_forms, file_names, find_tensor, is_correction
+from rlhf_spmd.models.families import spec_from_config
+from rlhf_spmd.models.file_forms import file_forms, file_names, find_tensor, is_score_bias
 from rlhf_spmd.models.lora import PREFIX, LoraConfig, check_peft_config, is_adapter
 from rlhf_spmd.models.sharding import plan_params, tensor_shapes
-from rlhf_spmd.models.spec import ModelSpec, Names, read_eos_ids, spec_from_config
-from rlhf_spmd.models.stored import ADAPTER_CONFIG, StoredModel, read_json
+from rlhf_spmd.models.spec import ModelSpec, Names
+from rlhf_spmd.models.stored import ADAPTER_CONFIG, StoredModel, read_eos_ids, read_json
 from rlhf_spmd.parallel.boxes import Box, ParamShard
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.zero import local_part
@@ -45,26 +46,26 @@ def load_pretrained(
     """
     with contextlib.ExitStack() as stack, torch.no_grad():
         checkpoint = StoredModel(Path(path), decoder.spec, stack)
-        checkpoint.refuse_unknown(decoder.spec, file_names(decoder.spec, tensor_shapes(decoder.spec, "both")))
+        checkpoint.refuse_unknown(file_names(decoder.spec, tensor_shapes(decoder.spec, "both")))
         for target, box in chain(_places(decoder, shards), _quantized_places(decoder)):
-            found = find_tensor(checkpoint, decoder.spec, box.name, box.shape, missing_head_ok)
-            if found is None:
+            tensor = find_tensor(checkpoint, box.name, box.shape, missing_head_ok)
+            if tensor is None:
                 target.zero_()
             else:
-                target.copy_(found[box.global_slices])
+                target.copy_(tensor[box.global_slices])
 
 
 def check_pretrained(spec: ModelSpec, path: str | Path, head: str, missing_head_ok: bool = False) -> None:
-    """Whether :func:`load_pretrained` will find what it needs, in any layout: reads the files' headers, no weights.
+    """Check that :func:`load_pretrained` will find what it needs, in any layout: reads the files' headers, no weights.
 
     Raises ValueError as it does, for files cut short too.
     """
     with contextlib.ExitStack() as stack:
         checkpoint = StoredModel(Path(path), spec, stack)
-        checkpoint.refuse_fewer(spec)
-        checkpoint.refuse_unknown(spec, file_names(spec, tensor_shapes(spec, "both")))
+        checkpoint.refuse_fewer()
+        checkpoint.refuse_unknown(file_names(spec, tensor_shapes(spec, "both")))
         for name, shape in tensor_shapes(spec, head).items():
-            find_tensor(checkpoint, spec, name, shape, missing_head_ok)
+            find_tensor(checkpoint, name, shape, missing_head_ok)
 
 
 def init_random(decoder: Decoder, seed: int, shards: Mapping[str, ParamShard] | None = None) -> None:
@@ -121,22 +122,22 @@ def _stored_adapter(spec: ModelSpec, path: str, stack: contextlib.ExitStack) -> 
 
 
 def check_adapter(spec: ModelSpec, lora: LoraConfig, head: str, where: str) -> None:
-    """Whether :func:`init_adapters` will find in ``lora.path`` what it needs; a head of values may be there. Raises ValueError."""
+    """Check that :func:`init_adapters` will find in ``lora.path`` what it needs; a head of values may be there. Raises ValueError."""
     assert lora.path is not None
     plan, folder = plan_params(spec, "none", 0, 1, 0, 1, lora=lora), Path(lora.path)
     wanted = {box.name: box.shape for name, shard in plan.items() if is_adapter(name) for box in shard.boxes}
     try:
         with safe_open(folder / ADAPTER_FILE, framework="pt", device="cpu") as stored:
-            found = {name.replace(spec.text_prefix, ""): tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+            shapes = {name.replace(spec.text_prefix, ""): tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{where}.path={lora.path}: {ADAPTER_FILE} cannot be read: {error}") from error
     config = read_json(folder / ADAPTER_CONFIG)
-    if head == "value" and STORED_HEAD in found:
+    if head == "value" and STORED_HEAD in shapes:
         wanted[STORED_HEAD] = (1, spec.hidden_size)
-    other = min((name for name in {**wanted, **found} if wanted.get(name) != found.get(name)), default=None)
+    other = min((name for name in {**wanted, **shapes} if wanted.get(name) != shapes.get(name)), default=None)
     if other is not None:
         raise ValueError(
-            f"{where}.path={lora.path}: tensor {other} there is {found.get(other)}, by {where}.rank={lora.rank} and "
+            f"{where}.path={lora.path}: tensor {other} there is {shapes.get(other)}, by {where}.rank={lora.rank} and "
             f"target_modules={lora.target_modules} it is {wanted.get(other)}; they must be the adapter's, whose {ADAPTER_CONFIG} has "
             f"target_modules={config.get('target_modules')}"
         )
@@ -152,7 +153,7 @@ def _places(decoder: Decoder, shards: Mapping[str, ParamShard] | None, adapters:
 
 
 def _quantized_places(decoder: Decoder) -> Iterator[tuple[Tensor, Box]]:
-    """The same of quantized matrices, which ZeRO does not cut: all their places must be filled, they are set behind the last one."""
+    """Yield the places of quantized matrices, which ZeRO does not cut: all must be filled, a matrix is set behind its last one."""
     for name, matrix in decoder.quantized.items():
         RECORDER.tick()
         values = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.codes.device)
@@ -163,8 +164,8 @@ def _quantized_places(decoder: Decoder) -> Iterator[tuple[Tensor, Box]]:
 
 def random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """The initial fp32 value of a tensor: norms multiply by 1, biases 0, matrices normal with ``initializer_range`` (0.02),
-    corrections of routers 0."""
-    if is_correction(spec, name):
+    biases of routers' scores 0."""
+    if is_score_bias(spec, name):
         return torch.zeros(shape)
     if name.endswith(".A_log"):  # decays of transformers' range; all equal would let no head remember longer than others
         return torch.empty(shape).uniform_(0.01, 16, generator=_generator(seed, name)).log_()

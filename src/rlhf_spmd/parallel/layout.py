@@ -72,7 +72,8 @@ class Grid(ABC):
     pp: int
     tp: int
     ep: int = 1  # how many neighbouring ranks of dp * cp share the experts
-    whole_experts: bool = False  # each tp rank has 1 / tp of the experts in place of a slice of each; never where ep is above 1
+    # each tp rank has 1 / tp of the experts in place of a slice of each; never where ep is above 1
+    expert_parallel_generation: bool = False
 
     @property
     @abstractmethod
@@ -159,7 +160,7 @@ class Layout(Grid):
     zero_size: int | None = None
     cp: int = 1
     ep: int = 1
-    whole_experts: bool = False
+    expert_parallel_generation: bool = False
 
     def __post_init__(self) -> None:
         assert self.copies % (self.zero_size or 1) == 0, f"zero_size={self.zero_size} does not divide dp * cp={self.copies}"
@@ -248,18 +249,18 @@ class GenerationLayout(Grid):
     """(p_g, t_g, d_g, d * c) over the ranks of a training layout, with d_g = p*t / (p_g*t_g) micro-DP replicas per copy of the model.
 
     ``consecutive``: no regrouping. The ranks form the grid [p_g, replicas, t_g] like those of a training layout, and a training shard
-    may lie outside its rank's generation shard. :func:`generation_layout` chooses, and has a word on ``whole_experts``.
+    may lie outside its rank's generation shard. :func:`generation_layout` chooses, and has a word on ``expert_parallel_generation``.
     """
 
     train: Layout
     pp: int
     tp: int
     consecutive: bool = False
-    whole_experts: bool = False
+    expert_parallel_generation: bool = False
 
     def __post_init__(self) -> None:
         for name, part, trained in (("pp", self.pp, self.train.pp), ("tp", self.tp, self.train.tp)):
-            if part < 1 or (trained % part and self.train.zero < 3 and not self.whole_experts):
+            if part < 1 or (trained % part and self.train.zero < 3 and not self.expert_parallel_generation):
                 raise ValueError(
                     f"generation.{name}={part} must divide the training layout's {name}={trained}: "
                     "every training shard has to be a slice of its generation shard (with layout.zero=3 any "
@@ -291,8 +292,8 @@ class GenerationLayout(Grid):
         """Pool indices by coordinate, [p_g, d_g * d * c, 1, t_g]."""
         ranks, shape = np.arange(self.train.size), (self.pp, self.dp, 1, self.tp)
         # neighbours with different parts of a training stage
-        parts = self.train.tp * (self.train.ep if self.whole_experts else 1)
-        apart = self.train.pp % self.pp or parts % self.tp if self.whole_experts else self.consecutive
+        parts = self.train.tp * (self.train.ep if self.expert_parallel_generation else 1)
+        apart = self.train.pp % self.pp or parts % self.tp if self.expert_parallel_generation else self.consecutive
         if apart:
             return ranks.reshape(shape)
         stages, slices = self.train.pp // self.pp, parts // self.tp  # of training, per generation stage and slice
@@ -307,17 +308,18 @@ class GenerationLayout(Grid):
 
 
 def generation_layout(
-    train: Layout, pp: int, tp: int, consecutive: bool = False, whole_experts: bool = False
+    train: Layout, pp: int, tp: int, consecutive: bool = False, expert_parallel_generation: bool = False
 ) -> GenerationLayout:
     """Returns the regrouping of ``train``, or a grid of its own if the layouts do not allow that or ``consecutive`` asks for it.
 
-    No regrouping makes slices of experts parts of ``whole_experts``. Ranks that have different experts or slices of them in training
-    are then regrouped as the ranks of tp are otherwise, so that each lacks the least of its experts. Raises ValueError for a
-    generation layout that does not fit.
+    With ``expert_parallel_generation`` no regrouping makes slices of experts parts of whole ones. Ranks that have different experts
+    or slices of them in training are then regrouped as the ranks of tp are otherwise, so that each lacks the least of its experts.
+    Raises ValueError for a generation layout that does not fit.
     """
     fits = train.pp % max(pp, 1) == 0 and train.tp % max(tp, 1) == 0
     whole_stages = train.vpp == 1 or pp == 1  # with virtual stages the layers of a rank are not consecutive
-    return GenerationLayout(train, pp, tp, consecutive or whole_experts or not (fits and whole_stages), whole_experts)
+    consecutive = consecutive or expert_parallel_generation or not (fits and whole_stages)
+    return GenerationLayout(train, pp, tp, consecutive, expert_parallel_generation)
 
 
 def stage_layers(num_layers: int, pp: int, stage: int) -> range:

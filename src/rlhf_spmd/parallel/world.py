@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from rlhf_spmd.kernels.cuda_settings import set_up_cuda
+from rlhf_spmd.kernels.devices import set_up_cuda
 from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.device_setup import choose_device, set_up_device
 from rlhf_spmd.parallel.launch import Launch, connect_store, read_launch

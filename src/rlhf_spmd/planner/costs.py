@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_spmd.generation.config import GenerationConfig
-from rlhf_spmd.kernels.delta_rule import CHUNK
+from rlhf_spmd.kernels.linear_attention import CHUNK
 from rlhf_spmd.planner.machine import Machine
 from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload, divisors
 

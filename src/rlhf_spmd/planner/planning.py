@@ -13,11 +13,9 @@ import numpy as np
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.activations import CHECKPOINTING
-from rlhf_spmd.models.context_parallel import check_cp
-from rlhf_spmd.models.expert_parallel import check_ep
+from rlhf_spmd.models.layout_rules import check_layout
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.quantized import check_quantized
-from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner import memory
 from rlhf_spmd.planner.machine import GIB, Machine
@@ -88,8 +86,7 @@ def layouts(call: ModelCall, size: int, slices: Sequence[int]) -> list[tuple[int
             if dp > least or (generates and least % dp):
                 continue
             try:
-                _check_model(call, pp, tp, "")
-                check_cp(call.spec, tp, call.cp, "")
+                _check_model(call, pp, tp, call.cp, 1, "")
                 check_quantized(call.spec, call.lora, tp, "")
             except ValueError:
                 continue
@@ -101,12 +98,10 @@ def _keeps_experts_whole(call: ModelCall) -> bool:
     return call.kind == "generate" and call.generation.ep > 1
 
 
-def _check_model(call: ModelCall, pp: int, tp: int, where: str) -> None:
+def _check_model(call: ModelCall, pp: int, tp: int, cp: int, ep: int, where: str) -> None:
     """Raises ValueError if the model cannot be cut so."""
     whole = _keeps_experts_whole(call)
-    check_layout(call.spec, pp, tp, where, whole_experts=whole)
-    if whole:
-        check_ep(call.spec, tp, where)
+    check_layout(call.spec, where, pp, tp, cp=cp, ep=tp if whole else ep, expert_parallel_generation=whole)
 
 
 @dataclass(frozen=True)
@@ -187,7 +182,7 @@ class ProblemBuilder:
                 for call, estimate in zip(tied, estimates, strict=True):
                     took, needs, cache = (float(each[i]) for each in estimate)
                     more: dict[str, Any] = {"in_place": call.kind == "infer", "cache": cache, "settings": one}
-                    more["whole_experts"] = _keeps_experts_whole(call)
+                    more["expert_parallel_generation"] = _keeps_experts_whole(call)
                     options.append(Option(size, seconds=took, held=float(held[i]), active=needs, **layout, **more))
                 found.append(tuple(options))
         return found
@@ -204,9 +199,7 @@ class ProblemBuilder:
         if self.fixed is None:
             return layouts(call, size, slices)
         placed = self.fixed.calls[call.name]
-        _check_model(call, placed.pp, placed.tp, f"the plan's calls.{call.name}")
-        check_cp(call.spec, placed.tp, placed.cp, f"the plan's calls.{call.name}")
-        check_ep(call.spec, placed.ep, f"the plan's calls.{call.name}")
+        _check_model(call, placed.pp, placed.tp, placed.cp, placed.ep, f"the plan's calls.{call.name}")
         return [(placed.pp, placed.tp, placed.dp)]
 
     def _settings(self, call: ModelCall, given: Sequence[tuple[int, int, int]]) -> CallSettings:

@@ -61,7 +61,7 @@ class Option:
     - cache: the part of ``active`` that a KV cache takes
     - zero, zero_size: ZeRO stage, and ranks that share one copy of the weights; 0: all replicas. ep: ranks that share the experts
     - in_place: at home, the call uses the weights in the home's layout, so ``zero`` must be the home's
-    - whole_experts: ranks of tp share the experts, so that weights are copied, and stay beside, in the home's layout too
+    - expert_parallel_generation: ranks of tp share the experts, so that weights are copied, and stay beside, in the home's layout too
     - settings: what the option sets, by the fields of ``PlacedCall``; the search does not read them
     """
 
@@ -75,7 +75,7 @@ class Option:
     zero_size: int = 0
     ep: int = 1
     in_place: bool = False
-    whole_experts: bool = False
+    expert_parallel_generation: bool = False
     cache: float = 0.0
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -216,7 +216,7 @@ class Problem:
         ``layout``: the home's if the ranks are the same, else None. ``holders``: number of the home's ranks; between different
         ranks only this number matters, and the search relies on that. ``near``: all ranks are on one host.
         """
-        if layout == option.layout and not option.whole_experts:
+        if layout == option.layout and not option.expert_parallel_generation:
             return 0.0, 0.0
         if option.zero or (layout and option.in_place and layout[:2] == option.layout[:2]):
             return IMPOSSIBLE
@@ -224,7 +224,7 @@ class Problem:
         if layout:
             pp, tp, zero, zero_size, ep = layout
             here = max(pp * tp * zero_size if zero_size else holders if zero else pp * tp, pp * tp * ep)
-            if not (option.in_place or option.whole_experts) and pp % option.pp == 0 and tp % option.tp == 0:
+            if not (option.in_place or option.expert_parallel_generation) and pp % option.pp == 0 and tp % option.tp == 0:
                 shard -= self.weights[role] / here
             near = near or here <= self.local_size
         sent = shard * option.size / holders

@@ -119,7 +119,7 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         held[part] = held.get(part, 0) + int(np.prod(shard.shape))
         divided += int(np.prod(shard.shape)) * shard.by_expert
     share = 1.0 if spec.delta is None else 1 - len(spec.delta.layers) / spec.num_hidden_layers  # of layers with attention
-    attending = [spec.of_layer(layer) for layer in range(spec.num_hidden_layers) if spec.delta_of(layer) is None]
+    attending = [spec.spec_for_layer(layer) for layer in range(spec.num_hidden_layers) if spec.delta_of(layer) is None]
     queries = sum(one.num_attention_heads * one.head_dim for one in attending) // spec.num_hidden_layers
     keys = sum(one.num_key_value_heads * one.head_dim for one in attending) // spec.num_hidden_layers
     gates, delta = queries * spec.attention_gate, spec.delta

@@ -293,7 +293,7 @@ def _exact(role: str, plan: RolePlan, config: Any) -> bool:
         against = "latent attention has other products in generation than in training"
     elif generation.tp != plan.shape.layout.tp:
         against = f"generation has tp={generation.tp} and training tp={plan.shape.layout.tp}, and they add in another order"
-    elif generation.whole_experts:
+    elif generation.expert_parallel_generation:
         against = f"models.{role}.generation.ep={settings.ep} adds the results of experts in another order than training"
     elif capabilities(device).batch_invariant and settings.attention not in ("auto", plan.config.attention):
         against = f"models.{role}.generation.attention={settings.attention} is not models.{role}.attention"

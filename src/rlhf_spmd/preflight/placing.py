@@ -9,10 +9,8 @@ from dataclasses import replace
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import Graph, GroupShape, ResourcePool
 from rlhf_spmd.generation.config import GenerationConfig
-from rlhf_spmd.models.context_parallel import check_cp
-from rlhf_spmd.models.expert_parallel import check_ep, check_generation_ep
+from rlhf_spmd.models.layout_rules import check_generation_ep, check_layout
 from rlhf_spmd.models.quantized import check_quantized
-from rlhf_spmd.models.sharding import check_layout
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, LayoutConfig, generation_layout, resolve_layout
 from rlhf_spmd.planner.cluster import RoleFacts
 from rlhf_spmd.planner.placement import PlacementConfig, place_roles
@@ -91,9 +89,7 @@ def lay_out(role: str, plan: RolePlan, layout: LayoutConfig) -> RolePlan:
     where, spec = f"models.{role}", plan.spec
     found = resolve_layout(layout, len(plan.pool.ranks), f"{where}.layout on pool '{plan.pool.name}'")
     if spec is not None:
-        check_layout(spec, found.pp, found.tp, f"{where}.layout", found.vpp)
-        check_cp(spec, found.tp, found.cp, f"{where}.layout")
-        check_ep(spec, found.ep, f"{where}.layout")
+        check_layout(spec, f"{where}.layout", found.pp, found.tp, found.vpp, found.cp, found.ep)
         check_quantized(spec, plan.config.lora, found.tp, f"{where}.lora")
     laid = replace(plan, config=replace(plan.config, layout=layout), shape=GroupShape(found))
     if plan.generation is None or "generate_sequences" in plan.config.calls:
@@ -125,7 +121,7 @@ def _generation_at_home(where: str, plan: RolePlan) -> GenerationLayout:
         generation = generation_layout(layout, config.pp, config.tp, consecutive, whole)
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from error
-    check_layout(spec, generation.pp, generation.tp, f"{where}.generation", whole_experts=whole)
+    check_layout(spec, f"{where}.generation", generation.pp, generation.tp, expert_parallel_generation=whole)
     if config.overlap and generation.consecutive:
         raise ValueError(
             f"{where}.generation.overlap=true: weights come layer by layer only if reshard_method=zero_redundancy regroups ranks in "
@@ -155,10 +151,9 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
     if kinds[method] == "generate":
         own = f"models.{role}.generation"
         whole = check_generation_ep(plan.spec, generation.ep, layout.tp, own, "tp of generation")
-        layout = replace(layout, whole_experts=whole)
-    check_layout(plan.spec, layout.pp, layout.tp, f"{where}.layout", layout.vpp, layout.whole_experts)
-    check_cp(plan.spec, layout.tp, layout.cp, f"{where}.layout")
-    check_ep(plan.spec, layout.ep, f"{where}.layout")
+        layout = replace(layout, expert_parallel_generation=whole)
+    sizes = layout.pp, layout.tp, layout.vpp, layout.cp, layout.ep
+    check_layout(plan.spec, f"{where}.layout", *sizes, expert_parallel_generation=layout.expert_parallel_generation)
     if kinds[method] != "generate":
         return CallPlan(pool, GroupShape(layout))
     if layout.zero or max(layout.vpp, layout.cp, layout.ep) > 1:
@@ -170,5 +165,6 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
                 f"models.{role}.generation.{key}={str(getattr(generation, key)).lower()}: weights for "
                 f"calls.{method} on other ranks are sent whole; leave it out"
             )
-    grid = GenerationLayout(layout, layout.pp, layout.tp, whole_experts=layout.whole_experts)  # that of the weights that come
+    # that of the weights that come
+    grid = GenerationLayout(layout, layout.pp, layout.tp, expert_parallel_generation=layout.expert_parallel_generation)
     return CallPlan(pool, GroupShape(layout, grid))

@@ -20,7 +20,7 @@ from rlhf_spmd.generation.sequence import Request
 from rlhf_spmd.kernels import capabilities, wait
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
-from rlhf_spmd.models.sharding import check_layout
+from rlhf_spmd.models.layout_rules import check_layout
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -91,7 +91,7 @@ def profile(
 
 def fits(spec: ModelSpec, tp: int) -> bool:
     try:
-        check_layout(spec, 1, tp, "")
+        check_layout(spec, "", tp=tp)
     except ValueError:
         return False
     return True

@@ -17,7 +17,7 @@ from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.controller import CallRecord, Graph
 from rlhf_spmd.kernels import capabilities, model_device
 from rlhf_spmd.kernels.devices import total_bytes
-from rlhf_spmd.models.expert_parallel import check_ep
+from rlhf_spmd.models.layout_rules import check_layout
 from rlhf_spmd.planner.cluster import waits
 from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.machine import GIB, GPUS, ClusterConfig, Gpu, Machine
@@ -37,7 +37,7 @@ from rlhf_spmd.workers.config import BatchLimits
 KINDS = ("generate", "infer", "train")
 ATTEMPTS = 8  # searches, each with as much less memory as the last plan took too much
 SLACK = 1.01
-ALIGNED = 8  # sizes of experts that are grouped are multiples of it, as in ``kernels.grouped_gemm``, which needs triton
+ALIGNED = 8  # sizes of experts that are grouped are multiples of it, as in ``kernels.triton_experts``, which needs triton
 BUDGETS = (2.0, 1.0, 0.5, 0.25)  # token budgets of micro-batches that are tried, as shares of the configuration's
 
 
@@ -51,7 +51,7 @@ def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> 
         call, role = graph.nodes[node], graph.nodes[node].role.name
         plan, kind, generation = plans[role], call.spec.kind, plans[role].config.generation
         assert plan.spec is not None and kind is not None and issubclass(plan.worker, ModelWorker)
-        check_ep(plan.spec, plan.config.layout.ep, f"models.{role}.layout")
+        check_layout(plan.spec, f"models.{role}.layout", ep=plan.config.layout.ep)
         of_method = sum(other.role.name == role and other.spec.name == call.spec.name for other in graph.nodes)
         found.append(
             ModelCall(

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.config.load import to_dict
+from rlhf_spmd.config.rules import check_rules
 from rlhf_spmd.config.schema import leaves, nearest
 from rlhf_spmd.controller import GroupShape, ResourcePool
 from rlhf_spmd.data.dataset import TokenDataset
@@ -20,9 +21,10 @@ from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.lora import LoraConfig
-from rlhf_spmd.models.router_balance import check_balance
+from rlhf_spmd.models.router_balance import BALANCE_RULES, BalanceLoss
 from rlhf_spmd.models.sharding import check_lora
-from rlhf_spmd.models.spec import ModelSpec, join_ends, read_spec
+from rlhf_spmd.models.spec import ModelSpec, join_ends
+from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import check_adapter, check_pretrained
 from rlhf_spmd.parallel.layout import MOST_RANKS, GenerationLayout, Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.rewards.config import RewardConfig, reward_key
@@ -275,7 +277,7 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
         config = replace(config, optim=with_usual_rates(config.optim, worker.lr, worker.head_lr))
     if config.router_replay != "disabled":
         check_replay(spec, issubclass(worker, ActorWorker), f"{where}.router_replay={config.router_replay}")
-    check_balance(spec, config.router_aux_loss_coef, worker.trained, f"{where}.router_aux_loss_coef")
+    check_rules(BALANCE_RULES, BalanceLoss(config.router_aux_loss_coef, spec, worker.trained), where)
     if config.optim.head_lr is not None and worker.head == "lm" and spec.tie_word_embeddings:
         raise ValueError(
             f"{where}.optim.head_lr={config.optim.head_lr}: the model's output matrix is its embedding (tie_word_embeddings); "

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlhf_spmd.kernels.cuda_settings import usual_settings
+from rlhf_spmd.kernels.devices import usual_settings
 from rlhf_spmd.parallel.device_setup import check_gpus
 from rlhf_spmd.parallel.launch import JOB_KEY, LAUNCHER, ranks_store
 from rlhf_spmd.process.board import Failure

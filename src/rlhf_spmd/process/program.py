@@ -23,7 +23,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 
-from rlhf_spmd.kernels.cuda_settings import set_up_cuda
+from rlhf_spmd.kernels.devices import set_up_cuda
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.device_setup import choose_matmul
 from rlhf_spmd.parallel.launch import launcher_is_process_1, read_launch

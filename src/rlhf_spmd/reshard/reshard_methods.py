@@ -103,7 +103,7 @@ class Method:
         source = holdings(layout.train, train, ranks, ranks)
         if self.consecutive and not self.whole:
             transfer = plan_transfer(source, holdings(layout, wanted, ranks, ranks), host_of, index)
-            held = held_by(layout.train, train, index) if layout.whole_experts else {}
+            held = held_by(layout.train, train, index) if layout.expert_parallel_generation else {}
             return TransitionPlan(transfer, mine, locations=_located(transfer, held))
         gathered = mine
         if self.whole:

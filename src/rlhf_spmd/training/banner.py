@@ -92,8 +92,14 @@ def _layouts(plans: Mapping[str, RolePlan], size: int) -> Iterator[str]:
             continue
         layout, generation = plan.shape.layout, plan.shape.generation
         how = _axes(layout, layout.dp, layout.cp, layout.ep)
-        if generation is not None and (generation.pp, generation.tp, generation.whole_experts) != (layout.pp, layout.tp, False):
-            how += ", generation " + _axes(generation, generation.dp, ep=generation.tp if generation.whole_experts else 1)
+        if generation is not None and (generation.pp, generation.tp, generation.expert_parallel_generation) != (
+            layout.pp,
+            layout.tp,
+            False,
+        ):
+            how += ", generation " + _axes(
+                generation, generation.dp, ep=generation.tp if generation.expert_parallel_generation else 1
+            )
         if len(plan.pool.ranks) < size:
             how += f" on ranks {str(plan.pool).partition('[')[2].rstrip(']')}"
         alike.setdefault(how, []).append(role)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from rlhf_spmd.config.constraints import NonNegativeFloat
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.environments.config import EnvironmentConfig
@@ -89,7 +90,7 @@ class RoleConfig(ComputeConfig):
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    router_aux_loss_coef: float = 0.0
+    router_aux_loss_coef: NonNegativeFloat = 0.0
     router_replay: Literal["disabled", "R2", "R3"] = "disabled"
     calls: dict[str, CallConfig] = field(default_factory=dict)
     offload: bool = False

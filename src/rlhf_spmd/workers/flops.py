@@ -46,7 +46,7 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
             weights += spec.hidden_size * (delta.columns + delta.value_heads * delta.value_dim + columns)
             state += 3 * delta.state
             continue
-        own = spec.of_layer(layer)
+        own = spec.spec_for_layer(layer)
         weights += own.attention_numel + spec.hidden_size * columns
         seen = min(window or mean_length, mean_length)
         keys = seen * (1 - seen / (2 * mean_length)) if mean_length else 0.0  # that a query sees, on average

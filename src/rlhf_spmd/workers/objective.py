@@ -159,7 +159,7 @@ def pack_rows(batch: Batch, device: torch.device, least: float = 0.0) -> Packed:
     if not len(batch):
         return Packed(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64), batch)
     parts: list[Tensor] = []
-    places: list[Tensor] = []
+    token_index: list[Tensor] = []
     num_tokens, first_of = 0, dict[bytes, int]()
     experts = batch[ROUTED_EXPERTS].rows() if ROUTED_EXPERTS in batch else [torch.empty(0)] * len(batch)
     fields = batch["prompt_ids"].rows(), batch["response_ids"].rows(), experts
@@ -172,9 +172,9 @@ def pack_rows(batch: Batch, device: torch.device, least: float = 0.0) -> Packed:
             num_tokens += len(begin)
         own = len(prompt) - len(begin) + len(response)
         parts += [prompt[-1:], response]
-        places += [torch.arange(first, first + len(begin)), torch.arange(num_tokens, num_tokens + own)]
+        token_index += [torch.arange(first, first + len(begin)), torch.arange(num_tokens, num_tokens + own)]
         num_tokens += own
-    lengths, at = batch["prompt_ids"].lengths + batch["response_ids"].lengths, torch.cat(places)
+    lengths, at = batch["prompt_ids"].lengths + batch["response_ids"].lengths, torch.cat(token_index)
     tokens, shares = ragged(parts, torch.int64).values, len(at) - num_tokens > least * len(at)
     return Packed(on_device(tokens if shares else tokens[at], device), lengths, batch, at if shares else None)
 
@@ -205,7 +205,7 @@ def response_positions(micro: Packed) -> Tensor:
     within = torch.arange(int(responses.sum())) - torch.repeat_interleave(responses.cumsum(0) - responses, responses)
     positions = torch.repeat_interleave(first, responses) + within
     positions = positions[micro.extra[MASK].values] if MASK in micro.extra else positions
-    return positions if micro.places is None else micro.places[positions]
+    return positions if micro.token_index is None else micro.token_index[positions]
 
 
 def response_log_probs(
@@ -230,7 +230,7 @@ def response_values(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
 def last_token_value(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
     """The value head on each row's last token, [rows]."""
     ends = micro.lengths.cumsum(0) - 1
-    return _values_at(decoder, hidden, ends if micro.places is None else micro.places[ends])
+    return _values_at(decoder, hidden, ends if micro.token_index is None else micro.token_index[ends])
 
 
 def _values_at(decoder: Decoder, hidden: Tensor, positions: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ ROUTED_EXPERTS = "routed_experts"  # a field of rows, see ``router_replay``
 class Packed:
     """A micro-batch of whole sequences: ``tokens`` int64 [T] on the device, ``lengths`` int64 [rows] on the CPU, summing to T.
 
-    ``extra``: the fields of these rows that heads and losses use. A micro-batch may have no rows. ``places``: given if sequences share
-    tokens, so that lengths sum to more than T; see :class:`~rlhf_spmd.models.attention.PackedAttention`.
+    ``extra``: the fields of these rows that heads and losses use. A micro-batch may have no rows. ``token_index``: given if sequences
+    share tokens, so that lengths sum to more than T; see :class:`~rlhf_spmd.models.attention.PackedAttention`.
     """
 
     tokens: Tensor
@@ -32,7 +32,7 @@ class Packed:
     extra: Batch = field(
         default_factory=lambda: Batch(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), {})
     )
-    places: Tensor | None = None
+    token_index: Tensor | None = None
 
     @property
     def experts(self) -> Tensor | None:
@@ -68,7 +68,7 @@ class Passes:
     def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
         chunk, batch = self._chunks[action.chunk], self._batches[action.micro_batch]
         leaf = None if received is None else received.requires_grad_()
-        routers = self._balance.begin(batch.lengths, batch.places, self._row_weight, batch.experts)
+        routers = self._balance.begin(batch.lengths, batch.token_index, self._row_weight, batch.experts)
         out = self._pass_through(chunk, batch, leaf, partial(self._end, batch), routers)
         self._alive[action.micro_batch, action.chunk] = leaf, out
         return None if chunk.is_last else out.detach()

@@ -31,7 +31,7 @@ def chunk_shards(
     """For each chunk of layers, parameter name -> shape and boxes on the rank at (pp_rank, tp_rank), before ZeRO cuts out its rows and
     ep its experts."""
     num_stages, stages = layout.pp * layout.vpp, layout.stages(pp_rank)
-    options: Any = {"lora": lora, "whole_experts": layout.whole_experts}
+    options: Any = {"lora": lora, "expert_parallel_generation": layout.expert_parallel_generation}
     return [plan_params(spec, head, s, num_stages, tp_rank, layout.tp, **options) for s in stages]
 
 

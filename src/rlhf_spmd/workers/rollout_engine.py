@@ -109,7 +109,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
     mesh.tp.meet(worker.device)
     connect_channels(mesh, worker.device)
     dtype, blocks, ops = worker.engine.dtype, layout.blocks, worker.engine.ops
-    options: dict[str, Any] = {"whole_experts": layout.whole_experts}
+    options: dict[str, Any] = {"expert_parallel_generation": layout.expert_parallel_generation}
     decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", blocks, ops=ops, **options)
     decoder.requires_grad_(False)
     shards = partial(rank_shards, spec, "lm", worker.shape.layout)  # generation has no use for a second head

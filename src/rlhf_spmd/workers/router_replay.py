@@ -41,10 +41,10 @@ class RouterRecord:
         self.chosen: dict[int, Tensor] = {}
 
     def route(
-        self, ops: Ops, layer: int, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype
+        self, ops: Ops, layer: int, logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """As ``Ops.route``, of a layer by its global index."""
-        weights, chosen = ops.route(logits, correction, rule, dtype)
+        weights, chosen = ops.route(logits, score_bias, rule, dtype)
         self.chosen[layer] = chosen.to(self._dtype)
         return weights, chosen
 
@@ -79,7 +79,10 @@ class ExpertRecords:
                 own[:, [balance.numbers[layer] for layer in record.chosen]] = found
         for group in (mesh.pp, mesh.cp):
             group.all_reduce(whole.view(torch.uint8), ROUTED_EXPERTS)
-        rows = [part if micro.places is None else part[micro.places] for part, micro in zip(parts, self._packed, strict=True)]
+        rows = [
+            part if micro.token_index is None else part[micro.token_index]
+            for part, micro in zip(parts, self._packed, strict=True)
+        ]
         lengths = [micro.lengths for micro in self._packed]
         made = {ROUTED_EXPERTS: Ragged(torch.cat([whole[:0], *rows]), torch.cat([batch.row_ids[:0], *lengths]))}
         ids = torch.cat([batch.row_ids[:0], *(micro.extra.row_ids for micro in self._packed)])

@@ -93,7 +93,7 @@ class TrainEngine:
         self.ops, self.attention = choose("auto"), choose(attention)
         stages = mesh.layout.pp * mesh.layout.vpp
         options: dict[str, Any] = {"sequence_parallel": mesh.layout.sequence_parallel, "ops": self.ops, "lora": self.lora}
-        options |= {"cp": mesh.cp, "ep": mesh.ep, "whole_experts": mesh.layout.whole_experts}
+        options |= {"cp": mesh.cp, "ep": mesh.ep, "expert_parallel_generation": mesh.layout.expert_parallel_generation}
         self.chunks = [
             Decoder(spec, head, stage, stages, mesh.tp, dtype, "meta", **options) for stage in mesh.layout.stages(mesh.pp_rank)
         ]
@@ -204,7 +204,7 @@ class TrainEngine:
 
             through = routers[action.micro_batch] if routers else None
             if through is None and batch.experts is not None:
-                through = self.balance.begin(batch.lengths, batch.places, 0.0, batch.experts, counts=False)
+                through = self.balance.begin(batch.lengths, batch.token_index, 0.0, batch.experts, counts=False)
             result: Tensor | None = self.pass_through(chunk, batch, received, last, through)
             return result
 
@@ -251,7 +251,7 @@ class TrainEngine:
         routers: Routers | None = None,
     ) -> Any:
         """Run one micro-batch through a chunk. Without rows it is a single token, whose result nobody uses."""
-        attention: Attention = PackedAttention(batch.lengths.tolist() or [1], self.device, self.attention, batch.places)
+        attention: Attention = PackedAttention(batch.lengths.tolist() or [1], self.device, self.attention, batch.token_index)
         if received is None:
             received = batch.tokens if len(batch.lengths) else batch.tokens.new_zeros(1)
             received = own_tokens(received, self.mesh.cp)

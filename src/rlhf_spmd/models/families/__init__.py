@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.models.families import deepseek, gemma, llama, mixtures, qwen
-from rlhf_spmd.models.keys import read_text_config
+from rlhf_spmd.models.keys import check_fp8, read_text_config, reject_unless
 from rlhf_spmd.models.spec import ModelSpec
 
 BuildSpec = Callable[[Mapping[str, Any], str], ModelSpec]
@@ -29,9 +30,8 @@ def language_model(*text_types: str, **defaults: Any) -> BuildSpec:
             raise ValueError(
                 f"{source}: 'text_config' has the model_type {text_type!r}; {config['model_type']!r} takes {' or '.join(text_types)}"
             )
-        return replace(
-            FAMILIES[text_type]({**defaults, **text, "model_type": text_type}, source), text_prefix="language_model."
-        )
+        text = {**defaults, **text, "model_type": text_type}
+        return replace(FAMILIES[text_type](text, source), text_prefix="language_model.", hf_config=text)
 
     return build
 
@@ -78,3 +78,29 @@ UNCHECKED = {
     "gpt_oss": ("quantization_config",),
     "phi3": ("auto_map",),
 }
+# families that the decoder cannot be, why, and the nearest that it can
+UNFIT = {
+    "llama4": ("its attention is in chunks, and its experts take weighted tokens", "llama"),
+}
+
+
+def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tuple[int, ...] | None = None) -> ModelSpec:
+    """Return the architecture that a config.json describes; ``source`` names it in messages. Raises ValueError."""
+    family = config.get("model_type")
+    if not isinstance(family, str):
+        raise ValueError(f"{source}: 'model_type' is {family!r}; it must name a model family")
+    if unfit := UNFIT.get(family.removesuffix("_text")):
+        raise ValueError(f"{source}: model_type {family!r} is not supported: {unfit[0]}; the nearest that is: {unfit[1]!r}")
+    if family not in FAMILIES:
+        hint = nearest(family.lower(), list(FAMILIES)) or ";"
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"{source}: model_type: unknown model family '{family}'{hint} available: {known}")
+    unchecked = UNCHECKED.get(family, ())
+    if "quantization_config" not in unchecked:
+        check_fp8(config, source)
+    if "auto_map" not in unchecked:
+        reject_unless(config, source, "auto_map", None)
+    spec = FAMILIES[family](config, source)
+    if not spec.text_prefix:
+        spec = replace(spec, hf_config=dict(config))
+    return spec if eos_token_ids is None else replace(spec, eos_token_ids=eos_token_ids)

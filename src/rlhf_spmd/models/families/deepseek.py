@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_spmd.models.expert_config import Experts
-from rlhf_spmd.models.keys import read_positive, read_rotary_factor, read_size, reject_unless
-from rlhf_spmd.models.latent import latent_scale, read_latent
+from rlhf_spmd.models.keys import read_biases, read_positive, read_rotary_factor, read_size, reject_unless
+from rlhf_spmd.models.layer_kinds import Experts, Latent
 from rlhf_spmd.models.spec import ModelSpec, Names, read_choice, standard_spec
 
 _GLM4_GATE_UP = "model.layers.{layer}.mlp.gate_up_proj"
@@ -32,7 +32,7 @@ def glm4(config: Mapping[str, Any], source: str) -> ModelSpec:
     full = {**_GLM4_DEFAULTS, "eos_token_id": _GLM4_ENDS, **config}
     rope = {"partial_rotary_factor": read_rotary_factor(full, source, 0.5), "interleaved_rope": True}
     bias = bool(full.get("attention_bias", True))
-    return standard_spec(full, source, attention_bias=bias, names=_GLM4_NAMES, **rope, hf_config=dict(config))
+    return standard_spec(full, source, attention_bias=bias, names=_GLM4_NAMES, **rope)
 
 
 _GLM4_MOE_SHARED = "model.layers.{layer}.mlp.shared_experts."
@@ -59,13 +59,12 @@ def glm4_moe(config: Mapping[str, Any], source: str) -> ModelSpec:
         attention_bias=bool(full.get("attention_bias", False)),
         qk_norm=bool(full.get("use_qk_norm", False)),
         partial_rotary_factor=read_rotary_factor(full, source, 0.5),
-        experts=sigmoid_experts({"n_shared_experts": 1, "first_k_dense_replace": 1, **full}, source, (128, 8, 1408)),
-        hf_config=dict(config),
+        experts=routed_experts({"n_shared_experts": 1, "first_k_dense_replace": 1, **full}, source, (128, 8, 1408)),
     )
 
 
-def sigmoid_experts(full: Mapping[str, Any], source: str, sizes: tuple[int, int, int]) -> Experts:
-    """The mixture of DeepSeek-V3 and its kin. ``sizes``: of experts, of those that a token takes, and columns of one,
+def routed_experts(full: Mapping[str, Any], source: str, sizes: tuple[int, int, int]) -> Experts:
+    """Return the mixture of DeepSeek-V3 and its kin. ``sizes``: of experts, of those that a token takes, and columns of one,
     where the configuration does not say.
     """
     count, per_token = read_choice(full, source, "n_routed_experts", *sizes[:2])
@@ -80,14 +79,14 @@ def sigmoid_experts(full: Mapping[str, Any], source: str, sizes: tuple[int, int,
         "sigmoid",
         read_positive(full.get("routed_scaling_factor", 1.0), source, "routed_scaling_factor"),
         *read_groups(full, source, count, per_token),
-        corrected=True,
+        score_biased=True,
         shared_size=shared * width,
         wide_router=True,
     )
 
 
 def read_groups(full: Mapping[str, Any], source: str, count: int, per_token: int) -> tuple[int, int]:
-    """The number of groups of the ``count`` experts, and from how many a token takes its ``per_token``. Raises
+    """Return the number of groups of the ``count`` experts, and from how many a token takes its ``per_token``. Raises
     ValueError unless that can be.
     """
     groups, top_groups = read_size(full, source, "n_group", 1), read_size(full, source, "topk_group", 1)
@@ -100,7 +99,7 @@ def read_groups(full: Mapping[str, Any], source: str, count: int, per_token: int
 
 
 def read_count(full: Mapping[str, Any], source: str, key: str) -> int:
-    """As ``read_size``, and 0 where the key is missing or says so."""
+    """Return ``read_size``, or 0 where the key is missing or says so."""
     return read_size(full, source, key) if full.get(key) else 0
 
 
@@ -116,25 +115,11 @@ def deepseek_v2(config: Mapping[str, Any], source: str) -> ModelSpec:
     reject_unless(full, source, "topk_method", "greedy", "group_limited_greedy")
     reject_unless(full, source, "norm_topk_prob", False)
     reject_unless(full, source, "mlp_bias", False)
-    count, per_token = read_choice(full, source, "n_routed_experts", 64, 6)
-    grouped = full.get("topk_method") == "group_limited_greedy"
-    groups, top_groups = read_groups(full, source, count, per_token) if grouped else (1, 1)
-    width, dense = read_size(full, source, "moe_intermediate_size", 1407), read_count(full, source, "first_k_dense_replace")
-    experts = Experts(
-        count,
-        per_token,
-        width,
-        False,
-        tuple(range(min(dense, read_size(full, source, "num_hidden_layers")))),
-        "softmax",
-        read_positive(full.get("routed_scaling_factor", 1.0), source, "routed_scaling_factor"),
-        groups,
-        top_groups,
-        group_best=1,
-        shared_size=read_count(full, source, "n_shared_experts") * width,
-        wide_router=True,
-    )
-    return latent_spec(full, source, experts=experts, hf_config=dict(config))
+    if full.get("topk_method") != "group_limited_greedy":
+        full |= {"n_group": 1, "topk_group": 1}
+    experts = routed_experts(full, source, (64, 6, 1407))
+    experts = replace(experts, normalise=False, scoring="softmax", group_best=1, score_biased=False)
+    return latent_spec(full, source, experts=experts)
 
 
 _DEEPSEEK_V3_ATTENTION = {
@@ -157,7 +142,7 @@ _DEEPSEEK_V3_DEFAULTS = {
 
 def deepseek_v3(config: Mapping[str, Any], source: str) -> ModelSpec:
     """DeepSeek-V3 and R1: latent attention, and behind the first layers experts chosen by sigmoid scores, in groups,
-    with a correction.
+    with a bias of the scores.
 
     transformers' DeepseekV3Config, with its defaults. The layer that predicts further tokens, which the files have
     behind the last one, is read by nobody and not exported.
@@ -165,11 +150,11 @@ def deepseek_v3(config: Mapping[str, Any], source: str) -> ModelSpec:
     full = {**_DEEPSEEK_V3_DEFAULTS, **config}
     reject_unless(full, source, "scoring_func", "sigmoid")
     reject_unless(full, source, "topk_method", "noaux_tc")
-    return latent_spec(full, source, experts=sigmoid_experts(full, source, (256, 8, 2048)), hf_config=dict(config))
+    return latent_spec(full, source, experts=routed_experts(full, source, (256, 8, 2048)))
 
 
 def latent_spec(full: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
-    """What DeepSeek-V2 and V3 share. Raises ValueError naming file, key and what is allowed."""
+    """Return what DeepSeek-V2 and V3 share. Raises ValueError naming file, key and what is allowed."""
     latent, heads = read_latent(full, source), full.get("num_attention_heads")
     reject_unless(full, source, "num_key_value_heads", heads)
     reject_unless(full, source, "moe_layer_freq", 1)
@@ -180,9 +165,27 @@ def latent_spec(full: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec
         latent=latent,
         head_dim=latent.nope_dim + latent.rope_dim,
         interleaved_rope=bool(full.get("rope_interleave", True)),
-        attention_out_bias=bool(full.get("attention_bias", False)),
-        attention_bias=bool(full.get("attention_bias", False)),
+        **read_biases(full),
         **flags,
     )
     scaling = full.get("rope_parameters") or full.get("rope_scaling") or {}
     return replace(spec, attention_scale=latent_scale(latent, scaling, source))
+
+
+def read_latent(full: Mapping[str, Any], source: str) -> Latent:
+    """Return the sizes, from a configuration that has all keys. Raises ValueError naming file, key and value."""
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    kv_rank, nope, rope, value = (read_size(full, source, name) for name in names)
+    if rope % 2:
+        raise ValueError(f"{source}: 'qk_rope_head_dim' is {rope}; it must be even: rotary embeddings turn pairs")
+    return Latent(read_size(full, source, "q_lora_rank") if full.get("q_lora_rank") else None, kv_rank, nope, rope, value)
+
+
+def latent_scale(latent: Latent, scaling: Mapping[str, Any], source: str) -> float:
+    """Return the factor of the scores. ``scaling``: the configuration's, of rotary embeddings, whose ``mscale_all_dim`` raises it."""
+    scale = 1 / math.sqrt(latent.nope_dim + latent.rope_dim)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind != "default" and scaling.get("mscale_all_dim"):
+        factor, of_all = (read_positive(scaling.get(key), source, key) for key in ("factor", "mscale_all_dim"))
+        scale *= (0.1 * of_all * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+    return scale

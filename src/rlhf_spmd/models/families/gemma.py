@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlhf_spmd.models.keys import read_positive, read_size, reject_unless
+from rlhf_spmd.models.keys import read_biases, read_positive, read_size, reject_unless
 from rlhf_spmd.models.spec import ModelSpec, Names, read_windows, standard_spec
 
 _GEMMA2_NAMES = replace(
@@ -32,18 +32,15 @@ def gemma2(config: Mapping[str, Any], source: str) -> ModelSpec:
         source,
         windows=read_windows(full, source, pattern=2),
         attention_softcap=read_cap(full, source, "attn_logit_softcapping"),
-        hf_config=dict(config),
     )
 
 
 def gemma_spec(full: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
-    """What Gemma 2 and 3 have in common. ``full``: config.json with the family's defaults."""
+    """Return what Gemma 2 and 3 have in common. ``full``: config.json with the family's defaults."""
     reject_unless(full, source, "hidden_activation", "gelu_pytorch_tanh")
     reject_unless(full, source, "use_bidirectional_attention", False)
-    bias = bool(full.get("attention_bias", False))
     common = {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
+        **read_biases(full),
         "attention_scale": read_positive(full.get("query_pre_attn_scalar"), source, "query_pre_attn_scalar") ** -0.5,
         "logit_softcap": read_cap(full, source, "final_logit_softcapping"),
         "norm_plus_one": True,
@@ -79,7 +76,6 @@ def gemma3_text(config: Mapping[str, Any], source: str) -> ModelSpec:
         qk_norm=True,
         windows=read_windows(full, source, read_size(full, source, "sliding_window_pattern", 6)),
         local_rope_theta=read_positive(theta, source, "rope_local_base_freq"),
-        hf_config=dict(config),
     )
 
 
@@ -124,7 +120,6 @@ def gemma4_text(config: Mapping[str, Any], source: str) -> ModelSpec:
     local = rope["sliding_attention"]
     reject_unless(local, source, "rope_type", "default")
     shared, heads = bool(full.get("attention_k_eq_v", False)), read_global_heads(full, source, windows)
-    bias = bool(full.get("attention_bias", False))
     spec = standard_spec(
         {**full, "rope_parameters": rope["full_attention"]},
         source,
@@ -135,14 +130,12 @@ def gemma4_text(config: Mapping[str, Any], source: str) -> ModelSpec:
         qk_norm=True,
         attention_scale=1.0,
         local_rope_theta=read_positive(local.get("rope_theta"), source, "rope_theta"),
-        attention_bias=bias,
-        attention_out_bias=bias,
+        **read_biases(full),
         logit_softcap=read_cap(full, source, "final_logit_softcapping"),
         embed_scale=math.sqrt(read_size(full, source, "hidden_size")),
         hidden_act="gelu_tanh",
         names=_GEMMA4_NAMES,
         partial_rotary_factor=1.0,
-        hf_config=dict(config),
     )
     if any(windows):
         return spec

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_spmd.models.keys import read_positive, read_rotary_factor, read_size, reject_unless
+from rlhf_spmd.models.keys import read_biases, read_positive, read_rotary_factor, read_size, reject_unless
 from rlhf_spmd.models.spec import ModelSpec, Names, read_windows, standard_spec
 
 
@@ -16,8 +16,7 @@ def llama(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' LlamaConfig; ``attention_bias`` covers q, k, v and the output projection.
     """
     reject_unless(config, source, "mlp_bias", False)
-    bias = bool(config.get("attention_bias", False))
-    return standard_spec(config, source, attention_bias=bias, attention_out_bias=bias)
+    return standard_spec(config, source, **read_biases(config))
 
 
 def mistral(config: Mapping[str, Any], source: str) -> ModelSpec:
@@ -26,7 +25,7 @@ def mistral(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' MistralConfig: without ``sliding_window`` it is 4096, with null there is none.
     """
     full = {"sliding_window": 4096, "num_key_value_heads": 8, **config}
-    return standard_spec(full, source, windows=read_windows(full, source), hf_config=dict(config))
+    return standard_spec(full, source, windows=read_windows(full, source))
 
 
 _MINISTRAL3_DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144}
@@ -51,7 +50,7 @@ def ministral3(config: Mapping[str, Any], source: str) -> ModelSpec:
     full = {**_MINISTRAL3_DEFAULTS, **config, "rope_parameters": rope}
     beta = read_positive(rope.get("llama_4_scaling_beta"), source, "rope_parameters.llama_4_scaling_beta")
     growth = beta, read_size(rope, f"{source}: rope_parameters", "original_max_position_embeddings")
-    return standard_spec(full, source, query_growth=growth, windows=read_windows(full, source), hf_config=dict(config))
+    return standard_spec(full, source, query_growth=growth, windows=read_windows(full, source))
 
 
 _PHI3_QKV = "model.layers.{layer}.self_attn.qkv_proj"
@@ -72,7 +71,7 @@ def phi3(config: Mapping[str, Any], source: str) -> ModelSpec:
         if isinstance(rope := full.get(key), Mapping):
             kind = rope.get("rope_type", rope.get("type"))
             full[key] = {**rope, "rope_type": _PHI3_OLD.get(str(kind), kind or "default")}
-    flags = {"names": _PHI3_NAMES, "windows": read_windows(full, source), "hf_config": dict(config)}
+    flags = {"names": _PHI3_NAMES, "windows": read_windows(full, source)}
     return standard_spec(full, source, partial_rotary_factor=read_rotary_factor(full, source, 1.0), **flags)
 
 
@@ -85,9 +84,8 @@ def granite(config: Mapping[str, Any], source: str) -> ModelSpec:
     reject_unless(config, source, "mlp_bias", False)
     names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
     embed, attention, residual, logits = (read_positive(config.get(name, 1.0), source, name) for name in names)
-    bias = bool(config.get("attention_bias", False))
     factors = {"embed_scale": embed, "attention_scale": attention, "residual_scale": residual, "logit_scale": 1 / logits}
-    return standard_spec(config, source, attention_bias=bias, attention_out_bias=bias, **factors)
+    return standard_spec(config, source, **read_biases(config), **factors)
 
 
 def smollm3(config: Mapping[str, Any], source: str) -> ModelSpec:
@@ -108,9 +106,8 @@ def smollm3(config: Mapping[str, Any], source: str) -> ModelSpec:
         "tie_word_embeddings": True,
         **config,
     }
-    bias = bool(config.get("attention_bias", False))
-    flags = {"attention_bias": bias, "attention_out_bias": bias, "hf_config": dict(config)}
-    return standard_spec(full, source, unrotated=tuple(i for i in range(layers) if not rotated[i]), **flags)
+    unrotated = tuple(layer for layer in range(layers) if not rotated[layer])
+    return standard_spec(full, source, unrotated=unrotated, **read_biases(config))
 
 
 def seed_oss(config: Mapping[str, Any], source: str) -> ModelSpec:
@@ -121,7 +118,7 @@ def seed_oss(config: Mapping[str, Any], source: str) -> ModelSpec:
     reject_unless(config, source, "mlp_bias", False)
     full = {"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True, "max_position_embeddings": 524288, **config}
     flags = {"attention_bias": bool(full["attention_bias"]), "attention_out_bias": bool(full.get("attention_out_bias"))}
-    return standard_spec(full, source, **flags, hf_config=dict(config))
+    return standard_spec(full, source, **flags)
 
 
 _NORMS_BEHIND = replace(
@@ -145,7 +142,7 @@ def exaone4(config: Mapping[str, Any], source: str) -> ModelSpec:
     windows = read_windows(full, source, 1 if is_listed else read_size(full, source, "sliding_window_pattern"))
     unrotated = () if full["sliding_window"] is None else tuple(i for i, window in enumerate(windows) if window is None)
     flags = {"qk_norm": True, "windows": windows, "unrotated": unrotated, "names": _NORMS_BEHIND}
-    return standard_spec(full, source, **flags, hf_config=dict(config))
+    return standard_spec(full, source, **flags)
 
 
 def olmo2(config: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
@@ -154,10 +151,8 @@ def olmo2(config: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
     transformers' Olmo2Config, with its defaults. ``flags``: what Olmo 3 has besides.
     """
     full = {"rms_norm_eps": 1e-5, **config}
-    bias = bool(full.get("attention_bias", False))
     norms = {"names": _NORMS_BEHIND, "qk_norm": True, "whole_qk_norm": True}
-    biases = {"attention_bias": bias, "attention_out_bias": bias}
-    return standard_spec(full, source, **{**norms, **biases, "hf_config": dict(config), **flags})
+    return standard_spec(full, source, **norms, **read_biases(full), **flags)
 
 
 _OLMO3_THETA = 5e5
@@ -176,4 +171,4 @@ def olmo3(config: Mapping[str, Any], source: str) -> ModelSpec:
     full = {"sliding_window": 4096, "rope_theta": _OLMO3_THETA, **config, "rope_scaling": rope, "rope_parameters": None}
     theta = read_positive(local.get("rope_theta", _OLMO3_THETA), source, "rope_parameters.sliding_attention.rope_theta")
     windows = read_windows(full, source, pattern=4)
-    return olmo2(full, source, windows=windows, local_rope_theta=theta, hf_config=dict(config))
+    return olmo2(full, source, windows=windows, local_rope_theta=theta)

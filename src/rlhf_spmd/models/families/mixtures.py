@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_spmd.models.expert_config import Experts
-from rlhf_spmd.models.keys import read_positive, read_size, reject_unless
+from rlhf_spmd.models.keys import read_biases, read_positive, read_size, reject_unless
+from rlhf_spmd.models.layer_kinds import Experts
 from rlhf_spmd.models.spec import ModelSpec, Names, read_choice, read_windows, standard_spec
 
 _MIXTRAL_MIXTURE = "model.layers.{layer}.block_sparse_moe."
@@ -29,9 +29,7 @@ def mixtral(config: Mapping[str, Any], source: str) -> ModelSpec:
     full = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6, **config}
     count, per_token = read_choice(full, source, "num_local_experts", 8, 2)
     experts = Experts(count, per_token, read_size(full, source, "intermediate_size"), normalise=True)
-    return standard_spec(
-        full, source, names=_MIXTRAL_NAMES, windows=read_windows(full, source), experts=experts, hf_config=dict(config)
-    )
+    return standard_spec(full, source, names=_MIXTRAL_NAMES, windows=read_windows(full, source), experts=experts)
 
 
 def olmoe(config: Mapping[str, Any], source: str) -> ModelSpec:
@@ -43,9 +41,7 @@ def olmoe(config: Mapping[str, Any], source: str) -> ModelSpec:
     full = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **config}
     count, per_token = read_choice(full, source, "num_experts", 64, 8)
     experts = Experts(count, per_token, read_size(full, source, "intermediate_size"), bool(full.get("norm_topk_prob")))
-    biases = dict.fromkeys(("attention_bias", "attention_out_bias"), bool(full.get("attention_bias")))
-    flags = {"qk_norm": True, "whole_qk_norm": True, "experts": experts, **biases}
-    return standard_spec(full, source, **flags, hf_config=dict(config))
+    return standard_spec(full, source, qk_norm=True, whole_qk_norm=True, experts=experts, **read_biases(full))
 
 
 _GPT_OSS_NAMES = replace(Names(), router="model.layers.{layer}.mlp.router.weight", sinks="model.layers.{layer}.self_attn.sinks")
@@ -75,6 +71,7 @@ def gpt_oss(config: Mapping[str, Any], source: str) -> ModelSpec:
     alpha, limit = (read_positive(full.get(key, value), source, key) for key, value in usual.items())
     width = read_size(full, source, "intermediate_size")
     experts = Experts(count, per_token, width, False, scoring="chosen", biased=True, clamp=(alpha, limit), fused=True)
-    bias = bool(full.get("attention_bias", True))
-    flags = {"attention_bias": bias, "attention_out_bias": bias, "windows": read_windows(full, source, pattern=2)}
-    return standard_spec(full, source, names=_GPT_OSS_NAMES, experts=experts, **flags, hf_config=dict(config))
+    windows = read_windows(full, source, pattern=2)
+    return standard_spec(
+        full, source, names=_GPT_OSS_NAMES, experts=experts, windows=windows, **read_biases(full, default=True)
+    )

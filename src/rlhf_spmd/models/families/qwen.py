@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_spmd.models.delta_config import read_delta
-from rlhf_spmd.models.expert_config import Experts
-from rlhf_spmd.models.keys import read_rotary_factor, read_size, reject_unless
+from rlhf_spmd.models.keys import read_biases, read_rotary_factor, read_size, reject_unless
+from rlhf_spmd.models.layer_kinds import DeltaRule, Experts
 from rlhf_spmd.models.spec import ModelSpec, read_choice, standard_spec
 
 
@@ -26,9 +25,7 @@ def qwen3(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' Qwen3Config, whose default head_dim is 128 whatever the hidden size.
     """
     reject_unless(config, source, "use_sliding_window", False)
-    bias = bool(config.get("attention_bias", False))
-    flags = {"attention_bias": bias, "attention_out_bias": bias, "qk_norm": True}
-    return standard_spec({"head_dim": 128, **config}, source, **flags, hf_config=dict(config))
+    return standard_spec({"head_dim": 128, **config}, source, qk_norm=True, **read_biases(config))
 
 
 def qwen2_moe(config: Mapping[str, Any], source: str) -> ModelSpec:
@@ -37,8 +34,7 @@ def qwen2_moe(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' Qwen2MoeConfig, with its defaults.
     """
     reject_unless(config, source, "use_sliding_window", False)
-    name = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    count, per_token = read_choice(config, source, name, 60, 4)
+    count, per_token = read_experts(config, source, 60, 4)
     experts = Experts(
         count,
         per_token,
@@ -50,7 +46,7 @@ def qwen2_moe(config: Mapping[str, Any], source: str) -> ModelSpec:
     )
     bias = bool(config.get("qkv_bias", True))
     full = {"num_key_value_heads": 16, **config}
-    return standard_spec(full, source, attention_bias=bias, experts=experts, hf_config=dict(config))
+    return standard_spec(full, source, attention_bias=bias, experts=experts)
 
 
 def qwen3_moe(config: Mapping[str, Any], source: str) -> ModelSpec:
@@ -60,13 +56,17 @@ def qwen3_moe(config: Mapping[str, Any], source: str) -> ModelSpec:
     number, counted from 1, and ``mlp_only_layers`` does not name it, counted from 0.
     """
     reject_unless(config, source, "use_sliding_window", False)
-    name = "num_local_experts" if "num_local_experts" in config else "num_experts"  # transformers 5 writes the former
-    count, per_token = read_choice(config, source, name, 128, 8)
+    count, per_token = read_experts(config, source, 128, 8)
     dense, width = read_dense_layers(config, source), read_size(config, source, "moe_intermediate_size", 768)
-    bias = bool(config.get("attention_bias", False))
-    flags = {"attention_bias": bias, "attention_out_bias": bias, "qk_norm": True, "hf_config": dict(config)}
     experts = Experts(count, per_token, width, bool(config.get("norm_topk_prob", False)), dense)
-    return standard_spec({"num_key_value_heads": 4, **config}, source, **flags, experts=experts)
+    full = {"num_key_value_heads": 4, **config}
+    return standard_spec(full, source, qk_norm=True, experts=experts, **read_biases(config))
+
+
+def read_experts(config: Mapping[str, Any], source: str, count: int, per_token: int) -> tuple[int, int]:
+    """Return :func:`read_choice` under either name of the number of experts, of which transformers 5 writes the first."""
+    name = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    return read_choice(config, source, name, count, per_token)
 
 
 def read_dense_layers(config: Mapping[str, Any], source: str) -> tuple[int, ...]:
@@ -99,19 +99,16 @@ def qwen3_5_text(config: Mapping[str, Any], source: str) -> ModelSpec:
 def hybrid_spec(
     full: Mapping[str, Any], config: Mapping[str, Any], source: str, fused: bool = False, **flags: Any
 ) -> ModelSpec:
-    """What Qwen3.5 and Qwen3-Next have in common. ``full``: the configuration with its defaults."""
-    bias = bool(full.get("attention_bias", False))
+    """Return what Qwen3.5 and Qwen3-Next have in common. ``full``: the configuration with its defaults."""
     return standard_spec(
         full,
         source,
         delta=read_delta(full, source, fused),
-        attention_bias=bias,
-        attention_out_bias=bias,
+        **read_biases(full),
         attention_gate=True,
         qk_norm=True,
         norm_plus_one=True,
         partial_rotary_factor=read_rotary_factor(full, source, 0.25),
-        hf_config=dict(config),
         **flags,
     )
 
@@ -128,6 +125,34 @@ def qwen3_5_moe_text(config: Mapping[str, Any], source: str) -> ModelSpec:
     full = {**_QWEN3_5_DEFAULTS, **_QWEN3_5_MOE_SIZES, **config}
     experts = shared_mixture(full, source, (256, 8), True, stacked=True)
     return hybrid_spec({**full, "intermediate_size": experts.intermediate_size}, config, source, experts=experts)
+
+
+KINDS = ("linear_attention", "full_attention")
+
+
+def read_delta(full: Mapping[str, Any], source: str, fused: bool) -> DeltaRule:
+    """Return linear attention from transformers' keys. Raises ValueError naming the key."""
+    layers = read_size(full, source, "num_hidden_layers")
+    interval = read_size(full, source, "full_attention_interval", 4)
+    types = full.get("layer_types") or [KINDS[layer % interval == 0] for layer in range(1, layers + 1)]
+    if len(types) != layers or not set(types) <= set(KINDS):
+        raise ValueError(
+            f"{source}: 'layer_types' is {types!r}; it must call each of the num_hidden_layers={layers} layers "
+            f"{KINDS[0]!r} or {KINDS[1]!r}"
+        )
+    keys = read_size(full, source, "linear_num_key_heads", 16)
+    values = read_size(full, source, "linear_num_value_heads", 32)
+    if values % keys:
+        raise ValueError(f"{source}: linear_num_value_heads={values} is not divisible by linear_num_key_heads={keys}")
+    return DeltaRule(
+        frozenset(layer for layer, kind in enumerate(types) if kind == KINDS[0]),
+        keys,
+        values,
+        read_size(full, source, "linear_key_head_dim", 128),
+        read_size(full, source, "linear_value_head_dim", 128),
+        read_size(full, source, "linear_conv_kernel_dim", 4),
+        fused,
+    )
 
 
 _QWEN3_NEXT_SIZES = {
@@ -162,7 +187,7 @@ def shared_mixture(
     """The mixture of Qwen3-Next and Qwen3.5. ``sizes``: of experts, and of those that a token takes, where the
     configuration does not say.
     """
-    count, per_token = read_choice(full, source, "num_local_experts" if "num_local_experts" in full else "num_experts", *sizes)
+    count, per_token = read_experts(full, source, *sizes)
     return Experts(
         count,
         per_token,

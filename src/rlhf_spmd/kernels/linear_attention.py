@@ -41,7 +41,7 @@ class DeltaShape(NamedTuple):
 
 
 class DeltaStates(NamedTuple):
-    """What is left of the tokens so far: the last ``inputs`` of the convolution [B, kernel - 1, C], and ``memory`` [B, H, G, K, D]."""
+    """The state behind the tokens so far: the last ``inputs`` of the convolution [B, kernel - 1, C], and ``memory`` [B, H, G, K, D]."""
 
     inputs: Tensor
     memory: Tensor
@@ -70,14 +70,14 @@ class StateRows(NamedTuple):
 
 
 @runtime_checkable
-class MixesToken(Protocol):
+class HasDeltaRuleStep(Protocol):
     """Ops with a kernel for one token of each row."""
 
-    def mix_token(self, product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
+    def delta_rule_step(self, product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
         """The first product's rows [B, columns] -> what the last matrix takes [B, H * G, D]. Updates the states."""
 
 
-def mix_tokens(
+def delta_rule(
     x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape, valid: Tensor | None, states: DeltaStates | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [B, S, C], ``decay`` g and ``rate`` b [B, S, H * G], ``weight`` [C, 1, kernel] of the convolution -> the outputs

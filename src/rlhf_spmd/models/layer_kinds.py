@@ -1,0 +1,179 @@
+"""What a layer may have in place of attention and an MLP: a mixture of experts, linear attention, latent attention. Sizes only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rlhf_spmd.kernels import RoutingRule
+
+SCORE_BIAS, SCALAR = "score_bias", "scalar"  # the parameters of a layer that no optimizer changes
+# every tp rank has them whole, beside its slices of the others: their gradients are sums over tp
+WHOLE = ("router", "shared_gate", "router_bias", "down_bias")
+
+BY_EXPERT = ("gate_up", "down", "gate_up_bias", "down_bias")  # those whose rows are of one expert after the other
+_ATTENTION = "model.layers.{layer}.self_attn."
+# the parameters of a layer -> their tensors, without ".weight" and ".bias"; where there is no q_a, q_b has the name of q
+LATENT_NAMES = {
+    "q_a": _ATTENTION + "q_a_proj",
+    "q_a_norm": _ATTENTION + "q_a_layernorm",
+    "q_b": _ATTENTION + "q_b_proj",
+    "kv_a": _ATTENTION + "kv_a_proj_with_mqa",
+    "kv_a_norm": _ATTENTION + "kv_a_layernorm",
+    "kv_b": _ATTENTION + "kv_b_proj",
+}
+
+
+def is_fixed(name: str) -> bool:
+    """Return True for a parameter of the decoder that no optimizer changes."""
+    return name.endswith((f".{SCORE_BIAS}.weight", f".{SCALAR}.weight"))
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture that replaces the MLP in every layer but ``dense_layers``.
+
+    - count, per_token, intermediate_size: experts, how many of them a token takes, and columns of each
+    - normalise, scoring, scale, groups, top_groups, group_best: how a token chooses them, see :class:`~rlhf_spmd.kernels.RoutingRule`
+    - score_biased: the router adds a bias to the scores by which it chooses; gradients do not change it
+    - shared_size: columns of an MLP beside the experts, which every token takes. shared_gate: its output is multiplied by the sigmoid
+      of one more product
+    - wide_router: half-precision models compute the router's logits in fp32
+    - biased: router and experts have biases
+    - clamp: alpha and limit of the experts' gate, see :meth:`~rlhf_spmd.kernels.Ops.clamped_gate`
+    - fused: files have the matrices of all experts in one tensor, transposed
+    - stacked: files may have them in one tensor [E, out, in], gates above the others; exports do not
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalise: bool
+    dense_layers: tuple[int, ...] = ()
+    scoring: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_best: Literal[1, 2] = 2
+    score_biased: bool = False
+    shared_size: int = 0
+    shared_gate: bool = False
+    wide_router: bool = False
+    biased: bool = False
+    clamp: tuple[float, float] | None = None
+    fused: bool = False
+    stacked: bool = False
+
+    @property
+    def rule(self) -> RoutingRule:
+        grouped = self.groups, self.top_groups, self.group_best
+        return RoutingRule(self.per_token, self.scoring, self.normalise, self.scale, *grouped)
+
+    @property
+    def number_dtype(self) -> torch.dtype:
+        """The smallest that can number the experts."""
+        return torch.uint8 if self.count <= 256 else torch.int16
+
+    @property
+    def width(self) -> int:
+        """Columns of the experts that a token takes, the shared one among them."""
+        return self.per_token * self.intermediate_size + self.shared_size
+
+    @property
+    def routers(self) -> int:
+        """Rows of its matrices that give one number each: of the router and of the shared expert's gate."""
+        return self.count + self.shared_gate
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The parameters of a layer's mixture."""
+        shared = ("shared_gate_up", "shared_down") if self.shared_size else ()
+        biases = ("router_bias", "gate_up_bias", "down_bias") if self.biased else ()
+        return (
+            "router",
+            "gate_up",
+            "down",
+            *biases,
+            *(SCORE_BIAS,) * self.score_biased,
+            *shared,
+            *("shared_gate",) * self.shared_gate,
+        )
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """The linear attention by the gated delta rule (Yang et al. 2024, arXiv 2412.06464) that replaces attention in ``layers``, by their
+    global index, as Qwen3-Next and Qwen3.5 have it.
+
+    - key_heads, value_heads: of the whole model; a key head serves value_heads / key_heads value heads, one after the other
+    - key_dim, value_dim: elements of a head
+    - kernel: tokens that the convolution before the rule sees
+    - fused: files have the matrices in two tensors, by key head (Qwen3-Next), not in four
+    """
+
+    layers: frozenset[int]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    fused: bool
+
+    @property
+    def channels(self) -> int:
+        """Columns of queries, keys and values of all heads, which the convolution sees."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def columns(self) -> int:
+        """Columns of the fused first product: the channels, the gate, and two numbers for each value head."""
+        return self.channels + self.value_heads * (self.value_dim + 2)
+
+    @property
+    def kept(self) -> int:
+        """fp32 numbers that the operations of a layer keep of a token for the backward pass, as measured."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return 17 * keys + 2 * self.value_heads * self.key_dim + 13 * values + 320 * self.value_heads
+
+    @property
+    def state(self) -> int:
+        """Elements of the state of one sequence in one layer, which are in fp32 at least."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434): queries, keys and values of all heads come from two short
+    vectors of a token.
+
+    - q_rank: elements of the vector of the queries; None: they come from the hidden state itself
+    - kv_rank: elements of the vector of keys and values
+    - nope_dim, rope_dim: elements of a head's queries and keys that are not rotated, and that are. Those of a key that are rotated
+      come from the hidden state, and are the same in all heads
+    - value_dim: elements of a head's values
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    @property
+    def entry(self) -> int:
+        """Numbers of a token and layer from which a generator makes all keys and values."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def width(self) -> int:
+        """Elements of a head as attention kernels see it, which take queries, keys and values of one size."""
+        return max(self.nope_dim + self.rope_dim, self.value_dim)
+
+    def matrix_numel(self, hidden: int, heads: int) -> int:
+        """Elements of a layer's matrices, the one behind the attention too."""
+        of_q = heads * (self.nope_dim + self.rope_dim)
+        queries = hidden * of_q if self.q_rank is None else self.q_rank * (hidden + of_q)
+        of_kv = self.kv_rank * heads * (self.nope_dim + self.value_dim)
+        return queries + hidden * self.entry + of_kv + hidden * heads * self.value_dim
