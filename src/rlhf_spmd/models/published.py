@@ -11,7 +11,9 @@ import yaml
 
 @cache
 def _published() -> dict[str, dict[str, Any]]:
-    models: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))["models"]
+    models: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))[
+        "models"
+    ]
     return models
 
 
