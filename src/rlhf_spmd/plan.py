@@ -103,7 +103,7 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is made from.
+    """A configuration, traced, with the cluster that it is planned for.
 
     - cluster, search: sections of ``config``, which a training run does not have
     - calls: of roles with a model
@@ -146,8 +146,8 @@ class PlanRequest:
 
 
 def read_run(path: str | None, overrides: Sequence[str], rules: Rules = PLAN_RULES) -> PlanRequest:
-    """Return what is planned. Local; needs neither data nor tokenizers nor weights. Raises ConfigError, ValueError or DataError, one
-    line each."""
+    """Return the request of a configuration. Local; needs neither data nor tokenizers nor weights. Raises ConfigError,
+    ValueError or DataError, one line each."""
     config, module = read_config(path, overrides, more=SECTIONS)
     check_rules(rules, config)
     config, _ = checks.check_duration(config)
@@ -224,7 +224,7 @@ def evaluate(request: PlanRequest, path: str) -> PlanResult:
             warning = check_memory(plans, step, machine.memory, machine.local_size, host_memory=machine.host_memory)
         except ValueError as error:
             refusal = str(error)
-        file = PlanFile(machine.size, machine.local_size, {}, placed_calls(request.calls, plans), {})
+        file = PlanFile(machine.size, machine.local_size, {}, placed_calls(request.calls, plans))
     else:
         file = read_plan(path)
         check_calls(file, request.calls, machine, path)

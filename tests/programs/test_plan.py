@@ -186,7 +186,6 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     [
         ("{ranks: 0-3, dp: 4, home: 'maybe'}", "calls.actor.update_actor"),
         ("{ranks: x, home: true}", "ranks=x must be the first and the last rank"),
-        ("{ranks: 0-3, dp: 2, home: true}", "is not the number of ranks"),
         ("{ranks: 0-3, dp: 4}", "one call of role 'actor' must have home: true"),
         ("{ranks: 0-3, dp: 4, home: true, zero: 3, zero_size: 3}", "zero_size=3: must divide dp * cp = 4; allowed: 1, 2, 4"),
     ],

@@ -19,7 +19,7 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True)
 class RoleFacts:
-    """What strategies know of a role.
+    """Facts of a role that strategies read.
 
     - weights: those that a token is multiplied with; 0 without a model
     - origin: the directory that they come from

@@ -61,14 +61,14 @@ class Calibration:
 
 
 class _PipelineTime(NamedTuple):
-    """Seconds of one micro-batch: ``whole`` through all stages, ``slowest`` in the slowest stage."""
+    """Seconds of one micro-batch, through all stages and in the slowest one."""
 
-    whole: Numbers
+    all_stages: Numbers
     slowest: Numbers
 
     def times(self, number: Numbers) -> Numbers:
         """Return seconds of ``number`` micro-batches that follow each other through the stages (1F1B, or forward only)."""
-        return self.whole + (number - 1) * self.slowest
+        return self.all_stages + (number - 1) * self.slowest
 
 
 class _Ring(NamedTuple):
@@ -86,7 +86,10 @@ class _Rates:
     """Rates of a machine under a calibration, and what ranks of a layout send to each other."""
 
     def __init__(self, shape: ModelShape, settings: CallSettings, machine: Machine, calibration: Calibration) -> None:
-        self.shape, self.settings, self.machine, self.calibration = shape, settings, machine, calibration
+        self.shape = shape
+        self.settings = settings
+        self.machine = machine
+        self.calibration = calibration
         device = machine.device
         self.itemsize, self.wide = device.itemsize, max(device.itemsize, 4)
         self.flops, self.bytes = device.flops * calibration.matrix, device.bandwidth * calibration.memory
@@ -162,13 +165,13 @@ class _Rates:
         slowest = np.maximum(self.layers * layer, self.last_layers * layer + head) + hand_over
         return _PipelineTime(self.shape.layers * layer + head + (self.settings.pp - 1) * hand_over, slowest)
 
-    def passes(self, work: Workload, rows: float, one: Callable[..., _PipelineTime]) -> tuple[Numbers, Numbers]:
-        """Return the number of micro-batches of so many rows, and seconds of ``one``, :meth:`forward` or :meth:`train`, over all of
-        them."""
+    def passes(self, work: Workload, rows: float, micro_batch: Callable[..., _PipelineTime]) -> tuple[Numbers, Numbers]:
+        """Return the number of micro-batches of so many rows, and seconds of ``micro_batch``, :meth:`forward` or
+        :meth:`train`, over all of them."""
         number, tokens = work.micro_batches(rows, self.settings)
         computed = work.computed(tokens)  # a shared prompt's token is seen from all rows
         seen = _age(work.prompt + np.array(work.responses)) * tokens / computed
-        return number, one(computed, seen, tokens * work.response / work.length, work.longest).times(number)
+        return number, micro_batch(computed, seen, tokens * work.response / work.length, work.longest).times(number)
 
     def forward(self, tokens: Numbers, seen: Numbers, drawn: Numbers, longest: float) -> _PipelineTime:
         """Return seconds of a forward pass over ``tokens``, of which ``drawn`` have their log-probs taken. ``longest``:
@@ -235,7 +238,7 @@ class _Rates:
         logits = rows * self.shape.outputs
         head = self.head(rows, 1, 0) + logits * SAMPLE_BYTES / self.bytes + self.tp_ring.gather(logits * 4)
         stages = self.through(layer, head + OUTSIDE * calibration.launch, self.hand_over(rows))
-        return np.maximum(micro_batches * stages.slowest, stages.whole)
+        return np.maximum(micro_batches * stages.slowest, stages.all_stages)
 
 
 def kv_bytes_per_token(shape: ModelShape, settings: CallSettings, itemsize: int = 2) -> np.ndarray:

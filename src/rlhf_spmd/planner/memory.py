@@ -242,7 +242,9 @@ class RankMemory:
         On a GPU the cache and what is held take at most ``gpu_memory_utilization`` of its memory. On CPUs a cache takes at most
         that share of the free memory, and the rest must hold the other parts.
         """
-        shape, settings, role = self.shape, self.settings, self.role
+        shape = self.shape
+        settings = self.settings
+        role = self.role
         rows = np.ceil(work.rows / settings.dp)
         in_flight = np.minimum(rows, settings.max_num_seqs)
         batch = np.minimum(config.max_num_batched_tokens, rows * work.longest)

@@ -81,13 +81,13 @@ class PlacedCall:
 @dataclass(frozen=True)
 class PlanFile:
     """A plan for ``ranks`` ranks, ``local_size`` on each host. ``calls``: by ``role.method``. ``algorithm``: settings of that
-    section, the token budget of micro-batches. ``extra``: what the file says for people only."""
+    section, the token budget of micro-batches. ``step_seconds``: the prediction, which is not read back."""
 
     ranks: int
     local_size: int
     algorithm: Mapping[str, Any]
     calls: Mapping[str, PlacedCall]
-    extra: Mapping[str, Any]
+    step_seconds: float = 0.0
 
     def to_yaml(self) -> str:
         default = PlacedCall("0")
@@ -96,7 +96,7 @@ class PlanFile:
         for name, call in self.calls.items():
             calls[name] = {key: value for key, value in asdict(call).items() if value != getattr(default, key) or key in always}
         head = {"ranks": self.ranks, "local_size": self.local_size, "algorithm": dict(self.algorithm)}
-        return yaml.safe_dump({**head, **self.extra, "calls": calls}, sort_keys=False)
+        return yaml.safe_dump({**head, "step_seconds": self.step_seconds, "calls": calls}, sort_keys=False)
 
     def settings(self) -> dict[str, Any]:
         """Return the plan as sections of the configuration of ``train``."""
@@ -163,7 +163,7 @@ def read_plan(path: str) -> PlanFile:
         raise ConfigError(
             f"plan={path}: ranks and local_size must be integers, and algorithm a mapping to integers of at least 1"
         )
-    return PlanFile(size, local_size, algorithm, calls, _without(raw, "ranks", "local_size", "algorithm", "calls"))
+    return PlanFile(size, local_size, algorithm, calls)
 
 
 def _read_call(where: str, name: str, settings: object) -> PlacedCall:

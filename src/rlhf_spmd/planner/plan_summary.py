@@ -1,4 +1,4 @@
-"""What a plan comes to, for people: a table of its calls, a few lines, and its calls beside the measured ones of a run."""
+"""A plan for people: a table of its calls, a few lines, and its calls beside the measured ones of a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _row(name: str, call: PlacedCall) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """What a plan for ``machine`` comes to.
+    """A plan for ``machine``, with what people ask of it.
 
     - cluster: the machine, in words
     - tokens: prompts and responses of a step
@@ -66,7 +66,9 @@ class PlanSummary:
 
     def to_json(self) -> dict[str, Any]:
         """``memory_gb``: GiB of the fullest rank in its largest call, of ``room_gb``. ``hours``: of the whole run."""
-        planned, search, seconds = self.planned, self.planned.search, self.planned.seconds
+        planned = self.planned
+        search = self.planned.search
+        seconds = self.planned.seconds
         configured = self.configured
         if isinstance(configured, PlanResult):
             configured = configured.refusal or {"step_seconds": configured.seconds}
@@ -91,7 +93,9 @@ class PlanSummary:
     def lines(self) -> list[str]:
         """Return the summary as lines."""
         values, planned = self.to_json(), self.planned
-        used, room, hours = values["memory_gb"], values["room_gb"], values["hours"]
+        used = values["memory_gb"]
+        room = values["room_gb"]
+        hours = values["hours"]
         fit = f"fits: {used:.1f} of {room:.1f} GiB on the fullest rank, {1 - used / room:.0%} free"
         if planned.refusal or planned.warning:
             fit = f"does not fit: {planned.refusal}" if planned.refusal else f"warning: {planned.warning}"

@@ -281,7 +281,9 @@ class ProblemBuilder:
         return settings
 
     def _estimate(self, call: ModelCall, settings: CallSettings, role: RoleSettings) -> _Estimate:
-        shape, work, device = call.shape, call.work, self.machine.device
+        shape = call.shape
+        work = call.work
+        device = self.machine.device
         buffers = RankMemory(shape, settings, role, 0).communicators()
         none = np.zeros(len(settings))
         if call.kind == "generate":
@@ -342,7 +344,7 @@ class PlanResult:
     @property
     def seconds(self) -> float:
         """Seconds of a step, as the file has them."""
-        return float(self.file.extra["step_seconds"])
+        return self.file.step_seconds
 
 
 def best_plan(
@@ -417,8 +419,7 @@ def to_file(
             seconds=round(end - start, 4),
             memory_gb=round((held + option.active + moved) / GIB, 2),
         )
-    extra = {"step_seconds": round(schedule.seconds, 4)}
-    return PlanFile(builder.machine.size, builder.machine.local_size, algorithm, placed, extra)
+    return PlanFile(builder.machine.size, builder.machine.local_size, algorithm, placed, round(schedule.seconds, 4))
 
 
 def _most_held(problem: Problem, plan: Plan, ranks: RankRange) -> float:
@@ -441,5 +442,5 @@ def _memory_share(machine: Machine, problem: Problem, resident: float, option: O
 
 def _micro_batches(work: Workload, settings: Mapping[str, int]) -> int:
     """Return the micro-batches of a mini-batch on each replica."""
-    one = CallSettings(*(np.array([settings[f.name]]) for f in fields(CallSettings)))
-    return int(work.micro_batches(work.rows / work.mini_batches, one)[0][0])
+    alternative = CallSettings(*(np.array([settings[f.name]]) for f in fields(CallSettings)))
+    return int(work.micro_batches(work.rows / work.mini_batches, alternative)[0][0])

@@ -115,7 +115,7 @@ Plan = tuple[Choice, ...]  # one for each call
 
 @dataclass(frozen=True)
 class Problem:
-    """What a search gets.
+    """Input of a search.
 
     - calls: in program order. A call starts when all its ranks are free and the calls in its ``after`` have ended
     - local_size: ranks of a host
@@ -253,7 +253,9 @@ class Schedule:
 
 def simulate(problem: Problem, plan: Plan) -> Schedule:
     """Return when the calls of a plan run, and what each rank needs."""
-    seconds, needs, held = [], [], []
+    seconds = []
+    needs = []
+    held = []
     for call, choice in zip(problem.calls, plan, strict=True):
         option, home = call.options[choice.option], plan[problem.homes[call.role]]
         assert option.size == choice.rank_range.count, (
@@ -302,7 +304,9 @@ def start_times(
     last = 0.0
     done: list[int] = []
     for node in nodes:
-        start, ranks, after = 0.0, ranges[node], problem.calls[node].after
+        start = 0.0
+        ranks = ranges[node]
+        after = problem.calls[node].after
         for earlier in done:
             if ends[earlier] > start:
                 other = ranges[earlier]

@@ -61,7 +61,7 @@ def sizes_of(shape: ModelShape) -> str:
 
 @dataclass(frozen=True)
 class Profile:
-    """What ``plan profile`` measured with ``size`` ranks.
+    """Result of ``plan profile`` with ``size`` ranks.
 
     ``device``: with measured rates. ``latency``: seconds of a small all-reduce of all ranks. ``update``: seconds of an
     optimizer step for each parameter. ``zero``: for ZeRO 0 to 3, seconds for each parameter that the forward and backward pass

@@ -37,7 +37,7 @@ CHECKPOINT_COPY = "checkpoint copy"  # a part of what a rank holds
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What is known of a step before it runs.
+    """Facts of a step that are known before it runs.
 
     - graph: its calls
     - prompt, responses: lengths of rows, as in :class:`Workload`
@@ -324,7 +324,9 @@ class _RoleMemory:
 
     def active(self, call: CallRecord) -> dict[str, np.ndarray]:
         """Return bytes beside what is held while a call runs; {} if it does not use the model."""
-        method, kind, work = call.spec.name, call.spec.kind, self.step.work(call)
+        method = call.spec.name
+        kind = call.spec.kind
+        work = self.step.work(call)
         elsewhere = method in self.plan.calls
         place = f"{self.role}.{method}" if elsewhere else self.role
         rank = self._at(place, self.replica if elsewhere else self.settings)

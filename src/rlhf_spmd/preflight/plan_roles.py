@@ -137,7 +137,7 @@ def placed_calls(calls: Sequence[ModelCall], plans: Mapping[str, RolePlan]) -> d
 def placed_roles(
     described: Mapping[str, RolePlan], file: PlanFile, graph: Callable[[], Graph], ahead: int
 ) -> dict[str, RolePlan]:
-    """Returns ``described`` roles with the ranks, layouts and settings of a plan. Raises ValueError as :func:`place`."""
+    """Return ``described`` roles with the ranks, layouts and settings of a plan. Raises ValueError as :func:`place`."""
     settings = apply_plan({"models": {role: to_dict(plan.config) for role, plan in described.items()}}, file)
     roles = {}
     for role, plan in described.items():
@@ -156,7 +156,7 @@ def checked_plan(
     proved: bool = False,
     **search: Any,
 ) -> PlanResult:
-    """Returns the best plan that training accepts. ``search``: see :func:`best_plan`.
+    """Return the best plan that training accepts. ``search``: see :func:`best_plan`.
 
     The planner estimates the fullest rank of each call; training checks each rank with everything that it holds. If training
     would refuse a plan, the search runs again with less memory, and the plan does not count as proved optimal. Raises
@@ -195,7 +195,7 @@ def checked_plan(
 
 
 def token_budgets(limits: BatchLimits, longest: float) -> tuple[list[int], str | None]:
-    """Returns the token budgets to try, and the name of the algorithm's setting of the budget.
+    """Return the token budgets to try, and the name of the algorithm's setting of the budget.
 
     If micro-batches are limited by rows, there is one budget and no setting.
     """
@@ -208,7 +208,7 @@ def token_budgets(limits: BatchLimits, longest: float) -> tuple[list[int], str |
 def plan_run(
     config: Any, described: Mapping[str, RolePlan], step: StepFacts, work: Workload, size: int, local_size: int
 ) -> PlanFile:
-    """Returns the plan of ``placement.strategy=auto`` for ``size`` ranks, the same on every rank.
+    """Return the plan of ``placement.strategy=auto`` for ``size`` ranks, the same on every rank.
 
     Raises ValueError if none fits, or if none is proved optimal: a search that runs out of time may end with another plan on
     each rank.
@@ -230,7 +230,7 @@ def plan_run(
 
 
 def known_gpu(name: str, where: str) -> Gpu:
-    """Returns the GPU of the table that the driver calls ``name``. Raises ValueError if there is none."""
+    """Return the GPU of the table that the driver calls ``name``. Raises ValueError if there is none."""
     words = name.lower().replace("-", " ").split()
     if any(word in words for word in ("mig", "grid", "pcie", "nvl")):
         raise ValueError(f"{where}: the GPU {name!r} is another form of one in the table; profile it and set placement.profile")

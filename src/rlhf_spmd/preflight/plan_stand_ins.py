@@ -111,7 +111,7 @@ LENGTH_RULES: Rules = (
 
 
 def usual_rows(section: Any, n: int, training: Mapping[str, TokenDataset]) -> Workload:
-    """Returns lengths of a run's rows: the mean length of its prompts, and the limit of its responses."""
+    """Return lengths of a run's rows: the mean length of its prompts, and the limit of its responses."""
     work = WorkloadConfig().of(section, n)
     prompts = [data for data in training.values() if isinstance(data, PromptDataset)]
     return replace(work, prompt=float(prompts[0].lengths.double().mean())) if prompts else work
@@ -120,7 +120,9 @@ def usual_rows(section: Any, n: int, training: Mapping[str, TokenDataset]) -> Wo
 class CharacterTokenizer:
     """Replaces a tokenizer: one token per character."""
 
-    eos_token_id, name_or_path, chat_template = 0, "none", "{{ messages }}"
+    eos_token_id = 0
+    name_or_path = "none"
+    chat_template = "{{ messages }}"
     added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def __len__(self) -> int:
@@ -137,7 +139,7 @@ class CharacterTokenizer:
 
 
 def stand_in(section: DatasetConfig) -> TokenDataset:
-    """Returns as many rows as a step takes, of a token or two each, with the fields that ``section`` names."""
+    """Return as many rows as a step takes, of a token or two each, with the fields that ``section`` names."""
     keys = [key for key in vars(section) if key.endswith("_key") and getattr(section, key) is not None]
 
     def row(number: int) -> Row:

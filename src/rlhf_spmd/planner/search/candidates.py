@@ -46,7 +46,7 @@ class RankRanges:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.whole = RankRange(0, problem.size)
+        self.all_ranks = RankRange(0, problem.size)
         self.local_size = problem.local_size
         sizes = {option.size for call in problem.calls for option in call.options}
         nodes, rests = all_ranges(problem.size, problem.local_size)
@@ -67,7 +67,7 @@ class RankRanges:
         as different where such ranges exist.
         """
         ranges = [ranks for ranks in self.rests if ranks.count == size]
-        todo = [self.whole]
+        todo = [self.all_ranks]
         while todo:
             node = todo.pop()
             if node.count == size:
@@ -81,7 +81,7 @@ class RankRanges:
 
     def _inside(self, node: RankRange, occupied: frozenset[RankRange]) -> tuple[object, ...]:
         """Return what distinguishes a half from the other."""
-        edges = (node.first == 0, node.end == self.whole.end) if self.rests else ()
+        edges = (node.first == 0, node.end == self.all_ranks.end) if self.rests else ()
         clips = {(ranks, *_clip(ranks, node)) for ranks in occupied if ranks.overlaps(node)}
         memory = [(*_clip(ranks, node), amount) for ranks, amount in self._memory if ranks.overlaps(node)]
         return node.count, edges, frozenset(clips), tuple(memory)
@@ -202,10 +202,10 @@ class CandidateTables:
         return tables
 
 
-def best_of(rows: Sequence[Sequence[float]], kinds: Sequence[Hashable]) -> list[int]:
+def best_of(rows: Sequence[list[float]], kinds: Sequence[Hashable]) -> list[int]:
     """Return indices of the rows that no other row of the same kind dominates (of equal rows the first), by the first column."""
     best: list[int] = []
-    rivals: dict[Hashable, list[Sequence[float]]] = {}
+    rivals: dict[Hashable, list[list[float]]] = {}
     for index in sorted(range(len(rows)), key=lambda index: rows[index]):
         # one that is as good in all columns comes before
         undominated = rivals.setdefault(kinds[index], [])

@@ -23,7 +23,9 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult
     the step), since a set's calls take turns. The best one is simulated. Stops after ``limit`` seconds; ``seed`` is not read.
     Raises NoPlanError if nothing fits.
     """
-    started, ranges, tables = time.perf_counter(), RankRanges(problem), CandidateTables(problem)
+    started = time.perf_counter()
+    ranges = RankRanges(problem)
+    tables = CandidateTables(problem)
     stages, roles = phases(problem), list(problem.homes)
 
     @cache

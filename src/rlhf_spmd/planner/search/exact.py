@@ -100,7 +100,9 @@ class _Exact:
             self.complete(bounds, homes)
         role = self.roles[len(homes)]
         tied = self.problem.tied[role]
-        held, fixed, free = self.held(homes), self.fixed(homes), self.free(homes)
+        held = self.held(homes)
+        fixed = self.fixed(homes)
+        free = self.free(homes)
         rest = {node: table for node, table in free.items() if node not in tied}
         if ranks is None:
             occupied = frozenset(home.rank_range for home in homes)
@@ -135,7 +137,9 @@ class _Exact:
         return tuple((home.rank_range, self.tables.needs(role, home.option)[0]) for role, home in self.decided(homes).items())
 
     def fits(self, homes: Homes) -> bool:
-        held, needs, decided = self.held(homes), self.tables.needs, self.decided(homes)
+        held = self.held(homes)
+        needs = self.tables.needs
+        decided = self.decided(homes)
         return all(needs(role, home.option)[1] <= self.tables.room(held, home.rank_range) for role, home in decided.items())
 
     def fixed(self, homes: Homes) -> dict[int, tuple[RankRange, float]]:
@@ -171,7 +175,9 @@ class _Exact:
 
     def complete(self, bounds: Bounds, homes: Homes) -> None:
         """Try a plan with these homes, and the others where the packing behind the bound has them."""
-        free, fixed, decided = self.free(homes), self.fixed(homes), self.decided(homes)
+        free = self.free(homes)
+        fixed = self.fixed(homes)
+        decided = self.decided(homes)
         packed: dict[int, RankRange] = {}
         for phase in self.phases:
             packed |= phase.packed(fixed, free)
@@ -185,7 +191,9 @@ class _Exact:
 
     def finish(self, bounds: Bounds, homes: Homes) -> None:
         """Find the best plan with these homes, which are all decided, phase by phase."""
-        held, decided, calls = self.held(homes), self.decided(homes), self.problem.calls
+        held = self.held(homes)
+        decided = self.decided(homes)
+        calls = self.problem.calls
         free, fixed = self.free(homes), self.fixed(homes)
         occupied = frozenset(home.rank_range for home in homes)
 

@@ -21,7 +21,9 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult
     itself are left out (APP's MinResourceChecker). Stops after ``limit`` seconds; ``seed`` is not read. Raises NoPlanError if
     nothing fits.
     """
-    started, ranges, tables = time.perf_counter(), RankRanges(problem), CandidateTables(problem)
+    started = time.perf_counter()
+    ranges = RankRanges(problem)
+    tables = CandidateTables(problem)
     roles = list(problem.homes)
     copies = sorted({problem.calls[node].role for node in problem.movable}, key=roles.index)
     sizes = {size for ratio in RATIOS if (size := max(int(ratio * problem.size), 1)) in ranges.by_size}

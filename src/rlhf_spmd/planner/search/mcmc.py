@@ -18,7 +18,9 @@ def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> SearchResult
     """Return the best plan of a walk of ``limit`` seconds. It starts with the fastest option of each call, whatever its
     memory, and changes ranks and option of a random call. The cost is the step's seconds, more if memory is exceeded;
     ``BETA`` is divided by the start's cost. Raises NoPlanError if no plan on the way fits."""
-    started, draw, ranges = time.perf_counter(), random.Random(seed), RankRanges(problem)
+    started = time.perf_counter()
+    draw = random.Random(seed)
+    ranges = RankRanges(problem)
     options = [
         {size: numbers for size, numbers in by_size.items() if size in ranges.by_size} for by_size in problem.options_by_size
     ]
@@ -30,7 +32,7 @@ def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> SearchResult
         return tuple(choice if other in nodes else before for other, before in enumerate(plan))
 
     free = [node for node, call in enumerate(problem.calls) if not call.at_home]
-    plan: Plan = (Choice(ranges.whole, 0),) * len(problem.calls)
+    plan: Plan = (Choice(ranges.all_ranks, 0),) * len(problem.calls)
     for node in free:
         known = problem.calls[node].options
         fastest = min((n for numbers in options[node].values() for n in numbers), key=lambda n: known[n].seconds)

@@ -267,14 +267,14 @@ class HalvesPacking:
     @property
     def seconds(self) -> float:
         """Seconds until the last call ends; inf if there is no packing."""
-        end = float(self.ends(self.ranges.whole.count)[0][-1])
+        end = float(self.ends(self.ranges.all_ranks.count)[0][-1])
         return end if end < NEVER else math.inf
 
     def packing(self) -> dict[int, RankRange]:
         """Return the ranks of each call, by its index; empty if there is no packing."""
         if self.seconds == math.inf:
             return {}
-        return self._place(self.ranges.whole, (1 << len(self.tables)) - 1)
+        return self._place(self.ranges.all_ranks, (1 << len(self.tables)) - 1)
 
     def _ends(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return for a node of ``count`` ranks: the least end of each set of calls; and for each pair of a set and a subset the end if
