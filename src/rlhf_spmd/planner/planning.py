@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -204,28 +204,41 @@ class ProblemBuilder:
             if call.home:
                 pinned = memory.fullest(call.shape, settings, role, RankMemory.pinned)
                 indices = [i for i in indices if self.machine.local_size * pinned[i] <= self.machine.host_memory]
-        return [
-            tuple(self._option(other, settings.one(i) | offloads, held[i], [x[i] for x in estimate]) for i in indices)
-            for other, estimate in zip(tied, estimates, strict=True)
-        ]
+        options = []
+        for other, estimate in zip(tied, estimates, strict=True):
+            number, _ = other.work.micro_batches(other.work.rows / other.work.mini_batches, settings)
+            numbers = [array.tolist() for array in (held, *estimate, number)]
+            options.append(
+                tuple(self._option(other, settings.one(i) | offloads, *(values[i] for values in numbers)) for i in indices)
+            )
+        return options
 
-    def _option(self, call: ModelCall, settings: dict[str, Any], held: float, estimate: Sequence[float]) -> Option:
-        seconds, active, cache = map(float, estimate)
-        return Option(
-            settings["pp"] * settings["tp"] * settings["dp"] * settings["cp"],
-            settings["pp"],
-            settings["tp"],
-            seconds,
-            float(held),
-            active,
-            settings["zero"],
-            settings["zero_size"],
-            settings["ep"],
-            in_place=call.kind == "infer",
-            whole_experts=call.shares_whole_experts,
-            cache=cache,
-            settings=settings,
+    def _option(
+        self, call: ModelCall, one: dict[str, Any], held: float, seconds: float, active: float, cache: float, number: float
+    ) -> Option:
+        """Return the option of one alternative. ``number``: micro-batches of a mini-batch on each replica."""
+        generates = call.kind == "generate"
+        placed = PlacedCall(
+            "0",
+            one["pp"],
+            one["tp"],
+            one["dp"],
+            one["cp"],
+            one["ep"],
+            call.home,
+            one["zero"],
+            one["zero_size"] or None,
+            bool(one["sequence_parallel"]),
+            CHECKPOINTING[one["checkpointing"]],
+            one["offload"],
+            one["optim_offload"],
+            one["max_num_seqs"] if generates else None,
+            graphs=generates and bool(one["graphs"]),
+            micro_batches=1 if generates else int(number),
         )
+        size = one["pp"] * one["tp"] * one["dp"] * one["cp"]
+        layout = size, one["pp"], one["tp"], seconds, held, active, one["zero"], one["zero_size"], one["ep"]
+        return Option(*layout, call.kind == "infer", call.shares_whole_experts, cache, placed)
 
     def _role(self, call: ModelCall, offload: bool, optim_offload: bool) -> RoleSettings:
         device = self.machine.device
@@ -390,31 +403,17 @@ def to_file(
     placed = {}
     for number, call in enumerate(builder.calls):
         node, choice = problem.calls[number], plan[number]
-        option, settings = node.options[choice.option], node.options[choice.option].settings
+        option = node.options[choice.option]
         moved = 0.0 if node.home or node.at_home else problem.move(node, plan[problem.homes[node.role]], choice)[1]
         held = _most_held(problem, plan, choice.rank_range)
-        generates = call.kind == "generate"
         configured = builder.fixed is not None and builder.fixed.calls[call.name].gpu_memory_utilization is None
-        share = _memory_share(builder.machine, problem, held + moved, option) if generates and not configured else None
+        planned = call.kind == "generate" and not configured
+        share = _memory_share(builder.machine, problem, held + moved, option) if planned else None
         start, end = schedule.spans[number]
-        placed[call.name] = PlacedCall(
-            str(choice.rank_range),
-            option.pp,
-            option.tp,
-            settings["dp"],
-            settings["cp"],
-            settings["ep"],
-            call.home,
-            option.zero,
-            option.zero_size or None,
-            bool(settings["sequence_parallel"]),
-            CHECKPOINTING[settings["checkpointing"]],
-            settings["offload"],
-            settings["optim_offload"],
-            max_num_seqs=settings["max_num_seqs"] if generates else None,
+        placed[call.name] = replace(
+            option.settings,
+            ranks=str(choice.rank_range),
             gpu_memory_utilization=share,
-            graphs=generates and bool(settings["graphs"]),
-            micro_batches=1 if generates else _micro_batches(call.work, settings),
             start=round(start, 4),
             seconds=round(end - start, 4),
             memory_gb=round((held + option.active + moved) / GIB, 2),
@@ -438,9 +437,3 @@ def _memory_share(machine: Machine, problem: Problem, resident: float, option: O
         share = (resident + option.active + (CACHE_MARGIN - 1) * option.cache) / min(machine.memory)
         share = max(share, GenerationConfig().memory_share(on_host=False))
     return round(min(max(share, 0.05), 0.95), 3)
-
-
-def _micro_batches(work: Workload, settings: Mapping[str, int]) -> int:
-    """Return the micro-batches of a mini-batch on each replica."""
-    alternative = CallSettings(*(np.array([settings[f.name]]) for f in fields(CallSettings)))
-    return int(work.micro_batches(work.rows / work.mini_batches, alternative)[0][0])

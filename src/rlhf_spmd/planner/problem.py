@@ -62,7 +62,7 @@ class Option:
     - zero, zero_size: ZeRO stage, and ranks that share one copy of the weights; 0: all replicas. ep: ranks that share the experts
     - in_place: at home, the call uses the weights in the home's layout, so ``zero`` must be the home's
     - whole_experts: ranks of tp share the experts, so that weights are copied, and stay beside, in the home's layout too
-    - settings: what the option sets, by the fields of ``PlacedCall``; the search does not read them
+    - settings: the option as the caller describes it, a ``PlacedCall``; the search does not read it
     """
 
     size: int
@@ -77,7 +77,7 @@ class Option:
     in_place: bool = False
     whole_experts: bool = False
     cache: float = 0.0
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Any = None
 
     @property
     def layout(self) -> WeightLayout:
