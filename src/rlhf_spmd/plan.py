@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -193,7 +194,7 @@ def plan(request: PlanRequest) -> PlanResult:
     settings = request.search
     if settings.fixed is not None:
         return evaluate(request, settings.fixed)
-    search = {"name": settings.search, "time_limit_s": settings.time_limit_s, "seed": settings.seed}
+    search: dict[str, Any] = {"name": settings.search, "time_limit_s": settings.time_limit_s, "seed": settings.seed}
     configured = request.configured
     if not isinstance(configured, PlanResult) or configured.refusal is not None or configured.warning is not None:
         configured = None

@@ -341,7 +341,7 @@ def test_weights_for_generation() -> None:
     """Beside a shard of ZeRO-3 over 8 ranks: the whole model and a bucket, less the shard that lives on in it."""
     home, there = call_settings([(1, 1, 8), (1, 1, 8), (1, 4, 2)], zero=(0,)), call_settings([(1, 1, 8), (1, 1, 8), (1, 1, 8)])
     home = home.set(zero=np.array([0, 3, 0]))
-    ranks = [rank_of(how) for how in (home, there)]
+    ranks = rank_of(home), rank_of(there)
     weights = model.weights_for_generation(*ranks, GenerationConfig(), False)
     whole, table = 2 * SEVEN.params, 2 * SEVEN.embed
     np.testing.assert_allclose(weights, [0, whole * 7 / 8 + table, whole * 3 / 4 + table])

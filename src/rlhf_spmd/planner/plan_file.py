@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 
-from rlhf_spmd.config.constraints import PositiveFraction, PositiveInt
+from rlhf_spmd.config.constraints import PositiveFraction, PositiveInt, Range
 from rlhf_spmd.config.rules import Rule, Rules, check_section
 from rlhf_spmd.config.schema import ConfigError, read_section
 from rlhf_spmd.config.written import parse, resolve
@@ -39,7 +39,7 @@ class PlacedCall:
     cp: PositiveInt = 1
     ep: PositiveInt = 1
     home: bool = False
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Annotated[int, Range(least=0, most=3)] = 0
     zero_size: int | None = None
     sequence_parallel: bool = False
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

@@ -69,9 +69,11 @@ class PlanSummary:
         planned = self.planned
         search = self.planned.search
         seconds = self.planned.seconds
-        configured = self.configured
-        if isinstance(configured, PlanResult):
-            configured = configured.refusal or {"step_seconds": configured.seconds}
+        configured: dict[str, Any] | None = None
+        if isinstance(self.configured, PlanResult) and self.configured.refusal is None:
+            configured = {"step_seconds": self.configured.seconds}
+        elif self.configured is not None:
+            configured = {"refusal": self._refusal()}
         return {
             "calls": {name: asdict(call) | {"ranks": list(call.rank_range.ranks)} for name, call in planned.file.calls.items()},
             "step_seconds": seconds,
@@ -87,8 +89,12 @@ class PlanSummary:
             "room_gb": min(self.machine.memory) / GIB,
             "tokens_per_second": self.tokens / seconds,
             "hours": None if self.steps is None else self.steps * seconds / 3600,
-            "configuration": {"refusal": configured} if isinstance(configured, str) else configured,
+            "configuration": configured,
         }
+
+    def _refusal(self) -> str | None:
+        """Return why the configuration as it is does not fit, if it does not."""
+        return self.configured.refusal if isinstance(self.configured, PlanResult) else self.configured
 
     def lines(self) -> list[str]:
         """Return the summary as lines."""
@@ -103,9 +109,8 @@ class PlanSummary:
         speed = f"{planned.seconds:.3g} s a step, {values['tokens_per_second']:,.0f} tokens/s"
         lines.append(speed if hours is None else f"{speed}, {_time(hours)} for the run")
         configured = self.configured
-        refusal = configured.refusal if isinstance(configured, PlanResult) else configured
-        if refusal is not None:
-            lines.append(f"the configuration as it is, without this plan, does not fit: {refusal}")
+        if self._refusal() is not None:
+            lines.append(f"the configuration as it is, without this plan, does not fit: {self._refusal()}")
         elif isinstance(configured, PlanResult):
             gain = configured.seconds / planned.seconds
             than = f"the configuration as it is ({configured.seconds:.3g} s a step)"

@@ -218,6 +218,7 @@ class ProblemBuilder:
     ) -> Option:
         """Return the option of one alternative. ``number``: micro-batches of a mini-batch on each replica."""
         generates = call.kind == "generate"
+        level: Any = CHECKPOINTING[one["checkpointing"]]
         placed = PlacedCall(
             "0",
             one["pp"],
@@ -229,7 +230,7 @@ class ProblemBuilder:
             one["zero"],
             one["zero_size"] or None,
             bool(one["sequence_parallel"]),
-            CHECKPOINTING[one["checkpointing"]],
+            level,
             one["offload"],
             one["optim_offload"],
             one["max_num_seqs"] if generates else None,

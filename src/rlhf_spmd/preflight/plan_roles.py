@@ -115,6 +115,7 @@ def placed_calls(calls: Sequence[ModelCall], plans: Mapping[str, RolePlan]) -> d
                 f"pool '{pool.name}' of {call.name} has ranks {list(pool.ranks)}; a plan can only have neighbouring ranks"
             )
         grid = place_of_call.shape.generating if generates else layout
+        level: Any = config.activation_checkpointing if trains else "none"  # auto is decided
         placed[call.name] = PlacedCall(
             str(RankRange(pool.ranks[0], len(pool.ranks))),
             grid.pp,
@@ -126,7 +127,7 @@ def placed_calls(calls: Sequence[ModelCall], plans: Mapping[str, RolePlan]) -> d
             0 if generates else layout.zero,
             None if generates else layout.zero_size,
             trains and layout.sequence_parallel,
-            config.activation_checkpointing if trains else "none",
+            level,
             config.offload and call.home,
             config.optim.offload and call.home,
             max_num_seqs=config.generation.max_num_seqs if generates else None,

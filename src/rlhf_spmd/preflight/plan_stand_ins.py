@@ -72,7 +72,7 @@ class WorkloadConfig:
         ),
     )
 
-    def of(self, section: DatasetConfig | PromptsConfig, n: int) -> Workload:
+    def of(self, section: Any, n: int) -> Workload:
         """Return the lengths of rows of ``section``, ``n`` per prompt. Each call later sets the number of rows.
 
         Raises ValueError for lengths that the section does not allow.
