@@ -3,7 +3,7 @@
     python scripts/presets.py            # write
     python scripts/presets.py --check    # exit status 1 where a file differs or a preset does not fit
 
-Needs neither network nor GPU: the sizes of the models stand in src/rlhf_spmd/models/published.py.
+Needs neither network nor GPU: the sizes of the models stand in src/rlhf_spmd/models/published.yaml.
 """
 
 from __future__ import annotations

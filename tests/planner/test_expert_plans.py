@@ -39,7 +39,7 @@ def times(nodes: int) -> FormulaTimes:
 def test_a_rank_holds_its_experts_by_hand() -> None:
     assert SHAPE.experts == EXPERTS
     ways = call_settings([(1, 1, 16)], zero=(0, 3), ep=(1, 8))
-    weights = memory.held(SHAPE, ways, memory.RoleSettings(itemsize=2), 0)["weights"] / 2
+    weights = memory.RankMemory(SHAPE, ways, memory.RoleSettings(itemsize=2), 0).held()["weights"] / 2
     rest = SHAPE.params - 48 * EXPERTS
     rows = list(zip(ways.zero.tolist(), ways.ep.tolist(), weights.tolist(), strict=True))
     by_way = {(zero, ep): held for zero, ep, held in rows}
@@ -47,7 +47,7 @@ def test_a_rank_holds_its_experts_by_hand() -> None:
     by_hand = {(0, 1): whole, (3, 1): whole / 16, (0, 8): rest + slices, (3, 8): rest / 16 + slices}
     assert by_way == pytest.approx(by_hand)
     trained = memory.RoleSettings(itemsize=2, trained=True)
-    written = memory.checkpoint_copy(SHAPE, ways, trained, 0)  # all copies write each part once
+    written = memory.RankMemory(SHAPE, ways, trained, 0).checkpoint_copy()  # all copies write each part once
     assert written == pytest.approx([SHAPE.params * (2 + 12) / 16] * 4)
 
 

@@ -29,7 +29,7 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner import memory as model
-from rlhf_spmd.planner.shapes import Workload, adapter_numel, call_settings, quantized_numel, shape_of
+from rlhf_spmd.planner.shapes import CallSettings, Workload, adapter_numel, call_settings, quantized_numel, shape_of
 from rlhf_spmd.workers.model_weights import held_tensors
 from rlhf_spmd.workers.optim_config import OptimConfig
 from rlhf_spmd.workers.passes import Packed
@@ -145,13 +145,14 @@ def test_training_takes_what_is_predicted(case: Case) -> None:
         measures[:] = measures.mean(0)
     for rank, (peak, forward, held) in enumerate(measures):
         stage = layout.coordinate(rank).pp
-        parts = model.train(shape, work, how, settings_, stage)
+        rank_memory = model.RankMemory(shape, how, settings_, stage)
+        parts = rank_memory.train(work)
         assert float(model.total(parts)[0]) == pytest.approx(peak, rel=0.12 if layout.ep == 1 else 0.2), (rank, parts, peak)
-        predicted = float(model.total(model.held(shape, how, settings_, stage))[0])
+        predicted = float(model.total(rank_memory.held())[0])
         # with tp a rank has slices of half of the adapters, and all of what makes the short vectors of latent attention
         assert (0.96 if case.model == "latent" else 0.98) * held < predicted < (1.12 if case.lora else 1.02) * held
         if case == SHORT[0]:  # in a layer's kernels of C++ less than the operations of torch take one by one
-            taken = float(model.total(model.infer(shape, replace(work, rows=ROWS), how, settings_, stage))[0])
+            taken = float(model.total(rank_memory.infer(replace(work, rows=ROWS)))[0])
             assert 0.4 * taken < forward < 1.05 * taken
     assert shape.expert_rows == {"dense": 0, "experts": 4, "latent": 2}[case.model]  # a mean of layers
 
@@ -171,7 +172,8 @@ def test_what_layers_keep_is_what_is_predicted(name: str, mode: str) -> None:
     assert hidden.requires_grad
     work, one = Workload(ROWS, 1.0, (LENGTH - 1.0,)), call_settings([(1, 1, 1)], checkpointing=(CHECKPOINTING.index(mode),))
     on_host = replace(role("float32"), on_host=True)  # where activations count in every phase
-    predicted = model.train(shape_of(spec, "lm"), work, one.set(micro_tokens=ROWS * LENGTH), on_host, 0)
+    settings_ = one.set(micro_tokens=ROWS * LENGTH)
+    predicted = model.RankMemory(shape_of(spec, "lm"), settings_, on_host, 0).train(work)
     assert float(predicted["activations"][0]) == pytest.approx(kept, rel=0.08)
 
 
@@ -182,20 +184,25 @@ def role(dtype: str) -> model.RoleSettings:
 
 FAMILY, *SEVEN_SIZES, _ = MODELS["qwen2.5_7b"]
 SEVEN = shape_of(spec_from_config({"model_type": FAMILY, **dict(zip(KEYS, SEVEN_SIZES, strict=True))}, "test"), "lm")
-WORK = Workload(256, 1024.0, (1024.0,))
+WORK, ROLE = Workload(256, 1024.0, (1024.0,)), model.RoleSettings(trained=True)
+
+
+def rank_of(how: CallSettings, settings_: model.RoleSettings = ROLE, stage: int = 0) -> model.RankMemory:
+    """Of the 7B model."""
+    return model.RankMemory(SEVEN, how, settings_, stage)
 
 
 def test_what_a_role_holds_by_hand() -> None:
     """Qwen2.5-7B has 7.6156e9 parameters: 2 bytes each of weights, 12 of fp32 moments and master weights; ZeRO cuts both by d."""
     assert SEVEN.params == pytest.approx(7.6156e9, rel=1e-4) and (SEVEN.queries, SEVEN.keys) == (3584, 512)
     ways = call_settings([(1, 1, 8)], zero=(0, 1, 3))
-    parts = model.held(SEVEN, ways, model.RoleSettings(trained=True), 0)
+    parts = rank_of(ways).held()
     np.testing.assert_allclose(parts["weights"], 2 * 7.6156e9 / np.array([1, 8, 8]), rtol=1e-4)
     np.testing.assert_allclose(parts["optimizer"], 12 * 7.6156e9 / np.array([1, 8, 8]), rtol=1e-4)
-    assert float(model.held(SEVEN, ways, model.RoleSettings(), 0)["optimizer"][0]) == 0
-    pairs = model.held(SEVEN, call_settings([(1, 1, 8)], zero=(0, 3), zero_size=(2,)), model.RoleSettings(trained=True), 0)
+    assert float(rank_of(ways, model.RoleSettings()).held()["optimizer"][0]) == 0
+    pairs = rank_of(call_settings([(1, 1, 8)], zero=(0, 3), zero_size=(2,))).held()
     np.testing.assert_allclose(model.total(pairs), 14 * 7.6156e9 / np.array([1, 2]), rtol=1e-4)
-    without = model.held(SEVEN, ways, model.RoleSettings(trained=True, master_weights=False), 0)
+    without = rank_of(ways, model.RoleSettings(trained=True, master_weights=False)).held()
     np.testing.assert_allclose(without["optimizer"], without["weights"] * 2)  # bf16 moments
 
 
@@ -227,7 +234,7 @@ def test_an_optimizer_holds_what_is_predicted(name: str, dtype: str, layout: Lay
         pytest.importorskip("bitsandbytes")
     shape, settings_ = shape_of(spec_from_config(CONFIG, "test"), "lm"), replace(role(dtype), optim=name)
     how = call_settings([(layout.pp, layout.tp, layout.dp)], zero=(layout.zero,))
-    predicted = float(model.held(shape, how, settings_, 0)["optimizer"][0])
+    predicted = float(model.RankMemory(shape, how, settings_, 0).held()["optimizer"][0])
     assert run_ranks(layout.size, held_by, layout, dtype, name) == pytest.approx([predicted] * layout.size, rel=0.01)
 
 
@@ -235,7 +242,7 @@ def test_activations_of_7b_by_hand() -> None:
     """docs/parallelism.md: 4 h + 3 q + 3 k + 3 f = 83,456 numbers a layer and token, in bf16, 28 layers, 16,384 tokens: 71.3
     GiB; and 2 h behind the last layer. All that is divided by tp is the second to fourth term."""
     ways = call_settings([(1, 1, 1), (1, 4, 1)], checkpointing=(0, 2))
-    kept = model.train(SEVEN, WORK, ways, model.RoleSettings(trained=True), 0)["activations"]
+    kept = rank_of(ways).train(WORK)["activations"]
     tokens, behind = 16384 * 2, 2 * 3584
     assert kept[0] == tokens * (28 * (4 * 3584 + 3 * (3584 + 512 + 18944)) + behind)
     assert kept[1] == tokens * (28 * 3584 + behind)
@@ -244,18 +251,16 @@ def test_activations_of_7b_by_hand() -> None:
 
 def test_a_pipeline_s_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:
     ways = call_settings([(4, 1, 1)])
-    stages = [model.train(SEVEN, WORK, ways, model.RoleSettings(trained=True), stage)["activations"][0] for stage in range(3)]
+    stages = [rank_of(ways, stage=stage).train(WORK)["activations"][0] for stage in range(3)]
     assert stages[0] / stages[1] == pytest.approx(4 / 3) and stages[0] / stages[2] == pytest.approx(2)
-    sums = [
-        model.total(model.held(SEVEN, ways, ROLE, at)) + model.total(model.train(SEVEN, WORK, ways, ROLE, at))
-        for at in range(4)
-    ]
-    assert model.fullest(
-        ways, lambda at: {**model.held(SEVEN, ways, ROLE, at), **model.train(SEVEN, WORK, ways, ROLE, at)}
-    ) == max(sums)
+
+    def parts(rank: model.RankMemory) -> model.Parts:
+        return {**rank.held(), **rank.train(WORK)}
+
+    sums = [model.total(parts(rank_of(ways, stage=stage))) for stage in range(4)]
+    assert model.fullest(SEVEN, ways, ROLE, parts) == max(sums)
 
 
-ROLE = model.RoleSettings(trained=True)
 GRID = call_settings(
     [(pp, tp, dp) for pp in (1, 2, 7) for tp in (1, 4) for dp in (1, 8)],
     zero=(0, 1, 2, 3),
@@ -266,10 +271,10 @@ GRID = call_settings(
 
 
 def test_choices_do_not_see_each_other() -> None:
-    every = model.total(model.train(SEVEN, WORK, GRID, ROLE, 0))
+    every = model.total(rank_of(GRID).train(WORK))
     for index in range(0, len(GRID), 37):
         ways = GRID.take(index)
-        assert model.total(model.train(SEVEN, WORK, ways, ROLE, 0))[0] == every[index]
+        assert model.total(rank_of(ways).train(WORK))[0] == every[index]
 
 
 @settings(max_examples=200, deadline=None)
@@ -294,12 +299,12 @@ def test_generation_needs_logits_texts_and_pages() -> None:
     """256 rows of 2,048 tokens on one rank: logits 4 bytes * 152,064 * 2, and a cache of at least what is left to it. A page is
     2 * 28 layers * 512 * 2 bytes for each of its 64 tokens."""
     ways, config = call_settings([(1, 1, 1), (1, 4, 1)]), GenerationConfig()
-    parts, row, most = model.generate(SEVEN, WORK, ways, ROLE, config, 0)
+    parts, row, most = rank_of(ways).generate(WORK, config)
     assert row[0] == 32 * 64 * 2 * 28 * 512 * 2 and most[0] == 256 * row[0]
     assert row[1] == row[0] / 4
     assert parts["work"][0] > 2 * 4 * 256 * 152064
     assert parts["cache"][0] == row[0]
-    on_host, _, _ = model.generate(SEVEN, WORK, ways, replace(ROLE, on_host=True), config, 0)
+    on_host, _, _ = rank_of(ways, replace(ROLE, on_host=True)).generate(WORK, config)
     assert on_host["cache"][0] == pytest.approx(max(float(parts["work"][0]), row[0]))
 
 
@@ -312,32 +317,33 @@ def test_what_is_offloaded_lies_in_host_memory() -> None:
     ways, nothing = call_settings([(1, 1, 8)], zero=(3,)), {"weights": 0.0, "optimizer": 0.0}
     offloaded = replace(ROLE, offload=True, optim_offload=True, activation_offload=True)
     on_cpu = replace(offloaded, on_host=True)
-    on_device = sizes(model.held(SEVEN, ways, ROLE, 0))
+    on_device = sizes(rank_of(ways).held())
     for settings_, device, host in ((ROLE, on_device, nothing), (offloaded, nothing, on_device), (on_cpu, on_device, nothing)):
-        assert sizes(model.held(SEVEN, ways, settings_, 0)) == device
-        assert sizes(model.held_by_host(SEVEN, ways, settings_, 0)) == host
-    saved = sizes(model.saved_by_host(SEVEN, WORK, ways, offloaded, 0))["activations"]
-    assert saved == pytest.approx(sizes(model.train(SEVEN, WORK, ways, ROLE, 0))["activations"], rel=0.05)
-    assert sizes(model.saved_by_host(SEVEN, WORK, ways, on_cpu, 0)) == {"activations": 0.0}
+        assert sizes(rank_of(ways, settings_).held()) == device
+        assert sizes(rank_of(ways, settings_).pinned()) == host
+    saved = sizes(rank_of(ways, offloaded).pinned_activations(WORK))["activations"]
+    assert saved == pytest.approx(sizes(rank_of(ways).train(WORK))["activations"], rel=0.05)
+    assert sizes(rank_of(ways, on_cpu).pinned_activations(WORK)) == {"activations": 0.0}
 
 
 def test_communicators() -> None:
     """The groups of a layout; one that has all ranks is not made twice. None on CPUs."""
     ways = call_settings([(1, 1, 1), (1, 8, 1), (1, 2, 4), (8, 8, 8)], zero=(3,))
-    sizes = model.communicators(ways, ROLE) / model.GIB
+    sizes = rank_of(ways).communicators() / model.GIB
     peers = 4 * 0.44  # two stages, each way
     np.testing.assert_allclose(sizes, [0, 0.65, 3 * 0.65, 3 * 0.65 + peers])
-    assert not model.communicators(ways, replace(ROLE, on_host=True)).any()
+    assert not rank_of(ways, replace(ROLE, on_host=True)).communicators().any()
     experts = call_settings([(1, 1, 16)], zero=(3,), ep=(16,))
-    np.testing.assert_allclose(model.communicators(experts, ROLE) / model.GIB, 2 * 0.65 + 7 * 0.44)
+    np.testing.assert_allclose(rank_of(experts).communicators() / model.GIB, 2 * 0.65 + 7 * 0.44)
 
 
 def test_weights_for_generation() -> None:
     """Beside a shard of ZeRO-3 over 8 ranks: the whole model and a bucket, less the shard that lives on in it."""
     home, there = call_settings([(1, 1, 8), (1, 1, 8), (1, 4, 2)], zero=(0,)), call_settings([(1, 1, 8), (1, 1, 8), (1, 1, 8)])
     home = home.set(zero=np.array([0, 3, 0]))
-    weights = model.weights_for_generation(SEVEN, home, there, ROLE, GenerationConfig(), False, (0, 0))
+    ranks = rank_of(home), rank_of(there)
+    weights = model.weights_for_generation(*ranks, GenerationConfig(), False)
     whole, table = 2 * SEVEN.params, 2 * SEVEN.embed
     np.testing.assert_allclose(weights, [0, whole * 7 / 8 + table, whole * 3 / 4 + table])
-    beside = model.weights_for_generation(SEVEN, home, there, ROLE, GenerationConfig(), True, (0, 0))
+    beside = model.weights_for_generation(*ranks, GenerationConfig(), True)
     np.testing.assert_allclose(beside[1:], [whole + table] * 2)

@@ -14,7 +14,7 @@ from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner.profile import sizes_of
 from rlhf_spmd.planner.shapes import Workload, shape_of
-from rlhf_spmd.preflight.plan_profile import _zero, kinds, most_layers, profile
+from rlhf_spmd.preflight.plan_profile import LayerProfiler, kinds, profile
 from small_models import CONFIGS
 
 LARGE = {"vocab_size": 151936, "hidden_size": 4096, "head_dim": 128, "num_attention_heads": 96, "num_key_value_heads": 8}
@@ -40,8 +40,9 @@ def test_layers_that_do_not_fit_are_not_measured() -> None:
     """Five layers of GLM-4.5 with their optimizer states do not fit into 80 GB, nor do two, but with tp 8 five do."""
     spec = kinds(model("glm4-moe", 92, topk_group=1, **LARGE))[-1][0]
     workload = Workload(64, 512, (512.0,))
-    assert [most_layers(spec, "none", tp, workload, 8192, torch.bfloat16, 80e9) for tp in (1, 2, 4, 8)] == [0, 2, 3, 5]
-    assert _zero(None, spec, "none", workload, torch.bfloat16, 80e9) == ([0.0] * 4, 0.0)  # type: ignore[arg-type]
+    profiler = LayerProfiler(None, workload, 8192, torch.bfloat16, 80e9)  # type: ignore[arg-type]
+    assert [profiler.most_layers(spec, "none", tp, 8192) for tp in (1, 2, 4, 8)] == [0, 2, 3, 5]
+    assert profiler.zero(spec, "none") == ([0.0] * 4, 0.0)
 
 
 def test_models_of_other_layers_have_other_times() -> None:

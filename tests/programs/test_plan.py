@@ -22,7 +22,7 @@ from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.planner.machine import GIB, Gpu, Machine
 from rlhf_spmd.planner.plan_file import PlanFile
-from rlhf_spmd.planner.plan_summary import compare, measured_seconds, read_trace
+from rlhf_spmd.planner.plan_summary import measured_seconds, read_trace
 from rlhf_spmd.planner.profile import LayerTimes, Profile, ProfileTimes, read_profile, sizes_of, write_profile
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 from rlhf_spmd.preflight import checks
@@ -167,12 +167,10 @@ def test_a_configuration_that_does_not_fit_or_may_not(capsys: pytest.CaptureFixt
         (["cluster.nodes=0"], "cluster.nodes=0"),
         (["plan.search=exakt"], "did you mean 'exact'"),
         (["plan.fixed=none.yaml"], "plan=none.yaml cannot be read"),
-        (["workload.prompt_length=90000"], "workload.prompt_length=90000.0 is above data.max_prompt_length="),
-        (["workload.response_lengths=[30, 20]"], "workload.response_lengths=[30.0, 20.0]: must be numbers above 0, ascending"),
+        (["workload.prompt_length=90000"], "workload.prompt_length=90000.0, data.max_prompt_length="),
         (["cluster.groups=[{nodes: 0, gpu: h200}]"], "cluster.groups.0.nodes=0"),
         (["cluster.memory_gb=1"], "cluster.memory_gb=1.0: must be above 2.5"),
         (["plan.out=/none/plan.yaml"], "plan.out=/none/plan.yaml: must be a file in a directory that exists"),
-        (["plan.fixed=config", "placement.strategy=auto"], "placement.strategy=auto is none"),
         (["models.actor.spec.hidden_sizes=3"], "did you mean 'models.actor.spec.hidden_size'"),
     ],
 )
@@ -187,11 +185,9 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     ("call", "message"),
     [
         ("{ranks: 0-3, dp: 4, home: 'maybe'}", "calls.actor.update_actor"),
-        ("{ranks: x, home: true}", "ranks='x' must be the first and the last rank"),
-        ("{ranks: 0-3, dp: 2, home: true}", "is not the number of ranks"),
+        ("{ranks: x, home: true}", "ranks=x must be the first and the last rank"),
         ("{ranks: 0-3, dp: 4}", "one call of role 'actor' must have home: true"),
         ("{ranks: 0-3, dp: 4, home: true, zero: 3, zero_size: 3}", "zero_size=3: must divide dp * cp = 4; allowed: 1, 2, 4"),
-        ("{ranks: 0-3, dp: 4, home: true, gpu_memory_utilization: 7}", "must be in (0, 1]"),
     ],
 )
 def test_edited_plans_are_checked(tmp_path: Path, call: str, message: str) -> None:
@@ -209,10 +205,10 @@ def test_plans_are_those_that_training_accepts(tmp_path: Path, algorithm: str) -
     gpus = f"cluster.gpus_per_node={24 if algorithm == 'remax' else 16}"
     settings = ["cluster.nodes=1", gpus, f"plan.out={tmp_path / 'plan.yaml'}", *roles]
     run = plan.read_run(str(CONFIGS / f"quickstart_{algorithm}.yaml"), settings)
-    machine, _ = plan.machine_of(run.config.cluster)
+    machine, _ = run.target
     plans = placed_roles(run.described, plan.plan(run).file, lambda: run.graph, 0)
     checks.check_batches(run.config, plans)
-    assert check_memory(plans, plan.step_of(run, machine), machine.memory, machine.local_size) is None
+    assert check_memory(plans, run.step(), machine.memory, machine.local_size) is None
 
 
 def test_a_plan_offloads_no_more_than_a_host_has(tmp_path: Path) -> None:
@@ -302,7 +298,7 @@ def test_train_follows_a_plan(capsys: pytest.CaptureFixture[str], directory: Pat
     check_against_one_rank(directory, train(directory, strategy, f"plan={out}"))
     file = plan.read_plan(str(out))
     seconds = measured_seconds(read_trace(file, str(directory / strategy)))
-    assert all(row[2] is not None and row[2] > 0 for row in compare(file, seconds)), "the run made the plan's calls"
+    assert all(seconds[name] > 0 for name in file.calls), "the run made the plan's calls"
     events = json.loads((directory / strategy / "trace.json").read_text())["traceEvents"]
     computed = [event for event in events if event.get("ph") == "X" and event["cat"] == "compute"]
     for name, call in planned["calls"].items():

@@ -14,8 +14,8 @@ Plans, from the calls of a step to the fastest plan; read in this order:
 - ``machine``: devices, hosts and links
 - ``shapes``: a model's sizes, a call's rows and its settings, which costs and memory count
 - ``costs``, ``profile``: seconds of a call, by formulas or from measured layers
-- ``memory``: bytes on a rank
+- ``memory``: bytes of a role on a rank; ``preflight/memory_estimate`` adds them up over the roles of a run
 - ``planning``: from calls to a problem, and from the best plan to a plan file (``best_plan``)
 - ``search/<name>``: one function ``search`` each
-- ``plan_file``, ``plan_summary``: ``plan.yaml``, and what it comes to
+- ``plan_file``, ``plan_summary``: ``plan.yaml``, and a plan for people
 """

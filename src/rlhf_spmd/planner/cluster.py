@@ -1,5 +1,4 @@
-"""What a placement strategy gets and returns: the ranks of a job, its roles, the work of a step's calls; and an assignment.
-Pure."""
+"""Input and output of placement strategies: the ranks of a job, its roles, the work of a step's calls; and an assignment. Pure."""
 
 from __future__ import annotations
 
@@ -20,11 +19,12 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True)
 class RoleFacts:
-    """What strategies know of a role.
+    """Facts of a role that strategies read.
 
-    ``weights``: those that a token is multiplied with; 0 without a model. ``origin``: the directory that they come from.
-    ``unit``: its layout needs a multiple of so many ranks, or exactly so many if ``fixed``. ``calls``: methods that may run on
-    other ranks than the role's -> their unit.
+    - weights: those that a token is multiplied with; 0 without a model
+    - origin: the directory that they come from
+    - unit: its layout needs a multiple of so many ranks, or exactly so many if ``fixed``
+    - calls: methods that may run on other ranks than the role's -> their unit
     """
 
     weights: float = 0.0
@@ -76,11 +76,11 @@ class Cluster:
         return tuple(range(self.size))
 
     def count(self, ratio: float, unit: int) -> int:
-        """The number of ranks nearest to this share that is a multiple of ``unit``, at least one unit."""
+        """Return the number of ranks nearest to this share that is a multiple of ``unit``, at least one unit."""
         return max(math.floor(ratio * self.size / unit + 0.5), 1) * unit
 
     def _sizes(self, part: RankShare, ratio: float | None, host: int) -> list[int]:
-        """The numbers of ranks that a share can have, smallest first. Without a ratio they are multiples of ``host``."""
+        """Return the numbers of ranks that a share can have, smallest first. Without a ratio they are multiples of ``host``."""
         if part.fixed:
             return [part.unit]
         if ratio is not None:
@@ -91,23 +91,23 @@ class Cluster:
         return fitting or ([step] if host == 1 else [])
 
     def cut(self, parts: Sequence[RankShare]) -> list[tuple[int, ...]]:
-        """All ranks in order, cut into one run for each part.
+        """Return all ranks in order, cut into one run for each part.
 
         A part has as many ranks as its ratio or its layout says. The other parts share the rest by their work, in whole hosts
         if possible: again and again the part with most work for each rank grows. Raises PlacementError with the numbers if they
         do not add up to all ranks.
         """
-        given = [next((self.ratios[name] for name in part.names if name in self.ratios), None) for part in parts]
+        ratios = [next((self.ratios[name] for name in part.names if name in self.ratios), None) for part in parts]
         if not parts:
             return []
         for host in (self.local_size, 1):
-            larger = [self._sizes(part, ratio, host)[::-1] for part, ratio in zip(parts, given, strict=True)]
+            larger = [self._sizes(part, ratio, host)[::-1] for part, ratio in zip(parts, ratios, strict=True)]
             if not all(larger):  # no number of whole hosts divides the prompts
                 continue
             counts = [sizes.pop() for sizes in larger]
             while fitting := [i for i, more in enumerate(larger) if more and more[-1] - counts[i] <= self.size - sum(counts)]:
-                least = max(fitting, key=lambda i: (parts[i].work / counts[i], i))
-                counts[least] = larger[least].pop()
+                busiest = max(fitting, key=lambda i: (parts[i].work / counts[i], i))
+                counts[busiest] = larger[busiest].pop()
             if sum(counts) == self.size:
                 ends = [sum(counts[: i + 1]) for i in range(len(counts))]
                 return [tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
@@ -115,7 +115,7 @@ class Cluster:
         listed = [
             f"{' + '.join(part.names)} {'at least ' if few and ratio is None and not part.fixed else ''}{count}"
             + ("" if ratio is None else f" by placement.ratios ({ratio:g})")
-            for part, ratio, count in zip(parts, given, counts, strict=True)
+            for part, ratio, count in zip(parts, ratios, counts, strict=True)
         ]
         raise PlacementError(
             f"needs {'at least ' if few else ''}{sum(counts)} ranks ({', '.join(listed)}), this job has {self.size}; "
@@ -124,7 +124,7 @@ class Cluster:
 
 
 def unit_of(name: str, roles: Roles) -> int:
-    """The unit of a role, or of a method as ``role.method``."""
+    """Return the unit of a role, or of a method as ``role.method``."""
     role, _, method = name.partition(".")
     return roles[role].calls[method] if method else roles[role].unit
 
@@ -132,8 +132,8 @@ def unit_of(name: str, roles: Roles) -> int:
 def share_of(
     names: Iterable[str], roles: Roles, work: Mapping[str, float] | None = None, graph: Graph | None = None
 ) -> RankShare:
-    """The share of roles, or methods as ``role.method``, that get the same ranks. ``work``: of all calls, see :func:`count_work`.
-    ``graph``: a step whose generating calls limit the number of replicas."""
+    """Return the share of roles, or methods as ``role.method``, that get the same ranks. ``work``: of all calls, see
+    :func:`count_work`. ``graph``: a step whose generating calls limit the number of replicas."""
     names = tuple(names)
     unit, fixed = math.lcm(*(unit_of(name, roles) for name in names)), any(roles[n].fixed for n in names if n in roles)
     amount = 1.0 if work is None else sum(amount for call, amount in work.items() if call.split(".")[0] in names)
@@ -146,30 +146,31 @@ def share_of(
 
 
 def count_work(graph: Graph, roles: Roles) -> dict[str, float]:
-    """``role.method`` -> weights that its calls in a step pass over, summed over rows and epochs."""
-    found: dict[str, float] = {}
+    """Return ``role.method`` -> weights that its calls in a step pass over, summed over rows and epochs."""
+    work: dict[str, float] = {}
     for call in graph.nodes:
         name, facts = f"{call.role.name}.{call.spec.name}", roles.get(call.role.name, RoleFacts())
-        found[name] = found.get(name, 0.0) + PASSES.get(call.spec.kind, 0) * call.epochs * call.num_rows * facts.weights
-    return found
+        work[name] = work.get(name, 0.0) + PASSES.get(call.spec.kind, 0) * call.epochs * call.num_rows * facts.weights
+    return work
 
 
 def generating_calls(graph: Graph, roles: Roles) -> list[str]:
-    """The methods of these roles that generate, as ``role.method``, in program order."""
+    """Return the methods of these roles that generate, as ``role.method``, in program order."""
     calls = [call for call in graph.nodes if call.spec.kind == "generate" and call.role.name in roles]
     return list(dict.fromkeys(f"{call.role.name}.{call.spec.name}" for call in calls))
 
 
 def waits(graph: Graph) -> list[set[int]]:
-    """For each call the earlier ones that it waits for, directly or not: those it reads from and those that trained its role."""
+    """Return for each call the earlier ones that it waits for, directly or not: those it reads from and those that trained its
+    role."""
     read: dict[int, set[int]] = {}
     for producer, consumer, _ in graph.edges():
         read.setdefault(consumer, set()).add(producer)
-    found: list[set[int]] = []
+    waited: list[set[int]] = []
     trained: dict[str, set[int]] = {}
     for node, call in enumerate(graph.nodes):
         direct = read.get(node, set()) | trained.get(call.role.name, set())
-        found.append(direct.union(*(found[earlier] for earlier in direct)))
+        waited.append(direct.union(*(waited[earlier] for earlier in direct)))
         if call.spec.kind == "train":
             trained.setdefault(call.role.name, set()).add(node)
-    return found
+    return waited

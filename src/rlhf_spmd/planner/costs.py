@@ -61,14 +61,14 @@ class Calibration:
 
 
 class _PipelineTime(NamedTuple):
-    """Seconds of one micro-batch: ``whole`` through all stages, ``slowest`` in the slowest stage."""
+    """Seconds of one micro-batch, through all stages and in the slowest one."""
 
-    whole: Numbers
+    all_stages: Numbers
     slowest: Numbers
 
     def times(self, number: Numbers) -> Numbers:
-        """Seconds of ``number`` micro-batches that follow each other through the stages (1F1B, or forward only)."""
-        return self.whole + (number - 1) * self.slowest
+        """Return seconds of ``number`` micro-batches that follow each other through the stages (1F1B, or forward only)."""
+        return self.all_stages + (number - 1) * self.slowest
 
 
 class _Ring(NamedTuple):
@@ -78,7 +78,7 @@ class _Ring(NamedTuple):
     fixed: Numbers
 
     def gather(self, size: Numbers) -> Numbers:
-        """Seconds to gather ``size`` bytes."""
+        """Return seconds to gather ``size`` bytes."""
         return size * self.per_byte + self.fixed
 
 
@@ -86,7 +86,10 @@ class _Rates:
     """Rates of a machine under a calibration, and what ranks of a layout send to each other."""
 
     def __init__(self, shape: ModelShape, settings: CallSettings, machine: Machine, calibration: Calibration) -> None:
-        self.shape, self.settings, self.machine, self.calibration = shape, settings, machine, calibration
+        self.shape = shape
+        self.settings = settings
+        self.machine = machine
+        self.calibration = calibration
         device = machine.device
         self.itemsize, self.wide = device.itemsize, max(device.itemsize, 4)
         self.flops, self.bytes = device.flops * calibration.matrix, device.bandwidth * calibration.memory
@@ -98,10 +101,12 @@ class _Rates:
         self.replicate_ring = self.ring(settings.dp_replicate, settings.tp * settings.dp_shard)
         self.cp_ring, self.ep_ring = self.ring(settings.cp, settings.tp), self.ring(settings.ep, settings.tp)
         self.experts = shape.stage_experts(settings) / settings.ep  # of the fullest stage, on a rank of ep
-        self.here = shape.layer - np.where(settings.ep > 1, shape.experts * (1 - 1 / settings.ep), 0.0)  # parameters of a layer
+        self.layer = shape.layer - np.where(
+            settings.ep > 1, shape.experts * (1 - 1 / settings.ep), 0.0
+        )  # parameters of a layer
 
     def ring(self, ranks: Numbers, apart: Numbers) -> _Ring:
-        """The ring over so many ranks, one every ``apart``. Between hosts it uses the network of all its devices in a host."""
+        """Return the ring over so many ranks, one every ``apart``. Between hosts it uses the network of all its devices in a host."""
         near = np.maximum(self.machine.local_size // apart, 1)
         inside, link = ranks * apart <= self.machine.local_size, self.machine.device.link
         rate = np.where(inside, link, np.minimum(link, self.machine.network * near)) * self.calibration.link
@@ -111,35 +116,35 @@ class _Rates:
         return 2 * self.tp_ring.gather(tokens * (self.shape.hidden * self.itemsize))
 
     def cp_exchange(self, tokens: Numbers) -> Numbers:
-        """Seconds of a layer's two all-to-alls over cp: q, k and v one way, the attention's result back."""
+        """Return seconds of a layer's two all-to-alls over cp: q, k and v one way, the attention's result back."""
         numbers = 2 * (self.shape.queries + self.shape.keys) / self.settings.tp
         return np.where(self.settings.cp > 1, self.cp_ring.gather(tokens * numbers * self.itemsize), 0.0)
 
     def ep_exchange(self, tokens: Numbers) -> Numbers:
-        """Seconds of a layer's two all-to-alls over ep: rows to their experts, results back."""
+        """Return seconds of a layer's two all-to-alls over ep: rows to their experts, results back."""
         size = tokens * (self.shape.expert_rows * self.shape.hidden * self.itemsize)
         return np.where(self.settings.ep > 1, 2 * self.ep_ring.gather(size), 0.0)
 
     def hand_over(self, tokens: Numbers) -> Numbers:
-        """Seconds to send activations to the next stage."""
+        """Return seconds to send activations to the next stage."""
         rate = np.where(self.settings.size <= self.machine.local_size, self.machine.device.link, self.machine.network)
         size = tokens * self.shape.hidden * self.itemsize / self.slices
         return np.where(self.settings.pp > 1, size / (rate * self.calibration.link) + self.machine.device.latency, 0.0)
 
     def starts(self, operations: tuple[int, int], longest: float) -> float:
-        """Seconds in which the host starts the operations of linear attention, in an average layer."""
+        """Return seconds in which the host starts the operations of linear attention, in an average layer."""
         fixed, each = operations
         return self.shape.linear * self.calibration.start * (fixed + each * np.ceil(longest / CHUNK))
 
     def products(self, tokens: Numbers) -> Numbers:
-        """Seconds of a layer's matrix products, at least as long as reading their weights takes."""
+        """Return seconds of a layer's matrix products, at least as long as reading their weights takes."""
         shape, tp = self.shape, self.settings.tp
-        met = np.minimum(self.here, shape.active * np.maximum(tokens, 1))  # only the experts that tokens go to
-        read = met * self.itemsize / tp
+        weights = np.minimum(self.layer, shape.active * np.maximum(tokens, 1))  # only the experts that tokens go to
+        read = weights * self.itemsize / tp
         return np.maximum(2 * shape.active * tokens / tp / self.flops, read / self.reads) + self.calibration.kernels
 
     def attention(self, tokens: Numbers, seen: Numbers) -> Numbers:
-        """Seconds of a layer's attention if a token attends to ``seen`` tokens on average."""
+        """Return seconds of a layer's attention if a token attends to ``seen`` tokens on average."""
         return 4 * self.shape.queries * seen * tokens / self.settings.tp / self.flops
 
     def elementwise(self, tokens: Numbers) -> Numbers:
@@ -149,7 +154,7 @@ class _Rates:
         return np.maximum(tokens * numbers * self.itemsize / self.bytes, self.calibration.kernels)
 
     def head(self, tokens: Numbers, products: float, reads: float) -> Numbers:
-        """Seconds of ``products`` products of all tokens with the vocabulary, and of ``reads`` bytes for each logit."""
+        """Return seconds of ``products`` products of all tokens with the vocabulary, and of ``reads`` bytes for each logit."""
         if self.shape.outputs <= 1:
             return np.zeros(1)
         matrix = self.shape.hidden * self.shape.outputs / self.settings.tp
@@ -160,23 +165,24 @@ class _Rates:
         slowest = np.maximum(self.layers * layer, self.last_layers * layer + head) + hand_over
         return _PipelineTime(self.shape.layers * layer + head + (self.settings.pp - 1) * hand_over, slowest)
 
-    def passes(self, work: Workload, rows: float, one: Callable[..., _PipelineTime]) -> tuple[Numbers, Numbers]:
-        """The number of micro-batches of so many rows, and seconds of ``one``, :meth:`forward` or :meth:`train`, over all of
-        them."""
+    def passes(self, work: Workload, rows: float, micro_batch: Callable[..., _PipelineTime]) -> tuple[Numbers, Numbers]:
+        """Return the number of micro-batches of so many rows, and seconds of ``micro_batch``, :meth:`forward` or
+        :meth:`train`, over all of them."""
         number, tokens = work.micro_batches(rows, self.settings)
-        own = work.computed(tokens)  # a shared prompt's token is seen from all rows
-        seen = _age(work.prompt + np.array(work.responses)) * tokens / own
-        return number, one(own, seen, tokens * work.response / work.length, work.longest).times(number)
+        computed = work.computed(tokens)  # a shared prompt's token is seen from all rows
+        seen = _age(work.prompt + np.array(work.responses)) * tokens / computed
+        return number, micro_batch(computed, seen, tokens * work.response / work.length, work.longest).times(number)
 
     def forward(self, tokens: Numbers, seen: Numbers, drawn: Numbers, longest: float) -> _PipelineTime:
-        """Seconds of a forward pass over ``tokens``, of which ``drawn`` have their log-probs taken. ``longest``: tokens of a row."""
+        """Return seconds of a forward pass over ``tokens``, of which ``drawn`` have their log-probs taken. ``longest``:
+        tokens of a row."""
         layer = self.products(tokens) + self.attention(tokens, seen) + self.elementwise(tokens) + 2 * self.tp_sum(tokens)
         launch = self.calibration.launch + self.starts(MIXER_STARTS, longest)
         layer = np.maximum(layer, launch) + self.cp_exchange(tokens) + self.ep_exchange(tokens)
         return self.through(layer, self.head(drawn, 1, LOGIT_BYTES), self.hand_over(tokens))
 
     def train(self, tokens: Numbers, seen: Numbers, drawn: Numbers, longest: float) -> _PipelineTime:
-        """Seconds of a forward and a backward pass with recomputation, and of adding the gradients.
+        """Return seconds of a forward and a backward pass with recomputation, and of adding the gradients.
 
         Each pass has two sums over tp. Recomputation stops before the last one. With sequence parallelism, what was gathered
         for the forward pass is gathered again.
@@ -188,11 +194,11 @@ class _Rates:
         exchanges = self.cp_exchange(tokens) + self.ep_exchange(tokens)
         launch = (3 + again) * self.calibration.launch + self.starts(MIXER_BACKWARD, longest)
         layer = np.maximum(layer, launch + (1 + again) * self.starts(MIXER_STARTS, longest)) + (2 + again) * exchanges
-        layer = layer + self.here / self.settings.tp * SUM_BYTES / self.bytes
+        layer = layer + self.layer / self.settings.tp * SUM_BYTES / self.bytes
         return self.through(layer, self.head(drawn, 4, 3 * LOGIT_BYTES), 2 * self.hand_over(tokens))
 
     def zero(self, passes: Numbers, compute: Numbers, trains: bool) -> Numbers:
-        """Seconds of ZeRO's transfers that do not hide behind ``passes`` micro-batches of ``compute`` seconds.
+        """Return seconds of ZeRO's transfers that do not hide behind ``passes`` micro-batches of ``compute`` seconds.
 
         Stages 1 and 2 gather parameters once, 3 in every pass. Stage 1 scatters gradients once, 2 and 3 after every
         micro-batch.
@@ -206,16 +212,16 @@ class _Rates:
         return np.maximum(sent - beside, 0)
 
     def optimizer(self) -> Numbers:
-        """Seconds of an optimizer step, and of summing gradients over the copies of the model before it."""
-        settings, own = self.settings, self.shape.own_params(self.settings)
-        copies = self.ring(settings.dp * settings.cp // settings.ep, settings.tp * settings.ep)
-        summed = self.replicate_ring.gather((own - self.experts) * self.wide)
-        summed = summed + np.where(settings.ep > 1, copies.gather(self.experts * self.wide), 0.0)
-        return 2 * summed + own * OPTIMIZER_BYTES / self.bytes
+        """Return seconds of an optimizer step, and of summing gradients over the copies of the model before it."""
+        settings, params = self.settings, self.shape.own_params(self.settings)
+        expert_ring = self.ring(settings.dp * settings.cp // settings.ep, settings.tp * settings.ep)
+        sums = self.replicate_ring.gather((params - self.experts) * self.wide)
+        sums = sums + np.where(settings.ep > 1, expert_ring.gather(self.experts * self.wide), 0.0)
+        return 2 * sums + params * OPTIMIZER_BYTES / self.bytes
 
-    def decode(self, rows: Numbers, context: Numbers, held: Numbers) -> Numbers:
-        """Seconds of a step that decodes one token for each of a replica's ``rows`` [n, k]. Their caches have ``context`` [n,
-        k] tokens of ``held`` bytes each.
+    def decode(self, rows: Numbers, context: Numbers, token_bytes: Numbers) -> Numbers:
+        """Return seconds of a step that decodes one token for each of a replica's ``rows`` [n, k]. Their caches have ``context`` [n,
+        k] tokens of ``token_bytes`` each.
 
         With pp stages, pp micro-batches of rows take turns: the next step of one needs the token of its last step.
         """
@@ -223,23 +229,26 @@ class _Rates:
         micro_batches = np.minimum(self.settings.pp, np.maximum(rows, 1))
         rows = rows / micro_batches
         layer = self.products(rows) + self.elementwise(rows) + 2 * self.tp_sum(rows)
-        layer = layer + rows * (context * held / self.layers + STATE_BYTES * self.shape.state / self.settings.tp) / self.reads
+        layer = (
+            layer
+            + rows * (context * token_bytes / self.layers + STATE_BYTES * self.shape.state / self.settings.tp) / self.reads
+        )
         launch = calibration.launch + self.starts((TOKEN_STARTS, 0), 1)
         layer = np.where(self.settings.graphs > 0, layer, np.maximum(layer, launch))
         logits = rows * self.shape.outputs
         head = self.head(rows, 1, 0) + logits * SAMPLE_BYTES / self.bytes + self.tp_ring.gather(logits * 4)
         stages = self.through(layer, head + OUTSIDE * calibration.launch, self.hand_over(rows))
-        return np.maximum(micro_batches * stages.slowest, stages.whole)
+        return np.maximum(micro_batches * stages.slowest, stages.all_stages)
 
 
 def kv_bytes_per_token(shape: ModelShape, settings: CallSettings, itemsize: int = 2) -> np.ndarray:
-    """Bytes [n] of a token's keys and values on a rank of the stage with most layers. If tp exceeds the KV heads, ranks hold
+    """Return bytes [n] of a token's keys and values on a rank of the stage with most layers. If tp exceeds the KV heads, ranks hold
     copies."""
     return np.ceil(shape.layers / settings.pp) * shape.cached(settings.tp) * itemsize
 
 
 def _age(lengths: np.ndarray) -> float:
-    """Tokens of an average row while rows grow to these lengths one token at a time."""
+    """Return the tokens of an average row while rows grow to these lengths one token at a time."""
     return float((lengths**2).mean() / lengths.mean() / 2)
 
 
@@ -251,24 +260,24 @@ class FormulaTimes:
     calibration: Calibration = Calibration(call=CALL_SECONDS)
 
     def slices(self, shape: ModelShape) -> list[int]:
-        """The values of tp that have times."""
+        """Return the values of tp that have times."""
         return divisors(self.machine.local_size)
 
     def infer_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray:
-        """Seconds of a forward pass over all rows."""
+        """Return seconds of a forward pass over all rows."""
         rates = _Rates(shape, settings, self.machine, self.calibration)
         number, compute = rates.passes(work, work.rows, rates.forward)
         return compute + rates.zero(number, compute, trains=False) + self.calibration.call
 
     def train_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray:
-        """Seconds of training: ``work.mini_batches`` optimizer steps in each epoch."""
+        """Return seconds of training: ``work.mini_batches`` optimizer steps in each epoch."""
         rates = _Rates(shape, settings, self.machine, self.calibration)
         number, compute = rates.passes(work, work.rows / work.mini_batches, rates.train)
         step = compute + rates.zero(number, compute, trains=True) + rates.optimizer()
         return step * work.mini_batches * work.epochs + self.calibration.call
 
     def generate_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Numbers) -> np.ndarray:
-        """Seconds of generating all responses with ``kv_bytes`` for keys and values on each rank, a number or an array [n].
+        """Return seconds of generating all responses with ``kv_bytes`` for keys and values on each rank, a number or an array [n].
 
         Prompts are computed once for a group. ``max_num_seqs`` and memory limit the rows in flight. While rows wait, each takes
         the place of one that ends. Then fewer and fewer are left, and a step is costed at each of these numbers.
@@ -279,21 +288,22 @@ class FormulaTimes:
         number, tokens = np.ceil(prompts / settings.micro_tokens), np.minimum(prompts, settings.micro_tokens)
         prefill = rates.forward(tokens, work.prompt / 2, 0.0, work.prompt).times(np.maximum(number, 1))
         flight = np.maximum(np.minimum(rows_in_flight(shape, work, settings, self.machine, kv_bytes), rows), 1)
-        lengths, held = np.array(work.responses), kv_bytes_per_token(shape, settings, self.machine.device.itemsize)
+        lengths = np.array(work.responses)
+        token_bytes = kv_bytes_per_token(shape, settings, self.machine.device.itemsize)
         waiting = (rows - flight) * lengths.mean() / flight  # steps in which all places are taken
-        total = prefill + waiting * rates.decode(flight, work.prompt + _age(lengths), held) + self.calibration.call
+        total = prefill + waiting * rates.decode(flight, work.prompt + _age(lengths), token_bytes) + self.calibration.call
         for index, (begun, end) in enumerate(pairwise([0.0, *lengths])):
             if end > begun:
                 alive = np.maximum(flight * (1 - index / len(lengths)), 1)
-                total = total + (end - begun) * rates.decode(alive, work.prompt + (begun + end) / 2, held)
+                total = total + (end - begun) * rates.decode(alive, work.prompt + (begun + end) / 2, token_bytes)
         return total
 
 
 def rows_in_flight(
     shape: ModelShape, work: Workload, settings: CallSettings, machine: Machine, kv_bytes: Numbers
 ) -> np.ndarray:
-    """Rows [n] of a replica that ``max_num_seqs`` and memory allow at once. A row has the average age and its part of a group's
-    prompt; the prompt's last page belongs to each row alone."""
+    """Return the rows [n] of a replica that ``max_num_seqs`` and memory allow at once. A row has the average age and its part
+    of a group's prompt; the prompt's last page belongs to each row alone."""
     tail = min(work.prompt, PAGE / 2)
     tokens = (work.prompt - tail) / work.group + tail + _age(np.array(work.responses)) + PAGE / 2
     fitting = kv_bytes / kv_bytes_per_token(shape, settings, machine.device.itemsize) / tokens

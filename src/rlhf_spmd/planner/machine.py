@@ -95,10 +95,8 @@ class ClusterConfig:
         kinds = {kind for _, _, kind in self.hosts}
         for name in kinds:
             if name not in GPUS and not is_file(name):
-                raise ValueError(
-                    f"{where}.gpu={name!r} is not known{nearest(name, list(GPUS)) or ';'} available: {', '.join(GPUS)}, or a file "
-                    "that `rlhf-spmd plan profile` wrote"
-                )
+                available = f"{', '.join(GPUS)}, or a file that `rlhf-spmd plan profile` wrote"
+                raise ValueError(f"{where}.gpu={name!r} is not known{nearest(name, list(GPUS)) or ';'} available: {available}")
         if len(kinds) > 1 and any(map(is_file, kinds)):
             raise ValueError(f"{where}.groups: a profile is of one kind of device; give all groups the same gpu")
         if len({devices for _, devices, _ in self.hosts}) > 1:
@@ -107,19 +105,20 @@ class ClusterConfig:
             )
 
     def machine(self, measured: Gpu | None = None) -> Machine:
-        """``measured``: the device of the profile that ``gpu`` names."""
+        """Return the cluster as the planner counts it. ``measured``: the device of the profile that ``gpu`` names."""
         devices = [measured or GPUS[kind] for _, _, kind in self.hosts]
-        most, memory = math.inf if self.memory_gb is None else self.memory_gb * GIB, list[float]()
-        for device, (hosts, each, _) in zip(devices, self.hosts, strict=True):
-            memory += [min(most, device.memory)] * hosts * each
+        limit = math.inf if self.memory_gb is None else self.memory_gb * GIB
+        memory: list[float] = []
+        for device, (hosts, num_devices, _) in zip(devices, self.hosts, strict=True):
+            memory += [min(limit, device.memory)] * hosts * num_devices
         rates = ("flops", "bandwidth", "link", "host_link")
         slowest = replace(devices[0], **{name: min(getattr(device, name) for device in devices) for name in rates})
-        beside = math.inf if self.host_memory_gb is None else self.host_memory_gb * GIB
-        return Machine(len(memory), self.hosts[0][1], slowest, tuple(memory), self.network_gb_s * 1e9, beside)
+        host_memory = math.inf if self.host_memory_gb is None else self.host_memory_gb * GIB
+        return Machine(len(memory), self.hosts[0][1], slowest, tuple(memory), self.network_gb_s * 1e9, host_memory)
 
     def text(self, machine: Machine) -> str:
-        """The cluster for people: hosts, devices and links of ``machine``, which is made from it."""
-        hosts = " and ".join(f"{hosts} host{'s' * (hosts > 1)} of {each} {kind}" for hosts, each, kind in self.hosts)
+        """Return hosts, devices and links of ``machine``, which :meth:`machine` returned, in words."""
+        hosts = " and ".join(f"{hosts} host{'s' * (hosts > 1)} of {devices} {kind}" for hosts, devices, kind in self.hosts)
         memory = " or ".join(f"{amount / GIB:.1f}" for amount in sorted(set(machine.memory)))
         between = f", {machine.network / 1e9:g} GB/s between hosts" if machine.size > machine.local_size else ""
         return f"{hosts}, {memory} GiB each, {machine.device.link / 1e9:g} GB/s in a host{between}"
@@ -131,8 +130,13 @@ def is_file(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Machine:
-    """``size`` ranks, ``local_size`` on each host. ``device``: the slowest kind; all are taken for that. ``memory``: bytes of
-    each rank's device. ``network``: bytes/s of a rank to other hosts. ``host_memory``: bytes of a host beside its devices."""
+    """``size`` ranks, ``local_size`` on each host.
+
+    - device: the slowest kind; all count as that
+    - memory: bytes of each rank's device
+    - network: bytes/s of a rank to other hosts
+    - host_memory: bytes of a host beside its devices
+    """
 
     size: int
     local_size: int

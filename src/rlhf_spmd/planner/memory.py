@@ -1,12 +1,10 @@
 """The memory model: bytes on a rank, term by term as ``workers``, ``parallel`` and ``generation`` allocate them. Pure, over
 settings [n].
 
-Legend: b bytes of a weight, a bytes of a sum of gradients (4 if b is 2).
-
 A rank's peak is what its roles hold between calls, plus the most that one of its calls needs besides, plus :data:`RESERVE`.
-:func:`held` has the first; :func:`train`, :func:`infer` and :func:`generate` have the second, with :func:`communicators` beside
-them. The planner takes the fullest rank of each call (:func:`fullest`); the check before a run takes each rank by itself
-(preflight/memory_estimate.py). Replicated parts of a tp slice (norms) count as sliced.
+:class:`RankMemory` has the terms of one role on one rank. Three places add them up: ``planning`` takes the fullest rank of each
+call (:func:`fullest`); ``preflight/memory_estimate.py`` takes each rank with all of its roles, for ``activation_checkpointing=auto``
+and for the refusal of a run that does not fit. Replicated parts of a tp slice (norms) count as sliced.
 """
 
 from __future__ import annotations
@@ -90,27 +88,32 @@ def total(parts: Mapping[str, Any]) -> Any:
     return sum(parts.values())
 
 
-class _Slice:
-    """Sizes [n] of a rank's part of a model."""
+class RankMemory:
+    """Bytes of a role on a rank of a pipeline ``stage``. b: bytes of a weight, a: bytes of a sum of gradients (4 if b is 2)."""
 
-    def __init__(self, shape: ModelShape, settings: CallSettings, stage: Stage, itemsize: int = 4) -> None:
+    def __init__(self, shape: ModelShape, settings: CallSettings, role: RoleSettings, stage: Stage) -> None:
+        self.shape, self.settings = shape, settings
+        self.role, self.stage = role, stage
         pp, tp = settings.pp, settings.tp
-        self.gates, self.mixing = shape.gates / tp, shape.mixing / tp * (4 / itemsize)
+        self.gates = shape.gates / tp
+        self.mixing = shape.mixing / tp * (4 / role.itemsize)
         base, extra = np.divmod(shape.layers, pp)
         self.layers = base + (stage < extra)
-        self.first, self.last = np.asarray(stage) == 0, np.asarray(stage) == pp - 1
+        self.first = np.asarray(stage) == 0
+        self.last = np.asarray(stage) == pp - 1
         self.rows = np.where(settings.sequence_parallel > 0, tp, 1)  # slices of the residual stream
-        self.hidden, self.queries, self.columns = shape.hidden, shape.queries / tp, shape.intermediate / tp
+        self.hidden = shape.hidden
+        self.queries = shape.queries / tp
+        self.columns = shape.intermediate / tp
         self.mixed = shape.mixed / tp
         self.to_experts = shape.expert_rows * shape.hidden  # rows for experts; their results are as many
         self.keys = shape.rank_keys(tp)
         self.entered = shape.entered(tp)
         self.vocab = np.where(self.last, shape.outputs, 0) / (tp if shape.outputs > 1 else 1)
-        self.tp, self.layer = tp, shape.layer / tp
         shared = np.where(settings.ep > 1, shape.experts / tp, 0.0)
-        self.experts = self.layers * shared / settings.ep  # that stay whole under ZeRO; below are the others
+        self.experts = self.layers * shared / settings.ep  # that ZeRO does not cut; below are the other parameters
         self.expert_copies = settings.dp * settings.cp // settings.ep
-        self.layer = self.layer - shared
+        self.layer = shape.layer / tp - shared
         self.exchanged = np.where(settings.ep > 1, 2 * self.to_experts, 0.0)  # rows and results of a token, on their way
         tied = np.where(shape.tied & ~self.first, shape.embed, 0)
         self.ends = (self.first * shape.embed + self.last * (shape.head + tied)) / tp  # outside of the layers
@@ -120,282 +123,279 @@ class _Slice:
         self.widest = min(2 * shape.intermediate * shape.hidden, shape.layer) / tp  # of a layer's matrices
         self.largest = np.maximum(table / tp, self.widest)
 
-    @property
-    def beside(self) -> Any:
-        """Numbers that gates and linear attention keep for a token."""
-        return self.gates + self.mixing
+    def held(self) -> Parts:
+        """Return bytes between calls: weights, and the optimizer's states if the role is trained."""
+        role = self.role
+        return {
+            "weights": self._weights() * (role.on_host or not role.offload),
+            "optimizer": self._states(role) * (role.on_host or not role.optim_offload),
+        }
+
+    def pinned(self) -> Parts:
+        """Return bytes of pinned host memory between calls. They stay from the first offload on, even while the device has a copy."""
+        role = self.role
+        return {
+            "weights": self._weights() * (role.offload and not role.on_host),
+            "optimizer": self._states(role) * (role.optim_offload and not role.on_host),
+        }
+
+    def communicators(self) -> Any:
+        """Return bytes of NCCL's buffers, which stay. Roles of equal layouts share them.
+
+        A communicator for each group that reduces: tp, those of ZeRO and its copies, cp, ep, and all ranks if none of these has
+        them all. Messages: to the stages before and behind, each way; and all-to-alls of cp and ep, whose ranks of other hosts
+        share buffers.
+        """
+        settings = self.settings
+        groups = settings.tp, settings.dp_shard, settings.dp_replicate, settings.cp, settings.ep
+        number = sum((group > 1) * 1 for group in groups)
+        number = number + ((settings.size > 1) & ~np.any([group == settings.size for group in groups], axis=0))
+        peers = 2 * np.minimum(settings.pp - 1, 2) + sum(np.minimum(group, 8) - 1 for group in (settings.cp, settings.ep))
+        return (NCCL_GROUP * number + NCCL_PEER * peers) * (not self.role.on_host)
+
+    def checkpoint_copy(self) -> Any:
+        """Return bytes in host memory of what the rank writes to a checkpoint, while it is written in the background.
+
+        Ranks that hold the same share it: by whole tensors, here evenly. Moments in 8 bits are saved in float32.
+        """
+        role = self.role
+        states = self._states(replace(role, optim="adamw") if role.optim == "adamw_8bit" else role)
+        experts = 0 if role.adapters else self.experts
+        expert_states = role.states * experts * role.trained
+        rest = role.itemsize * self._trained() / self.shards + states - expert_states
+        return rest / self.settings.dp_replicate + (role.itemsize * experts + expert_states) / self.expert_copies
+
+    def train(self, work: Workload) -> Parts:
+        """Return bytes beside :meth:`held` at the worst moment of a mini-batch: before the last micro-batch's backward pass, after
+        it, or in the optimizer step.
+
+        The largest micro-batch counts. It has as many tokens as the budget allows, if a replica has so many.
+        """
+        settings, role = self.settings, self.role
+        tokens, number = _micro_batches(work, settings)
+        b, a = role.itemsize, role.wide
+        kept = self.whole_layer() if role.activation_offload and not role.on_host else self.layers * self.kept()
+        kept = kept + np.where(self.last, 2 * self.hidden, self.hidden / self.rows)  # of the last norm, or for the next stage
+        activations = b * tokens * kept * self._micro_batches_in_flight(number)
+        recomputed = [
+            0,
+            self.columns + 2 * self.mixed + self.queries + self.keys + 2 * self.to_experts + self.mixing,
+            self.whole_layer(),
+        ]  # numbers by level of checkpointing
+        rows = self.mixing / 2 + 2 * self.columns + 2 * self.hidden + 2 * self.to_experts + self.exchanged
+        passing = b * tokens * (np.choose(settings.checkpointing, recomputed) + rows)
+        loss = self._head(work, tokens, backward=True)
+        # gradients are sums of whole parameters (zero 0, and 1 until the last micro-batch) or of the rank's shard
+        trained = self._trained()
+        frozen = role.adapters > 0
+        experts = 0 if frozen else self.experts
+        shard = a * (trained / self.shards + experts)
+        before = np.where(number > 1, np.where(settings.zero <= 1, a * (trained + experts), shard), 0)
+        gathered = self._gathered()
+        root = np.where((settings.zero > 0) & (not frozen), self.ends, 0)
+        layer = role.adapters if frozen else self.layer
+        largest = self._merging() if frozen else b * self.largest
+        reducing = root * (b + a + (a + b) / self.shards) + np.where(settings.zero > 0, layer * (b + a), largest)
+        reducing = np.maximum(reducing, largest * frozen)
+        late = 0 if frozen else a * self.first * self.ends / self.shards  # the embedding's gradient is the last one
+        behind = np.maximum(reducing, passing - late)
+        left = activations * role.on_host  # on CPUs, small freed blocks stay in the process's heap
+        work_before = np.maximum(loss, passing)
+        step = self._optimizer_step()
+        moments = [
+            {"gathered weights": gathered, "gradients": before, "activations": activations, "work": work_before},
+            {"gathered weights": gathered, "gradients": np.maximum(before, shard), "activations": left, "work": behind},
+            {"gathered weights": 0 * kept, "gradients": shard, "activations": left, "work": step},
+        ]
+        worst = np.array([np.broadcast_to(total(moment), settings.pp.shape) for moment in moments]).argmax(0)
+        parts = {name: np.choose(worst, [moment[name] for moment in moments]) for name in moments[0]}
+        return parts | {"weights back": self._resting() * role.offload}  # loaded from host memory for the call
+
+    def _optimizer_step(self) -> Any:
+        """Return the bytes that an optimizer step works with."""
+        role, settings = self.role, self.settings
+        bucket = np.maximum(BUCKET_ELEMENTS, self.largest / self.shards)
+        loads_states = role.optim_offload and not role.on_host
+        step = role.wide * bucket * (settings.dp_replicate > 1) + role.states * bucket * loads_states
+        if role.optim == "muon":  # a bucket's steps both ways, the rank's own matrices, one product
+            matrices = np.minimum(MATRIX_ELEMENTS, self.layers * self.layer / self.shards + self.experts)
+            step = step + 10 * matrices + 18 * self.largest * settings.tp
+        return step
+
+    def pinned_activations(self, work: Workload) -> Parts:
+        """Return bytes of pinned host memory that activations take in a training call."""
+        tokens, number = _micro_batches(work, self.settings)
+        kept = self.layers * self.kept() * self._micro_batches_in_flight(number)
+        return {"activations": self.role.itemsize * tokens * kept * (self.role.activation_offload and not self.role.on_host)}
+
+    def infer(self, work: Workload) -> Parts:
+        """Return bytes beside :meth:`held` in a forward pass of all rows."""
+        tokens, _ = _micro_batches(work, self.settings)
+        layer = self.role.itemsize * tokens * self._forward() + self._merging()
+        passing = np.maximum(layer, self._head(work, tokens, backward=False))
+        return {"gathered weights": self._gathered(), "work": passing, "weights back": self._resting() * self.role.offload}
+
+    def generate(self, work: Workload, config: GenerationConfig) -> tuple[Parts, Any, Any]:
+        """Return bytes beside the weights in the layout of generation, those of one row, and those of all rows in flight.
+
+        The parts are the call's work, and the smallest cache that suffices. A row has keys, values and states of the longest row.
+        On a GPU the cache and what is held take at most ``gpu_memory_utilization`` of its memory. On CPUs a cache takes at most
+        that share of the free memory, and the rest must hold the other parts.
+        """
+        shape = self.shape
+        settings = self.settings
+        role = self.role
+        rows = np.ceil(work.rows / settings.dp)
+        in_flight = np.minimum(rows, settings.max_num_seqs)
+        batch = np.minimum(config.max_num_batched_tokens, rows * work.longest)
+        # the slice's logits and their probabilities; with tp also those of all slices together
+        copies = 2 + np.where(settings.tp > 1, 2 * settings.tp, 0)
+        logits = np.where(self.last, 4 * in_flight * self.vocab * copies, 0) * (1 + settings.graphs)
+        texts = rows * (8 * work.longest + 8 * work.responses[-1])
+        cached = shape.cached(settings.tp, 1 + role.on_host)  # the C++ kernels have pages of values, whatever the model
+        page = self.layers * cached * role.itemsize * config.page_size
+        state = 4 * self.layers * shape.state / settings.tp
+        row = page * np.ceil((work.longest - 1) / config.page_size) + state
+        all_rows = row * in_flight if config.num_pages is None else page * config.num_pages + state * in_flight
+        absorbed = 3 * shape.kv_heads * shape.entry / settings.tp  # queries twice and their outputs, as wide as an entry
+        numbers = np.maximum(self._forward(), 4 * self.hidden + self.queries + 2 * shape.entry + absorbed)
+        decoding = TEMPORARY_STATES * 4 * in_flight * shape.state / settings.tp
+        parts = {"work": np.maximum(role.itemsize * batch * numbers, decoding) + logits + texts}
+        cache = least_cache(total(parts), row, all_rows, config, role.on_host)
+        return parts | {"cache": cache}, row, all_rows
 
     def whole_layer(self) -> Any:
-        """Numbers that the operations of a layer keep for a token's backward pass, see ``docs/parallelism.md``."""
+        """Return the numbers that the operations of a layer keep for a token's backward pass, see ``docs/parallelism.md``."""
         gathered = np.where(self.rows > 1, 0, 2 * self.hidden)  # slices are gathered again instead
         return (
             2 * self.hidden / self.rows
             + gathered
             + 3 * (self.queries + self.keys + self.columns)
             + 2 * self.to_experts
-            + self.beside
+            + (self.gates + self.mixing)
         )
 
-    def kept(self, checkpointing: np.ndarray) -> Any:
-        """Numbers that a layer keeps for a token with these levels of checkpointing."""
+    def kept(self) -> Any:
+        """Return the numbers that a layer keeps for a token with the settings' levels of checkpointing."""
         residual = self.hidden / self.rows
         selective = 2 * residual + self.entered + 2 * (self.columns - self.mixed) + self.gates
-        return np.choose(checkpointing, [self.whole_layer(), selective, residual + 0 * self.columns])
+        return np.choose(self.settings.checkpointing, [self.whole_layer(), selective, residual + 0 * self.columns])
+
+    def _weights(self) -> Any:
+        """Return bytes of weights between calls, wherever they lie."""
+        copies = 1 / self.shards + self.role.keeps_start
+        return self._resting() + self.role.itemsize * self.layers * self.role.adapters * copies
+
+    def _states(self, role: RoleSettings) -> Any:
+        """Return bytes of the optimizer's states between calls, wherever they lie."""
+        trained = self._trained() / self.shards
+        if not role.trained:
+            return 0 * trained
+        ends = 0 if role.adapters else self.ends / self.shards
+        experts = 0 if role.adapters else self.experts
+        return role.states * (trained + experts) + (role.masters + 2 * role.moment - role.states) * ends
+
+    def _trained(self) -> Any:
+        """Return the parameters that have gradients and states, all that ZeRO divides. Replicated halves of adapters count on
+        every rank."""
+        return self.layers * self.role.adapters if self.role.adapters else self.params
+
+    def _resting(self) -> Any:
+        """Return bytes of the model's weights between calls: experts are never quantized."""
+        role = self.role
+        quantized = self.layers * role.quantized / self.settings.tp
+        return (
+            role.itemsize * ((self.params - quantized) / self.shards + self.experts) + (role.bits / 8 + 4 / BLOCK) * quantized
+        )
+
+    def _micro_batches_in_flight(self, number: Any) -> Any:
+        """Return the micro-batches, of ``number``, whose activations the stage holds at a time."""
+        pp, vpp = self.settings.pp, self.role.vpp
+        if vpp == 1:
+            return np.minimum(pp - self.stage, number)
+        return np.minimum(2 * (pp - 1 - self.stage) + (vpp - 1) * pp + 1, number * vpp) / vpp
+
+    def _gathered(self) -> Any:
+        """Return bytes of weights that ZeRO gathers beside the shard: all, or with stage 3 the root's, two layers', and FSDP2's
+        buffer for the larger."""
+        layer = self.layer - self.role.quantized / self.settings.tp
+        everything = self.layers * layer + self.ends
+        some = self.ends + 2 * layer + np.maximum(self.ends, layer)
+        stage = np.where(self.shards > 1, self.settings.zero, 0)
+        return self.role.itemsize * np.choose(stage, [0 * everything, everything, everything, some])
+
+    def _merging(self) -> Any:
+        """Return bytes of a matrix merged with its adapters, which CPUs do in fp32; also of its dequantized values if it is
+        quantized."""
+        role = self.role
+        return (role.itemsize * (1 + (role.quantized > 0)) + 4 * role.on_host) * self.widest * (role.adapters > 0)
+
+    def _forward(self) -> Any:
+        """Return the numbers that a layer's forward pass has for a token at a time."""
+        mlp = 3 * self.columns + 2 * self.to_experts + self.exchanged
+        mixing = 3 * self.queries + 3 * self.keys + self.mixing / 2
+        return 4 * self.hidden + self.queries + 2 * self.keys + self.gates + np.maximum(mlp, mixing)
+
+    def _head(self, work: Workload, tokens: Any, backward: bool) -> Any:
+        """Return bytes of the head: hidden states of response tokens, a chunk of logits, and backward the gradients of both and of
+        the weight."""
+        role = self.role
+        response_tokens = tokens * work.responses[-1] / work.longest
+        chunk = np.minimum(np.maximum(role.chunk, 64 * self.vocab), response_tokens * self.vocab)
+        hidden = (self.vocab > 0) * response_tokens * self.hidden * (role.itemsize + (4 + role.itemsize) * backward)
+        copies = 2 + 0.5 * backward if role.entropy else 1 + 0.5 * backward
+        weight = backward * (role.adapters == 0) * role.itemsize * self.vocab * self.hidden
+        return np.where(self.vocab > 1, hidden + 4 * chunk * copies, 2 * hidden) + weight
 
 
-def held(shape: ModelShape, settings: CallSettings, role: RoleSettings, stage: Stage) -> Parts:
-    """Bytes between calls: weights, and the optimizer's states if the role is trained."""
-    weights, states = _kept(_Slice(shape, settings, stage), role)
-    return {
-        "weights": weights * (role.on_host or not role.offload),
-        "optimizer": states * (role.on_host or not role.optim_offload),
-    }
-
-
-def held_by_host(shape: ModelShape, settings: CallSettings, role: RoleSettings, stage: Stage) -> Parts:
-    """Pinned host memory of a rank on a GPU. It stays from the first offload on, even while the device has a copy."""
-    weights, states = _kept(_Slice(shape, settings, stage), role)
-    here = not role.on_host
-    return {"weights": weights * (here and role.offload), "optimizer": states * (here and role.optim_offload)}
-
-
-def communicators(settings: CallSettings, role: RoleSettings) -> Any:
-    """Bytes of NCCL's buffers on a rank of this layout, which stay. Roles of equal layouts share them.
-
-    A communicator for each group that reduces: tp, those of ZeRO and its copies, cp, ep, and all ranks if none of these has them all.
-    Messages: to the stages before and behind, each way; and all-to-alls of cp and ep, whose ranks of other hosts share buffers.
-    """
-    groups = settings.tp, settings.dp_shard, settings.dp_replicate, settings.cp, settings.ep
-    size, number = settings.size, sum((group > 1) * 1 for group in groups)
-    number = number + ((size > 1) & ~np.any([group == size for group in groups], axis=0))
-    peers = 2 * np.minimum(settings.pp - 1, 2) + sum(np.minimum(group, 8) - 1 for group in (settings.cp, settings.ep))
-    return (NCCL_GROUP * number + NCCL_PEER * peers) * (not role.on_host)
-
-
-def checkpoint_copy(shape: ModelShape, settings: CallSettings, role: RoleSettings, stage: Stage) -> Any:
-    """Bytes in host memory of what a rank writes to a checkpoint, while it is written in the background.
-
-    Ranks that hold the same share it: by whole tensors, here evenly. Moments in 8 bits are saved in float32.
-    """
-    part = _Slice(shape, settings, stage)
-    _, states = _kept(part, replace(role, optim="adamw") if role.optim == "adamw_8bit" else role)
-    experts = 0 if role.adapters else part.experts
-    of_experts = role.states * experts * role.trained
-    rest = role.itemsize * _trained(part, role) / part.shards + states - of_experts
-    return rest / settings.dp_replicate + (role.itemsize * experts + of_experts) / part.expert_copies
-
-
-def train(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleSettings, stage: Stage) -> Parts:
-    """Bytes beside :func:`held` at the worst moment of a mini-batch: before the last micro-batch's backward pass, after it, or
-    in the optimizer step.
-
-    The largest micro-batch counts. It has as many tokens as the budget allows, if a replica has so many.
-    """
-    part, (tokens, number) = _Slice(shape, settings, stage, role.itemsize), _micro_batches(work, settings)
-    b, a, pp = role.itemsize, role.wide, settings.pp
-    alive = _alive(settings, role, stage, number)
-    kept = part.layers * part.kept(settings.checkpointing)
-    if role.activation_offload and not role.on_host:
-        kept = part.whole_layer()
-    kept = kept + np.where(part.last, 2 * part.hidden, part.hidden / part.rows)  # of the last norm, or for the next stage
-    activations = b * tokens * kept * alive
-    again = [
-        0,
-        part.columns + 2 * part.mixed + part.queries + part.keys + 2 * part.to_experts + part.mixing,
-        part.whole_layer(),
-    ]  # numbers that are computed again, by level
-    rows = part.mixing / 2 + 2 * part.columns + 2 * part.hidden + 2 * part.to_experts + part.exchanged
-    passing = b * tokens * (np.choose(settings.checkpointing, again) + rows)
-    loss = _head(part, work, tokens, role, backward=True)
-    # gradients are sums of whole parameters (zero 0, and 1 until the last micro-batch) or of the rank's shard
-    trained = _trained(part, role)
-    frozen = role.adapters > 0
-    experts = 0 if frozen else part.experts
-    whole, shard = a * (trained + experts), a * (trained / part.shards + experts)
-    before = np.where(number > 1, np.where(settings.zero <= 1, whole, shard), 0)
-    gathered, root = _gathered(part, settings, role), np.where((settings.zero > 0) & (not frozen), part.ends, 0)
-    layer = role.adapters if frozen else part.layer
-    largest = _merging(part, role) if frozen else b * part.largest
-    reducing = root * (b + a + (a + b) / part.shards) + np.where(settings.zero > 0, layer * (b + a), largest)
-    reducing = np.maximum(reducing, largest * frozen)
-    bucket = np.maximum(BUCKET_ELEMENTS, part.largest / part.shards)
-    summed, brought = settings.dp_replicate > 1, role.optim_offload and not role.on_host
-    step = a * bucket * summed + role.states * bucket * brought
-    if role.optim == "muon":  # a bucket's steps both ways, the rank's own matrices, one product
-        matrices = np.minimum(MATRIX_ELEMENTS, part.layers * part.layer / part.shards + part.experts)
-        step = step + 10 * matrices + 18 * part.largest * settings.tp
-    late = 0 if frozen else a * part.first * part.ends / part.shards  # the embedding's gradient is the last one
-    behind = np.maximum(reducing, passing - late)
-    left = activations * role.on_host  # on CPUs, small freed blocks stay in the process's heap
-    moments = [
-        {"gathered weights": gathered, "gradients": before, "activations": activations, "work": np.maximum(loss, passing)},
-        {"gathered weights": gathered, "gradients": np.maximum(before, shard), "activations": left, "work": behind},
-        {"gathered weights": 0 * kept, "gradients": shard, "activations": left, "work": step},
-    ]
-    sums = np.array([np.broadcast_to(total(moment), pp.shape) for moment in moments])
-    worst = sums.argmax(0)
-    found = {name: np.choose(worst, [moment[name] for moment in moments]) for name in moments[0]}
-    return found | {"weights back": _resting(part, role) * role.offload}  # loaded from host memory for the call
-
-
-def saved_by_host(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleSettings, stage: Stage) -> Parts:
-    """Bytes of activations that a rank on a GPU saves in host memory while it trains."""
-    part, (tokens, number) = _Slice(shape, settings, stage, role.itemsize), _micro_batches(work, settings)
-    kept = part.layers * part.kept(settings.checkpointing) * _alive(settings, role, stage, number)
-    return {"activations": role.itemsize * tokens * kept * (role.activation_offload and not role.on_host)}
-
-
-def infer(shape: ModelShape, work: Workload, settings: CallSettings, role: RoleSettings, stage: Stage) -> Parts:
-    """Bytes beside :func:`held` in a forward pass of all rows."""
-    part, (tokens, _) = _Slice(shape, settings, stage, role.itemsize), _micro_batches(work, settings)
-    gathered = _gathered(part, settings, role)
-    layer = role.itemsize * tokens * _forward(part) + _merging(part, role)
-    passing = np.maximum(layer, _head(part, work, tokens, role, backward=False))
-    return {"gathered weights": gathered, "work": passing, "weights back": _resting(part, role) * role.offload}
-
-
-def generate(
-    shape: ModelShape, work: Workload, settings: CallSettings, role: RoleSettings, config: GenerationConfig, stage: Stage
-) -> tuple[Parts, Any, Any]:
-    """Bytes beside the weights in the layout of generation. Returns (parts, row, most).
-
-    ``parts``: the call's work, and the smallest cache that suffices. ``row``: keys, values and states of the longest row. ``most``: of
-    all rows that run at once. On a GPU these and what is held take at most ``gpu_memory_utilization`` of its memory. On CPUs a
-    cache takes at most that share of the free memory, and the rest must hold the other parts.
-    """
-    part = _Slice(shape, settings, stage, role.itemsize)
-    rows = np.ceil(work.rows / settings.dp)
-    flying = np.minimum(rows, settings.max_num_seqs)
-    batch = np.minimum(config.max_num_batched_tokens, rows * work.longest)
-    # the slice's logits and their probabilities; with tp also those of all slices together
-    copies = 2 + np.where(settings.tp > 1, 2 * settings.tp, 0)
-    logits = np.where(part.last, 4 * flying * part.vocab * copies, 0) * (1 + settings.graphs)
-    texts = rows * (8 * work.longest + 8 * work.responses[-1])
-    cached = shape.cached(settings.tp, 1 + role.on_host)  # the C++ kernels have pages of values, whatever the model
-    page = part.layers * cached * role.itemsize * config.page_size
-    state = 4 * part.layers * shape.state / settings.tp
-    row = page * np.ceil((work.longest - 1) / config.page_size) + state
-    most = row * flying if config.num_pages is None else page * config.num_pages + state * flying
-    absorbed = 3 * shape.kv_heads * shape.entry / settings.tp  # queries twice and their outputs, as wide as an entry
-    work = np.maximum(_forward(part), 4 * part.hidden + part.queries + 2 * shape.entry + absorbed)
-    decoding = TEMPORARY_STATES * 4 * flying * shape.state / settings.tp
-    parts = {"work": np.maximum(role.itemsize * batch * work, decoding) + logits + texts}
-    return parts | {"cache": least_cache(total(parts), row, most, config, role.on_host)}, row, most
-
-
-def least_cache(others: Any, row: Any, most: Any, config: GenerationConfig, on_host: bool) -> Any:
-    """The smallest cache beside ``others``: enough for the longest row. On CPUs the generator takes a share of the free memory,
-    so the cache grows until ``others`` fit into the rest."""
+def least_cache(others: Any, row: Any, all_rows: Any, config: GenerationConfig, on_host: bool) -> Any:
+    """Return bytes of the smallest cache beside ``others``: enough for the longest row. On CPUs the generator takes a share of the
+    free memory, so the cache grows until ``others`` fit into the rest."""
     share = config.memory_share(on_host)
     if config.num_pages is not None:
-        return most
+        return all_rows
     if not on_host:
         return row
-    free = np.maximum(row / share, np.minimum(others / max(1 - share, 1e-9), most + others))
+    free = np.maximum(row / share, np.minimum(others / max(1 - share, 1e-9), all_rows + others))
     return np.maximum(free - others, row)
 
 
-def weights_for_generation(
-    shape: ModelShape,
-    home: CallSettings,
-    there: CallSettings,
-    role: RoleSettings,
-    config: GenerationConfig,
-    beside: bool,
-    stages: tuple[Stage, Stage],
-) -> Any:
-    """Bytes of generation weights on a home's own ranks, beside the training weights, and of NCCL's buffers that bring them; 0 if
-    both layouts are the same.
+def weights_for_generation(home: RankMemory, there: RankMemory, config: GenerationConfig, beside: bool) -> Any:
+    """Return bytes of generation weights on a home's own ranks, beside the training weights, and of NCCL's buffers that bring them;
+    0 if both layouts are the same.
 
     They are the generation shard and one bucket, less the training shard, which becomes a part of it unless it stays ``beside``.
-    ``stages``: the rank's stages in the two layouts.
+    ``home``, ``there``: the rank in the layout of training and of generation.
     """
-    train, made = _Slice(shape, home, stages[0]), _Slice(shape, there, stages[1])
-    own, shard = role.itemsize * (train.params / train.shards + train.experts), role.itemsize * made.params
-    same = (home.pp == there.pp) & (home.tp == there.tp) & (train.shards == 1) & (home.ep == 1)
+    role = home.role
+    resident = role.itemsize * (home.params / home.shards + home.experts)
+    shard = role.itemsize * there.params
+    same_grid = (home.settings.pp == there.settings.pp) & (home.settings.tp == there.settings.tp)
+    same = same_grid & (home.shards == 1) & (home.settings.ep == 1)
     if config.buffers == "offload" and not role.on_host:
         beside = False
-    bucket = np.minimum(np.maximum(SHARD_BUCKET, role.itemsize * made.largest), shard)
+    bucket = np.minimum(np.maximum(SHARD_BUCKET, role.itemsize * there.largest), shard)
     # other stages' layers come by messages; their buffers stay
-    messages = np.where(home.pp != there.pp, NCCL_PEER * (np.minimum(home.size, 8) - 1), 0) * (not role.on_host)
+    messages = np.where(home.settings.pp != there.settings.pp, NCCL_PEER * (np.minimum(home.settings.size, 8) - 1), 0)
+    messages = messages * (not role.on_host)
     if role.adapters:  # merged weights lie beside the others
-        return np.maximum(own, shard) + np.where(same, 0, bucket) + messages
-    return np.where(same & (not beside), 0, shard + bucket - (0 if beside else own)) + messages
+        return np.maximum(resident, shard) + np.where(same, 0, bucket) + messages
+    return np.where(same & (not beside), 0, shard + bucket - (0 if beside else resident)) + messages
 
 
-def fullest(settings: CallSettings, parts: Callable[[Stage], Parts]) -> np.ndarray:
-    """Bytes [n] of the stage that needs most: the first, which has most micro-batches in flight, or the last, with the logits."""
-    first, last = (total(parts(stage)) + np.zeros(len(settings)) for stage in (0 * settings.pp, settings.pp - 1))
+def fullest(shape: ModelShape, settings: CallSettings, role: RoleSettings, parts: Callable[[RankMemory], Parts]) -> np.ndarray:
+    """Return bytes [n] of the stage that needs most: the first, which has most micro-batches in flight, or the last, with the
+    logits."""
+    stages = [RankMemory(shape, settings, role, stage) for stage in (0 * settings.pp, settings.pp - 1)]
+    first, last = (total(parts(stage)) + np.zeros(len(settings)) for stage in stages)
     return np.maximum(first, last)
 
 
-def _kept(part: _Slice, role: RoleSettings) -> tuple[Any, Any]:
-    """(weights, optimizer states) of a role between calls, wherever they lie."""
-    trained = _trained(part, role) / part.shards
-    states = 0 * trained
-    if role.trained:
-        ends = 0 if role.adapters else part.ends / part.shards
-        experts = 0 if role.adapters else part.experts
-        states = role.states * (trained + experts) + (role.masters + 2 * role.moment - role.states) * ends
-    copies = 1 / part.shards + role.keeps_start
-    return _resting(part, role) + role.itemsize * part.layers * role.adapters * copies, states
-
-
-def _alive(settings: CallSettings, role: RoleSettings, stage: Stage, number: Any) -> Any:
-    """Micro-batches, of ``number``, whose activations a stage holds at a time."""
-    if role.vpp == 1:
-        return np.minimum(settings.pp - stage, number)
-    return np.minimum(2 * (settings.pp - 1 - stage) + (role.vpp - 1) * settings.pp + 1, number * role.vpp) / role.vpp
-
-
 def _micro_batches(work: Workload, settings: CallSettings) -> tuple[Any, Any]:
-    """(tokens of the largest micro-batch on a rank, micro-batches of a replica's mini-batch)."""
+    """Return the tokens of the largest micro-batch on a rank, and the micro-batches of a replica's mini-batch."""
     rows = np.ceil(work.rows / work.mini_batches / settings.dp)
     tokens = np.minimum(np.maximum(settings.micro_tokens * settings.cp, work.longest), rows * work.longest)
     return tokens / settings.cp, np.clip(np.ceil(rows * work.length / tokens), 1, rows)
-
-
-def _gathered(part: _Slice, settings: CallSettings, role: RoleSettings) -> Any:
-    """Weights that ZeRO gathers beside the shard: all, or with stage 3 the root's, two layers', and FSDP2's buffer for the
-    larger."""
-    layer = part.layer - role.quantized / part.tp
-    whole, some = part.layers * layer + part.ends, part.ends + 2 * layer + np.maximum(part.ends, layer)
-    return role.itemsize * np.choose(np.where(settings.dp_shard > 1, settings.zero, 0), [0 * whole, whole, whole, some])
-
-
-def _merging(part: _Slice, role: RoleSettings) -> Any:
-    """A matrix merged with its adapters, which CPUs do in fp32; also its dequantized values if it is quantized."""
-    return (role.itemsize * (1 + (role.quantized > 0)) + 4 * role.on_host) * part.widest * (role.adapters > 0)
-
-
-def _forward(part: _Slice) -> Any:
-    """Numbers that a layer's forward pass has for a token at a time."""
-    mlp = 3 * part.columns + 2 * part.to_experts + part.exchanged
-    mixing = 3 * part.queries + 3 * part.keys + part.mixing / 2
-    return 4 * part.hidden + part.queries + 2 * part.keys + part.gates + np.maximum(mlp, mixing)
-
-
-def _head(part: _Slice, work: Workload, tokens: Any, role: RoleSettings, backward: bool) -> Any:
-    """Bytes of the head: hidden states of response tokens, a chunk of logits, and backward the gradients of both and of the
-    weight."""
-    asked = tokens * work.responses[-1] / work.longest
-    chunk = np.minimum(np.maximum(role.chunk, 64 * part.vocab), asked * part.vocab)
-    of_hidden = (part.vocab > 0) * asked * part.hidden * (role.itemsize + (4 + role.itemsize) * backward)
-    copies = 2 + 0.5 * backward if role.entropy else 1 + 0.5 * backward
-    of_weight = backward * (role.adapters == 0) * role.itemsize * part.vocab * part.hidden
-    return np.where(part.vocab > 1, of_hidden + 4 * chunk * copies, 2 * of_hidden) + of_weight
-
-
-def _trained(part: _Slice, role: RoleSettings) -> Any:
-    """Parameters of a rank's part that have gradients and states, all that ZeRO divides. Replicated halves of adapters count on every
-    rank."""
-    return part.layers * role.adapters if role.adapters else part.params
-
-
-def _resting(part: _Slice, role: RoleSettings) -> Any:
-    """The model's weights between calls: experts are never quantized."""
-    quantized = part.layers * role.quantized / part.tp
-    return role.itemsize * ((part.params - quantized) / part.shards + part.experts) + (role.bits / 8 + 4 / BLOCK) * quantized
 
 
 assert CHECKPOINTING == ("none", "selective", "full"), "np.choose above goes by this order"

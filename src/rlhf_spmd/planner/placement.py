@@ -1,13 +1,15 @@
-"""Which ranks each role gets: those of a pool that the configuration names, or those that a strategy chooses. Pure."""
+"""The ranks of each role: those of a pool that the configuration names, or those that a strategy chooses. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from rlhf_spmd.config.constraints import NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 from rlhf_spmd.config.registry import find
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import ResourcePool
 from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, Roles, Trace
@@ -43,15 +45,19 @@ class PlacementConfig:
     rollout_chunks: PositiveInt = 1
     profile: str | None = None
 
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"strategy=auto": ("profile",)}
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("strategy",),
+            lambda placement: placement.strategy == AUTO and bool(placement.pools or placement.ratios),
+            "the planner chooses pools and ratios",
+            "leave placement.pools and placement.ratios out",
+        ),
+    )
+
     def check(self, where: str) -> None:
         if self.strategy != AUTO:
             find(f"{where}.strategy", "rlhf_spmd.planner.strategies", self.strategy, exports="place", beside=[AUTO])
-            if self.profile is not None:
-                raise ValueError(
-                    f"{where}.profile={self.profile} is for {where}.strategy=auto, and that is {self.strategy}; leave it out"
-                )
-        elif self.pools or self.ratios:
-            raise ValueError(f"{where}.strategy=auto chooses pools and ratios by itself; leave {where}.pools and ratios out")
 
 
 def place_roles(
@@ -62,7 +68,7 @@ def place_roles(
     roles: Roles,
     graph: Trace,
 ) -> dict[str, ResourcePool]:
-    """The pool of each role, and of each method that runs elsewhere as ``<role>.calls.<method>``.
+    """Return the pool of each role, and of each method that runs elsewhere as ``<role>.calls.<method>``.
 
     ``named``: role or call of the configuration -> the pool that it names, or None. ``graph``: traces a step if the strategy
     needs it. Raises ValueError for a pool that does not exist, does not fit or is not used, for ratios that cannot be, and for
@@ -75,14 +81,11 @@ def place_roles(
     pools = {name: _checked(f"placement.pools.{name}", name, ranks, world_size) for name, ranks in config.pools.items()}
     if "all" in pools and len(pools["all"].ranks) < world_size:
         raise ValueError(f"placement.pools.all={config.pools['all']}: the pool of all ranks is called so; use another name")
-    placed = {}
     for key, name in named.items():
-        if name in pools:
-            placed[key] = pools[name]
-        elif name is not None:
+        if name is not None and name not in pools:
+            hint = nearest(name, list(pools)) or ";"
             raise ValueError(
-                f"models.{key}.pool={name!r} is not in placement.pools{nearest(name, list(pools)) or ';'} "
-                f"available: {', '.join(pools) or 'none'}"
+                f"models.{key}.pool={name!r} is not in placement.pools{hint} available: {', '.join(pools) or 'none'}"
             )
     unused = sorted(set(pools) - set(named.values()))
     if unused:
@@ -90,6 +93,7 @@ def place_roles(
             f"placement.pools.{unused[0]}: no role's pool names it; give it to a role (models.<role>.pool or "
             f"models.<role>.calls.<method>.pool) or remove it"
         )
+    placed = {key: pools[name] for key, name in named.items() if name is not None}
     _check_ratios(config, named, roles)
     free = {role: facts for role, facts in roles.items() if role not in placed}
     if free:
@@ -108,9 +112,9 @@ def _check_ratios(config: PlacementConfig, named: Mapping[str, str | None], role
         if name not in known:
             hint = nearest(name, known) or ";"
             raise ValueError(f"placement.ratios.{name}: no such role or call{hint} there are {', '.join(known)}")
-        given = next((at for at in (name.split(".")[0], _key(name)) if named.get(at) is not None), None)
-        if given is not None:
-            raise ValueError(f"placement.ratios.{name}: models.{given} says by itself where it runs; leave one of them out")
+        placed = next((key for key in (name.split(".")[0], _key(name)) if named.get(key) is not None), None)
+        if placed is not None:
+            raise ValueError(f"placement.ratios.{name}: models.{placed} says by itself where it runs; leave one of them out")
 
 
 def _by_strategy(
@@ -120,51 +124,51 @@ def _by_strategy(
     roles: Roles,
     graph: Trace,
 ) -> dict[str, ResourcePool]:
-    """The strategy's pools of ``roles``, and of their calls that the configuration does not place."""
+    """Return the strategy's pools of ``roles``, and of their calls that the configuration does not place."""
     where = f"placement.strategy={config.strategy!r}"
     strategy = find("placement.strategy", "rlhf_spmd.planner.strategies", config.strategy, exports="place")
     try:
-        found = strategy.place(graph, cluster, roles)
+        assignment = strategy.place(graph, cluster, roles)
     except PlacementError as error:
         raise ValueError(f"{where} {error}") from error
     except (AttributeError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:  # in a user's own code
         raise ValueError(f"{where} failed: {type(error).__name__}: {error}") from error
-    if not isinstance(found, Assignment):
+    if not isinstance(assignment, Assignment):
         raise ValueError(
-            f"{where} returned {type(found).__name__}; its place() must return an Assignment (rlhf_spmd.planner.cluster)"
+            f"{where} returned {type(assignment).__name__}; its place() must return an Assignment (rlhf_spmd.planner.cluster)"
         )
     known = _placeable(roles)
-    for name in (*found.roles, *found.calls):
+    ranks_of = {name: tuple(ranks) for name, ranks in (*assignment.roles.items(), *assignment.calls.items())}
+    for name in ranks_of:
         if name not in known:
             raise ValueError(
                 f"{where} places {name!r}, which is no role and no call that may run elsewhere; there are {', '.join(known)}"
             )
-    ranks = {name: tuple(its) for name, its in (*found.roles.items(), *found.calls.items())}
     for role in roles:
-        if role not in found.roles:
+        if role not in assignment.roles:
             raise ValueError(f"{where} gives role '{role}' no ranks")
     step = math.lcm(*(facts.unit for facts in roles.values()), *(n for facts in roles.values() for n in facts.calls.values()))
     for name, ratio in cluster.ratios.items():
-        given = ranks.get(name, ())
-        if abs(len(given) - ratio * cluster.size) >= step:
-            beside = " and ".join(other for other, its in ranks.items() if its == given and other != name)
+        ranks = ranks_of.get(name, ())
+        if abs(len(ranks) - ratio * cluster.size) >= step:
+            beside = " and ".join(other for other, others in ranks_of.items() if others == ranks and other != name)
             raise ValueError(
                 f"placement.ratios.{name}={ratio:g} of {cluster.size} ranks is {ratio * cluster.size:g}, but {where} gives it "
-                f"{len(given)}{f', together with {beside}' if beside else ''}; change the ratio or leave it out"
+                f"{len(ranks)}{f', together with {beside}' if beside else ''}; change the ratio or leave it out"
             )
-    sharing = {its: "+".join(name for name, others in ranks.items() if others == its) for its in ranks.values()}
-    sharing[cluster.everyone] = "all"
-    pools = {_key(name): _checked(where, sharing[its], its, cluster.size) for name, its in ranks.items()}
+    pool_names = {ranks: "+".join(name for name, others in ranks_of.items() if others == ranks) for ranks in ranks_of.values()}
+    pool_names[cluster.everyone] = "all"
+    pools = {_key(name): _checked(where, pool_names[ranks], ranks, cluster.size) for name, ranks in ranks_of.items()}
     return {key: pool for key, pool in pools.items() if named.get(key) is None}
 
 
 def _key(name: str) -> str:
-    """The key of a role or a call in the section ``models``."""
+    """Return the key of a role or a call in the section ``models``."""
     return name.replace(".", ".calls.")
 
 
 def _placeable(roles: Roles) -> list[str]:
-    """Roles, and calls that may run on other ranks than their role."""
+    """Return roles, and calls that may run on other ranks than their role."""
     return [*roles, *(f"{role}.{method}" for role, facts in roles.items() for method in facts.calls)]
 
 

@@ -9,15 +9,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 
-from rlhf_spmd.config.constraints import PositiveInt
-from rlhf_spmd.config.rules import check_section
+from rlhf_spmd.config.constraints import PositiveFraction, PositiveInt, Range
+from rlhf_spmd.config.rules import Rule, Rules, check_section
 from rlhf_spmd.config.schema import ConfigError, read_section
 from rlhf_spmd.config.written import parse, resolve
-from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.layout import check_zero_size
 from rlhf_spmd.planner.problem import RankRange
 
@@ -40,14 +39,14 @@ class PlacedCall:
     cp: PositiveInt = 1
     ep: PositiveInt = 1
     home: bool = False
-    zero: int = 0
+    zero: Annotated[int, Range(least=0, most=3)] = 0
     zero_size: int | None = None
     sequence_parallel: bool = False
-    activation_checkpointing: str = "none"
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     offload: bool = False
     optim_offload: bool = False
-    max_num_seqs: int | None = None
-    gpu_memory_utilization: float | None = None
+    max_num_seqs: PositiveInt | None = None
+    gpu_memory_utilization: PositiveFraction | None = None
     graphs: bool = False
     micro_batches: int = 1
     start: float = 0.0
@@ -59,56 +58,53 @@ class PlacedCall:
         first, _, last = self.ranks.partition("-")
         return RankRange(int(first), int(last or first) - int(first) + 1)
 
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("ranks", "pp", "tp", "dp", "cp"),
+            lambda call: call.pp * call.tp * call.dp * call.cp != call.rank_range.count,
+            "pp * tp * dp * cp is not the number of ranks, {s.rank_range.count}",
+            "change one of them",
+        ),
+        Rule(
+            ("ep", "dp", "cp"),
+            lambda call: call.dp * call.cp % call.ep != 0,
+            "ranks that share the experts are some of dp * cp",
+            "let ep divide dp * cp",
+        ),
+    )
+
     def check(self, where: str) -> None:
         """Raises ValueError."""
-        if not re.fullmatch(r"\d+(-\d+)?", self.ranks) or self.rank_range.count < 1:
-            raise ValueError(f"{where}.ranks={self.ranks!r} must be the first and the last rank, as 0-7, or one rank")
-        if self.pp * self.tp * self.dp * self.cp != self.rank_range.count:
-            raise ValueError(
-                f"{where}: pp({self.pp}) * tp({self.tp}) * dp({self.dp}) * cp({self.cp}) is not the number of ranks in {self.ranks} "
-                f"({self.rank_range.count})"
-            )
-        share, flying = self.gpu_memory_utilization, self.max_num_seqs
-        if (share is not None and not 0 < share <= 1) or (flying is not None and flying < 1):
-            raise ValueError(f"{where}: gpu_memory_utilization={share} must be in (0, 1] and max_num_seqs={flying} at least 1")
-        if self.zero not in (0, 1, 2, 3):
-            raise ValueError(f"{where}.zero={self.zero!r}: allowed are 0, 1, 2, 3")
         check_zero_size(self.zero, self.zero_size, self.dp * self.cp, where)
-        if self.dp * self.cp % self.ep:
-            raise ValueError(f"{where}.ep={self.ep} must divide dp({self.dp}) * cp({self.cp})")
-        if self.activation_checkpointing not in CHECKPOINTING:
-            raise ValueError(
-                f"{where}.activation_checkpointing={self.activation_checkpointing!r}: allowed are {', '.join(CHECKPOINTING)}"
-            )
 
 
 @dataclass(frozen=True)
 class PlanFile:
     """A plan for ``ranks`` ranks, ``local_size`` on each host. ``calls``: by ``role.method``. ``algorithm``: settings of that
-    section, the token budget of micro-batches. ``extra``: what the file says for people only."""
+    section, the token budget of micro-batches. ``step_seconds``: the prediction, which is not read back."""
 
     ranks: int
     local_size: int
     algorithm: Mapping[str, Any]
     calls: Mapping[str, PlacedCall]
-    extra: Mapping[str, Any]
+    step_seconds: float = 0.0
 
     def to_yaml(self) -> str:
-        usual = PlacedCall("0")
+        default = PlacedCall("0")
         always = ("ranks", "pp", "tp", "dp")
         calls = {}
         for name, call in self.calls.items():
-            calls[name] = {key: x for key, x in asdict(call).items() if x != getattr(usual, key) or key in always}
+            calls[name] = {key: value for key, value in asdict(call).items() if value != getattr(default, key) or key in always}
         head = {"ranks": self.ranks, "local_size": self.local_size, "algorithm": dict(self.algorithm)}
-        return yaml.safe_dump({**head, **self.extra, "calls": calls}, sort_keys=False)
+        return yaml.safe_dump({**head, "step_seconds": self.step_seconds, "calls": calls}, sort_keys=False)
 
     def settings(self) -> dict[str, Any]:
-        """The plan as sections of the configuration of ``train``."""
+        """Return the plan as sections of the configuration of ``train``."""
         pools = {_pool(call.rank_range): list(call.rank_range.ranks) for call in self.calls.values()}
-        models: dict[str, dict[str, Any]] = {}
         homes = {name.split(".")[0]: call for name, call in self.calls.items() if call.home}
+        models: dict[str, dict[str, Any]] = {}
         for role, home in homes.items():
-            found = models[role] = {
+            models[role] = {
                 "pool": _pool(home.rank_range),
                 "layout": _layout(home) | _sharded(home),
                 "activation_checkpointing": home.activation_checkpointing,
@@ -116,17 +112,19 @@ class PlanFile:
                 "optim": {"offload": home.optim_offload},
                 "calls": {},
             }
-            own = {name.split(".")[1]: call for name, call in self.calls.items() if name.split(".")[0] == role}
-            for method, call in own.items():
-                if call.max_num_seqs is not None:
-                    share = call.gpu_memory_utilization  # None: the configuration's
-                    found["generation"] = {"max_num_seqs": call.max_num_seqs}
-                    found["generation"] |= {} if share is None else {"gpu_memory_utilization": share}
-                    if call.rank_range == home.rank_range and home.pp % call.pp == 0 and home.tp % call.tp == 0:
-                        found["generation"] |= {"pp": call.pp, "tp": call.tp}
-                        continue
-                if (call.rank_range, _layout(call)) != (home.rank_range, _layout(home)):
-                    found["calls"][method] = {"pool": _pool(call.rank_range), "layout": _layout(call)}
+        for name, call in self.calls.items():
+            role, method = name.split(".")
+            home, section = homes[role], models[role]
+            if call.max_num_seqs is not None:
+                generation: dict[str, Any] = {"max_num_seqs": call.max_num_seqs}
+                if call.gpu_memory_utilization is not None:  # otherwise the configuration's
+                    generation["gpu_memory_utilization"] = call.gpu_memory_utilization
+                section["generation"] = generation
+                if call.rank_range == home.rank_range and home.pp % call.pp == 0 and home.tp % call.tp == 0:
+                    generation |= {"pp": call.pp, "tp": call.tp}
+                    continue
+            if (call.rank_range, _layout(call)) != (home.rank_range, _layout(home)):
+                section["calls"][method] = {"pool": _pool(call.rank_range), "layout": _layout(call)}
         return {"placement": {"strategy": "colocate", "pools": pools}, "models": models, "algorithm": self.algorithm}
 
 
@@ -145,39 +143,40 @@ def _sharded(home: PlacedCall) -> dict[str, Any]:
 
 
 def read_plan(path: str) -> PlanFile:
-    """Raises ConfigError, one line that names the file."""
+    """Return the plan of a file. Raises ConfigError, one line that names the file."""
     try:
         raw = resolve(parse(Path(path).read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"plan={path} cannot be read: {str(error).splitlines()[0]}") from error
-    if not isinstance(raw, dict) or not isinstance(raw.get("calls"), dict):
+    if not isinstance(raw, dict) or not isinstance(raw.get("calls"), dict) or not raw["calls"]:
         raise ConfigError(f"plan={path} is not a plan: it must have 'calls', as `rlhf-spmd plan` writes them")
-    calls = {}
-    for name, given in raw["calls"].items():
-        where = f"plan={path}: calls.{name}"
-        if str(name).count(".") != 1 or not isinstance(given, dict) or "ranks" not in given:
-            raise ConfigError(f"{where} must be a call as role.method, with its ranks")
-        try:
-            calls[str(name)] = read_section(PlacedCall, given)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
-        check_section(calls[str(name)], where)
-    if not calls:
-        raise ConfigError(f"plan={path} has no calls")
+    calls = {str(name): _read_call(f"plan={path}: calls.{name}", str(name), call) for name, call in raw["calls"].items()}
     for role in {name.split(".")[0] for name in calls}:
-        homes = [name for name, call in calls.items() if call.home and name.split(".")[0] == role]
-        if len(homes) != 1:
-            raise ConfigError(f"plan={path}: one call of role '{role}' must have home: true, and {len(homes)} have")
+        num_homes = sum(call.home for name, call in calls.items() if name.split(".")[0] == role)
+        if num_homes != 1:
+            raise ConfigError(f"plan={path}: one call of role '{role}' must have home: true, and {num_homes} have")
     last = max(call.rank_range.end for call in calls.values())
-    extra = _without(raw, "ranks", "local_size", "algorithm", "calls")
     size, algorithm = raw.get("ranks", last), raw.get("algorithm") or {}
     local_size = raw.get("local_size", size)
-    is_budget = isinstance(algorithm, dict) and all(type(one) is int and one > 0 for one in algorithm.values())
+    is_budget = isinstance(algorithm, dict) and all(type(tokens) is int and tokens > 0 for tokens in algorithm.values())
     if type(size) is not int or type(local_size) is not int or not is_budget:
         raise ConfigError(
             f"plan={path}: ranks and local_size must be integers, and algorithm a mapping to integers of at least 1"
         )
-    return PlanFile(size, local_size, algorithm, calls, extra)
+    return PlanFile(size, local_size, algorithm, calls)
+
+
+def _read_call(where: str, name: str, settings: object) -> PlacedCall:
+    if name.count(".") != 1 or not isinstance(settings, dict) or "ranks" not in settings:
+        raise ConfigError(f"{where} must be a call as role.method, with its ranks")
+    if not re.fullmatch(r"\d+(-\d+)?", str(settings["ranks"])):
+        raise ConfigError(f"{where}.ranks={settings['ranks']} must be the first and the last rank, as 0-7, or one rank")
+    try:
+        call = read_section(PlacedCall, settings)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    check_section(call, where)
+    return call
 
 
 def _without(settings: Mapping[str, Any], *keys: str) -> dict[str, Any]:
@@ -185,30 +184,16 @@ def _without(settings: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
-    """The configuration ``file`` with the plan's placement and layouts, and with the other settings that the plan has."""
+    """Return the configuration ``file`` with the plan's placement and layouts, and with the other settings that the plan has."""
     settings = plan.settings()
     models = dict(file.get("models") or {})
     for role, planned in settings["models"].items():
-        own = models.get(role) or {}
-        if not isinstance(own, Mapping):
+        section = models.get(role) or {}
+        if not isinstance(section, Mapping):
             raise ConfigError(
-                f"models.{role}={own!r}: with a plan a role's settings must stand by themselves, not as an interpolation"
+                f"models.{role}={section!r}: with a plan a role's settings must stand by themselves, not as an interpolation"
             )
-        merged = {**own, **_without(planned, "optim", "generation")}
-        for key in ("optim", "generation"):
-            merged[key] = {**(own.get(key) or {}), **planned.get(key, {})}
-        if "generation" in planned and "pp" not in planned["generation"]:
-            merged["generation"] = _without(merged["generation"], "pp", "tp")
-        if (
-            "generation" in planned and merged["generation"].get("ep", 1) != 1
-        ):  # all ranks that share a model in generation share its experts
-            split = merged["generation"] if "pp" in planned["generation"] else merged["calls"]["generate_sequences"]["layout"]
-            merged["generation"] |= {"ep": split["tp"]}
-        if not merged["offload"]:
-            merged.pop("prefetch", None)
-        if "generate_sequences" in merged["calls"]:  # whole weights are sent there
-            merged["generation"] = _without(merged["generation"], "overlap", "reshard_method", "buffers")
-        models[role] = merged
+        models[role] = _planned_role(section, planned)
     for role in set(models) - set(settings["models"]):  # without a model: the strategy places them
         if isinstance(models[role], Mapping):
             models[role] = _without(models[role], "pool")
@@ -216,6 +201,25 @@ def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
     algorithm = file.get("algorithm") or {}
     algorithm = algorithm if isinstance(algorithm, Mapping) else {"name": algorithm}
     return {**file, "models": models, "placement": placement, "algorithm": {**algorithm, **settings["algorithm"]}}
+
+
+def _planned_role(section: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a role's section of the configuration with what the plan has for it."""
+    merged = {**section, **planned}
+    for key in ("optim", "generation"):
+        merged[key] = {**(section.get(key) or {}), **planned.get(key, {})}
+    if "generation" in planned:
+        at_home = "pp" in planned["generation"]
+        if not at_home:
+            merged["generation"] = _without(merged["generation"], "pp", "tp")
+        if merged["generation"].get("ep", 1) != 1:  # all ranks that share a model in generation share its experts
+            grid = merged["generation"] if at_home else merged["calls"]["generate_sequences"]["layout"]
+            merged["generation"] |= {"ep": grid["tp"]}
+    if not merged["offload"]:
+        merged.pop("prefetch", None)
+    if "generate_sequences" in merged["calls"]:  # whole weights are sent there
+        merged["generation"] = _without(merged["generation"], "overlap", "reshard_method", "buffers")
+    return merged
 
 
 def check_ranks(path: str | None, world_size: int) -> None:

@@ -45,7 +45,7 @@ class RankRange:
         return self.first < other.first + other.count and other.first < self.first + self.count
 
     def __str__(self) -> str:
-        """As ``plan.yaml`` has it: the first and the last rank."""
+        """Return the first and the last rank, as in ``plan.yaml``."""
         return str(self.first) if self.count == 1 else f"{self.first}-{self.end - 1}"
 
 
@@ -62,7 +62,7 @@ class Option:
     - zero, zero_size: ZeRO stage, and ranks that share one copy of the weights; 0: all replicas. ep: ranks that share the experts
     - in_place: at home, the call uses the weights in the home's layout, so ``zero`` must be the home's
     - expert_parallel_generation: ranks of tp share the experts, so that weights are copied, and stay beside, in the home's layout too
-    - settings: what the option sets, by the fields of ``PlacedCall``; the search does not read them
+    - settings: the option as the caller describes it, a ``PlacedCall``; the search does not read it
     """
 
     size: int
@@ -77,7 +77,7 @@ class Option:
     in_place: bool = False
     expert_parallel_generation: bool = False
     cache: float = 0.0
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Any = None
 
     @property
     def layout(self) -> WeightLayout:
@@ -115,7 +115,7 @@ Plan = tuple[Choice, ...]  # one for each call
 
 @dataclass(frozen=True)
 class Problem:
-    """What a search gets.
+    """Input of a search.
 
     - calls: in program order. A call starts when all its ranks are free and the calls in its ``after`` have ended
     - local_size: ranks of a host
@@ -158,12 +158,11 @@ class Problem:
     @cached_property
     def options_by_size(self) -> list[dict[int, list[int]]]:
         """For each call: number of ranks -> the indices of its options on so many."""
-        found: list[dict[int, list[int]]] = []
-        for call in self.calls:
-            found.append({})
+        by_size: list[dict[int, list[int]]] = [{} for _ in self.calls]
+        for numbers, call in zip(by_size, self.calls, strict=True):
             for number, option in enumerate(call.options):
-                found[-1].setdefault(option.size, []).append(number)
-        return found
+                numbers.setdefault(option.size, []).append(number)
+        return by_size
 
     @cached_property
     def least_held(self) -> dict[str, float]:
@@ -178,11 +177,11 @@ class Problem:
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
         """Role -> its home and the calls that are ``at_home``."""
-        found = {role: list[int]() for role in self.homes}
-        for node, call in enumerate(self.calls):
-            if call.home or call.at_home:
-                found[call.role].append(node)
-        return {role: tuple(nodes) for role, nodes in found.items()}
+        nodes = list(enumerate(self.calls))
+        return {
+            role: tuple(node for node, call in nodes if call.role == role and (call.home or call.at_home))
+            for role in self.homes
+        }
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
@@ -196,7 +195,7 @@ class Problem:
         return self.calls[self.homes[role]].options[home.option].layout
 
     def move(self, call: CallNode, home: Choice, choice: Choice) -> tuple[float, float]:
-        """Returns seconds, and bytes on each rank of the call, for the weights that come from ``home``.
+        """Return seconds, and bytes on each rank of the call, for the weights that come from ``home``.
 
         - Same ranks, same layout: nothing moves.
         - Same ranks, and the call's pp and tp divide the home's: each rank keeps its part and gets the rest of its shard
@@ -211,7 +210,7 @@ class Problem:
         return self.moved(call.role, layout, home.rank_range.count, call.options[choice.option], near)
 
     def moved(self, role: str, layout: WeightLayout | None, holders: int, option: Option, near: bool) -> tuple[float, float]:
-        """As :meth:`move`, from what it depends on.
+        """Return :meth:`move`'s seconds and bytes, from what they depend on.
 
         ``layout``: the home's if the ranks are the same, else None. ``holders``: number of the home's ranks; between different
         ranks only this number matters, and the search relies on that. ``near``: all ranks are on one host.
@@ -253,21 +252,24 @@ class Schedule:
 
 
 def simulate(problem: Problem, plan: Plan) -> Schedule:
-    seconds, needs, held = [], [], []
+    """Return when the calls of a plan run, and what each rank needs."""
+    seconds = []
+    needs = []
+    held = []
     for call, choice in zip(problem.calls, plan, strict=True):
         option, home = call.options[choice.option], plan[problem.homes[call.role]]
         assert option.size == choice.rank_range.count, (
             f"{call.name}: an option of {option.size} ranks on {choice.rank_range.count}"
         )
-        extra, moved = 0.0, 0.0
+        transfer, copied = 0.0, 0.0  # seconds and bytes of weights that come from the home
         if call.home:
             held.append((choice.rank_range, option.held))
         elif call.at_home:
             assert choice == home, f"{call.name}: runs at home"
         else:
-            extra, moved = problem.move(call, home, choice)
-        seconds.append(option.seconds + extra)
-        needs.append((choice.rank_range, option.active + moved))
+            transfer, copied = problem.move(call, home, choice)
+        seconds.append(option.seconds + transfer)
+        needs.append((choice.rank_range, option.active + copied))
     nodes = range(len(plan))
     starts, period = start_times(problem, nodes, [choice.rank_range for choice in plan], seconds)
     peaks = rank_peaks(problem.size, held, needs)
@@ -278,20 +280,20 @@ def simulate(problem: Problem, plan: Plan) -> Schedule:
 def rank_peaks(
     size: int, held: Sequence[tuple[RankRange, float]], needs: Sequence[tuple[RankRange, float]]
 ) -> tuple[float, ...]:
-    """Returns bytes on each rank: the sum of what is held on it, plus the largest need."""
+    """Return bytes on each rank: the sum of what is held on it, plus the largest need."""
     cuts = sorted({0, size, *(edge for ranks, _ in (*held, *needs) for edge in (ranks.first, ranks.end))})
     peaks: list[float] = []
     for first, end in pairwise(cuts):
         kept = sum(amount for ranks, amount in held if ranks.first <= first < ranks.end)
-        most = max((amount for ranks, amount in needs if ranks.first <= first < ranks.end), default=0.0)
-        peaks += [kept + most] * (end - first)
+        largest = max((amount for ranks, amount in needs if ranks.first <= first < ranks.end), default=0.0)
+        peaks += [kept + largest] * (end - first)
     return tuple(peaks)
 
 
 def start_times(
     problem: Problem, nodes: Sequence[int], ranges: Sequence[RankRange | None], seconds: Sequence[float]
 ) -> tuple[list[float], float]:
-    """Returns starts of all calls (0 for calls outside ``nodes``), and the seconds of a step.
+    """Return starts of all calls (0 for calls outside ``nodes``), and the seconds of a step.
 
     ``nodes`` ascend and wait only for each other. A call without ranks takes time but occupies none; then both results are
     lower bounds.
@@ -302,7 +304,9 @@ def start_times(
     last = 0.0
     done: list[int] = []
     for node in nodes:
-        start, ranks, after = 0.0, ranges[node], problem.calls[node].after
+        start = 0.0
+        ranks = ranges[node]
+        after = problem.calls[node].after
         for earlier in done:
             if ends[earlier] > start:
                 other = ranges[earlier]
@@ -315,7 +319,7 @@ def start_times(
 
 
 def _steady_state(problem: Problem, ranges: Sequence[RankRange | None], seconds: Sequence[float]) -> tuple[list[float], float]:
-    """:func:`start_times` of steps that overlap without end.
+    """Return :func:`start_times` of steps that overlap without end.
 
     Seconds per step are the largest ratio of seconds to steps among the cycles of what waits for what (max-plus algebra).
     Newton's method finds it: a cycle that is slower than the period becomes the next period.
@@ -348,7 +352,7 @@ def _steady_state(problem: Problem, ranges: Sequence[RankRange | None], seconds:
 
 
 def _waits(problem: Problem, ranges: Sequence[RankRange | None]) -> list[tuple[int, int, int]]:
-    """(before, after, n): ``after`` of a step waits for ``before`` of the step n earlier.
+    """Return (before, after, n): ``after`` of a step waits for ``before`` of the step n earlier.
 
     A call needs the weights of the step before; one of ``generating`` needs those of the step ``ahead`` + 1 before.
     """

@@ -43,25 +43,25 @@ class LayerTimes:
     decode_ends: list[float]
     context: float
 
-    def at(self, name: str, amount: Any) -> Any:
-        """Interpolated seconds; beyond the largest measured size in proportion to it."""
+    def seconds(self, name: str, amount: Any) -> Any:
+        """Return interpolated seconds of the field ``name``; beyond the largest measured size in proportion to it."""
         sizes = np.asarray(self.rows if name.startswith("decode") else self.tokens)
         values = np.asarray(getattr(self, name))
         return np.interp(amount, sizes, values) * np.maximum(np.asarray(amount) / sizes[-1], 1.0)
 
 
 def sizes_of(shape: ModelShape) -> str:
-    """The key of a model's times: models with equal keys have layers that take equal times."""
+    """Return the key of a model's times: models with equal keys have layers that take equal times."""
     latent = f"-{shape.entry}-{shape.q_rank}" if shape.entry else ""
     experts = f"-e{shape.mixed:g}-{shape.experts:g}" if shape.experts else ""
     linear = f"-d{shape.gates:g}-{shape.state:g}" if shape.gates else ""
-    own = f"{shape.hidden}-{shape.queries}-{shape.keys}-{shape.intermediate}-{shape.vocab}-{shape.outputs}"
-    return f"{own}{latent}{experts}{linear}"
+    sizes = f"{shape.hidden}-{shape.queries}-{shape.keys}-{shape.intermediate}-{shape.vocab}-{shape.outputs}"
+    return f"{sizes}{latent}{experts}{linear}"
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What ``plan profile`` measured with ``size`` ranks.
+    """Result of ``plan profile`` with ``size`` ranks.
 
     ``device``: with measured rates. ``latency``: seconds of a small all-reduce of all ranks. ``update``: seconds of an
     optimizer step for each parameter. ``zero``: for ZeRO 0 to 3, seconds for each parameter that the forward and backward pass
@@ -92,86 +92,88 @@ class ProfileTimes:
     machine: Machine
 
     def find(self, shape: ModelShape, tp: int) -> LayerTimes:
-        """Raises ValueError if this model was not measured."""
-        found = next((one for one in self.profile.layers if (one.sizes, one.tp) == (sizes_of(shape), tp)), None)
-        if found is None:
-            there = sorted({(one.sizes, one.tp) for one in self.profile.layers})
-            raise ValueError(f"the profile has no times of a model {sizes_of(shape)} at tp={tp}; it has {there}; profile again")
-        return found
+        """Return the times of a model's layers. Raises ValueError if this model was not measured."""
+        layers = {(times.sizes, times.tp): times for times in self.profile.layers}
+        if (sizes_of(shape), tp) not in layers:
+            raise ValueError(
+                f"the profile has no times of a model {sizes_of(shape)} at tp={tp}; it has {sorted(layers)}; profile again"
+            )
+        return layers[sizes_of(shape), tp]
 
     def slices(self, shape: ModelShape) -> list[int]:
-        """The values of tp that were measured."""
-        return sorted(one.tp for one in self.profile.layers if one.sizes == sizes_of(shape))
+        """Return the values of tp that were measured."""
+        return sorted(times.tp for times in self.profile.layers if times.sizes == sizes_of(shape))
 
     def infer_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray:
-        """Seconds [n] of a forward pass over all rows."""
-        took = self._passes("forward", shape, work, work.rows, settings)
+        """Return seconds [n] of a forward pass over all rows."""
+        passes = self._passes("forward", shape, work, work.rows, settings)
         count, _ = work.micro_batches(work.rows, settings)
         params = shape.stage_params(settings.pp, settings.tp) - shape.stage_experts(settings)
         slower = self._slower(settings.dp_shard, settings.tp)
-        return took + ((settings.zero == 3) & (settings.dp_shard > 1)) * count * self.profile.zero_forward * params * slower
+        return passes + ((settings.zero == 3) & (settings.dp_shard > 1)) * count * self.profile.zero_forward * params * slower
 
     def train_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray:
-        """Seconds [n] of all mini-batches and epochs: passes, sums of gradients, updates."""
+        """Return seconds [n] of all mini-batches and epochs: passes, sums of gradients, updates."""
         steps = work.mini_batches * work.epochs
         passes = self._passes("both", shape, work, work.rows / work.mini_batches, settings)
-        experts, shards, copies = shape.stage_experts(settings), settings.dp_shard, settings.dp_replicate
-        params, own = shape.stage_params(settings.pp, settings.tp) - experts, shape.own_params(settings)
-        of_experts = self._sums(experts / settings.ep, settings.dp * settings.cp // settings.ep, settings.tp * settings.ep)
-        summed = self._sums(params / shards, copies, settings.tp * shards)
+        experts, shards = shape.stage_experts(settings), settings.dp_shard
+        params = shape.stage_params(settings.pp, settings.tp) - experts
+        expert_sums = self._sums(experts / settings.ep, settings.dp * settings.cp // settings.ep, settings.tp * settings.ep)
+        sums = self._sums(params / shards, settings.dp_replicate, settings.tp * shards)
         count, _ = work.micro_batches(work.rows / work.mini_batches, settings)
         slower = np.asarray(self.profile.zero)[settings.zero] * self._slower(shards, settings.tp)
         sliced = slower * params * np.where(settings.zero >= 2, count, 1)
-        over_dp = np.where(shards > 1, sliced, 0.0) + summed + of_experts
-        return steps * (passes + over_dp + self.profile.update * own)
+        over_dp = np.where(shards > 1, sliced, 0.0) + sums + expert_sums
+        return steps * (passes + over_dp + self.profile.update * shape.own_params(settings))
 
     def generate_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Any = None) -> np.ndarray:
-        """Seconds [n] of a prefill for each group, and of decoding in waves of ``max_num_seqs`` rows on each replica."""
-        own = np.ceil(work.rows / settings.dp)
-        prefill = shape.layers * self._layer("forward", shape, settings, own / work.group * work.prompt)
-        waves = np.floor((own - 1) / settings.max_num_seqs)
-        total = waves * work.response * self._step(shape, settings, np.minimum(own, settings.max_num_seqs))
-        left = own - waves * settings.max_num_seqs
-        for place, (before, length) in enumerate(pairwise([0.0, *work.responses])):
-            alive = left * (len(work.responses) - place) / len(work.responses)
+        """Return seconds [n] of a prefill for each group, and of decoding in waves of ``max_num_seqs`` rows on each replica."""
+        rows = np.ceil(work.rows / settings.dp)
+        prefill = shape.layers * self._layer("forward", shape, settings, rows / work.group * work.prompt)
+        waves = np.floor((rows - 1) / settings.max_num_seqs)
+        total = waves * work.response * self._step(shape, settings, np.minimum(rows, settings.max_num_seqs))
+        last_wave = rows - waves * settings.max_num_seqs
+        for quantile, (before, length) in enumerate(pairwise([0.0, *work.responses])):
+            alive = last_wave * (len(work.responses) - quantile) / len(work.responses)
             total = total + (length - before) * self._step(shape, settings, alive)
         return prefill + total * settings.pp
 
     def _sums(self, numel: np.ndarray, copies: np.ndarray, apart: np.ndarray) -> np.ndarray:
-        """Seconds [n] of summing so many fp32 gradients over ``copies`` ranks, one every ``apart``."""
-        took = 2 * 4 * numel * (copies - 1) / copies * self._slower(copies, apart) / self.profile.device.link
-        return np.where((copies > 1) & (numel > 0), took + self.profile.latency, 0.0)
+        """Return seconds [n] of summing so many fp32 gradients over ``copies`` ranks, one every ``apart``."""
+        sent = 2 * 4 * numel * (copies - 1) / copies * self._slower(copies, apart) / self.profile.device.link
+        return np.where((copies > 1) & (numel > 0), sent + self.profile.latency, 0.0)
 
     def _exchanges(self, shape: ModelShape, settings: CallSettings, tokens: np.ndarray) -> Any:
-        """Seconds [n] of a layer's all-to-alls in a pass over ``tokens``, which were measured without: over ep of rows for experts
-        and their results, over cp of queries, keys and values and of what attention makes of them."""
-        found, tp = np.zeros(len(settings)), settings.tp
-        numbers = (settings.ep, 2 * shape.expert_rows * shape.hidden), (settings.cp, 2 * (shape.queries + shape.keys) / tp)
-        for ranks, each in numbers:
-            size = tokens * each * self.profile.device.itemsize * (ranks - 1) / ranks
+        """Return seconds [n] of a layer's all-to-alls in a pass over ``tokens``, which were measured without: over ep of rows
+        for experts and their results, over cp of queries, keys and values and of what attention makes of them."""
+        total, tp = np.zeros(len(settings)), settings.tp
+        exchanges = (settings.ep, 2 * shape.expert_rows * shape.hidden), (settings.cp, 2 * (shape.queries + shape.keys) / tp)
+        for ranks, numbers in exchanges:
+            size = tokens * numbers * self.profile.device.itemsize * (ranks - 1) / ranks
             sent = size * self._slower(ranks, tp) / self.profile.device.link
-            found = found + np.where(ranks > 1, sent + 2 * self.profile.latency, 0.0)
-        return found
+            total = total + np.where(ranks > 1, sent + 2 * self.profile.latency, 0.0)
+        return total
 
     def _slower(self, ranks: np.ndarray, apart: np.ndarray) -> np.ndarray:
-        """How many times as long as the measured one a ring takes that has ``ranks`` ranks, one every ``apart``, [n]. Between
+        """Return how many times as long as the measured one a ring takes that has ``ranks`` ranks, one every ``apart``, [n]. Between
         hosts it uses the network of all its devices in a host."""
         host, link = self.machine.local_size, self.profile.device.link
         inside = (self.profile.size > host) | (apart * ranks <= host)
         return np.where(inside, 1.0, np.maximum(link / (self.machine.network * np.maximum(host // apart, 1)), 1.0))
 
     def _layer(self, name: str, shape: ModelShape, settings: CallSettings, amount: np.ndarray) -> np.ndarray:
-        """Seconds [n] of the field ``name`` of :class:`LayerTimes`, for tokens or rows [n], each by the times of its tp."""
-        found = np.zeros(len(settings))
+        """Return seconds [n] of the field ``name`` of :class:`LayerTimes`, for tokens or rows [n], each by the times of its tp."""
+        seconds = np.zeros(len(settings))
         for tp in np.unique(settings.tp):
-            at = settings.tp == tp
-            found[at] = self.find(shape, int(tp)).at(name, amount[at])
-        return found
+            same_tp = settings.tp == tp
+            seconds[same_tp] = self.find(shape, int(tp)).seconds(name, amount[same_tp])
+        return seconds
 
     def _passes(self, name: str, shape: ModelShape, work: Workload, rows: float, settings: CallSettings) -> np.ndarray:
-        count, whole = work.micro_batches(rows, settings)
-        tokens = work.computed(whole)
-        layer, ends = self._layer(name, shape, settings, tokens), self._layer(f"{name}_ends", shape, settings, whole)
+        """Return seconds [n] of the pipeline's passes over so many rows."""
+        count, micro_tokens = work.micro_batches(rows, settings)
+        tokens = work.computed(micro_tokens)
+        layer, ends = self._layer(name, shape, settings, tokens), self._layer(f"{name}_ends", shape, settings, micro_tokens)
         if name == "both":
             layer = layer + np.asarray(AGAIN)[settings.checkpointing] * self._layer("forward", shape, settings, tokens)
         exchanges = self._exchanges(shape, settings, tokens)
@@ -183,6 +185,7 @@ class ProfileTimes:
         return (count + settings.pp - 1) * (stage + sent) + count * ends
 
     def _step(self, shape: ModelShape, settings: CallSettings, rows: np.ndarray) -> np.ndarray:
+        """Return seconds [n] of a decode step."""
         layers = shape.layers * self._layer("decode", shape, settings, rows)
         return layers + self._layer("decode_ends", shape, settings, rows)
 
@@ -192,10 +195,10 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: str, key: str = "cluster.gpu") -> Profile:
-    """Raises ValueError, which names the file and the setting ``key`` that gave it."""
+    """Return the profile in a file. Raises ValueError, which names the file and the setting ``key`` that gave it."""
     try:
         raw = parse_json(Path(path).read_text(encoding="utf-8"))
-        layers = tuple(LayerTimes(**one) for one in raw.pop("layers"))
+        layers = tuple(LayerTimes(**times) for times in raw.pop("layers"))
         return Profile(Gpu(**raw.pop("device")), layers=layers, **raw)
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

@@ -1,5 +1,4 @@
-"""What the cost and memory models count: a model's sizes, a call's rows, and the settings that it may run with. No tensors.
-Pure."""
+"""Input of the cost and memory models: a model's sizes, a call's rows, and the settings that it may run with. No tensors. Pure."""
 
 from __future__ import annotations
 
@@ -60,17 +59,17 @@ class ModelShape:
     global_kv_heads: int = 1
 
     def rank_keys(self, tp: Any) -> Any:
-        """Of ``keys``, a rank's. If tp exceeds the KV heads, ranks hold copies."""
-        usual = (self.keys - self.global_keys) / np.minimum(tp, self.kv_heads)
-        return usual + self.global_keys / np.minimum(tp, self.global_kv_heads)
+        """Return a rank's part of ``keys``. If tp exceeds the KV heads, ranks hold copies."""
+        local_keys = (self.keys - self.global_keys) / np.minimum(tp, self.kv_heads)
+        return local_keys + self.global_keys / np.minimum(tp, self.global_kv_heads)
 
-    def cached(self, tp: Any, planes: int = 1) -> Any:
-        """Numbers of a token and layer in a rank's cache. If tp exceeds the KV heads, ranks hold copies, as they do of entries.
-        ``planes``: pages that hold an entry."""
-        return planes * self.entry if self.entry else 2 * self.rank_keys(tp)
+    def cached(self, tp: Any, num_entries: int = 1) -> Any:
+        """Return the numbers of a token and layer in a rank's cache. If tp exceeds the KV heads, ranks hold copies, as they do of
+        entries. ``num_entries``: pages that hold an entry."""
+        return num_entries * self.entry if self.entry else 2 * self.rank_keys(tp)
 
     def entered(self, tp: Any) -> Any:
-        """Numbers that a layer's first products make of a token on a rank, without ``gates``."""
+        """Return the numbers that a layer's first products make of a token on a rank, without ``gates``."""
         if not self.entry:
             return self.queries / tp + 2 * self.rank_keys(tp)
         return self.entry + self.q_rank / np.where(self.q_rank == self.queries, tp, 1)
@@ -80,30 +79,31 @@ class ModelShape:
         return self.layers * self.layer + self.embed + self.head
 
     def stage_params(self, pp: Any, tp: Any) -> Any:
-        """Parameters of the fullest (pipeline stage, tp slice), for numbers or arrays. Small replicated ones count as sliced."""
+        """Return the parameters of the fullest (pipeline stage, tp slice), for numbers or arrays. Small replicated ones count as
+        sliced."""
         per_stage = np.ceil(self.layers / np.asarray(pp)) * self.layer
         ends = np.where(np.asarray(pp) == 1, self.embed + self.head, max(self.embed, self.embed if self.tied else self.head))
         return (per_stage + ends) / tp
 
     def stage_experts(self, settings: CallSettings) -> np.ndarray:
-        """Of :meth:`stage_params`, the experts that ranks of ep share and ZeRO does not divide, [n]; 0 without ep."""
+        """Return of :meth:`stage_params` the experts that ranks of ep share and ZeRO does not divide, [n]; 0 without ep."""
         return np.where(settings.ep > 1, np.ceil(self.layers / settings.pp) * self.experts / settings.tp, 0.0)
 
     def own_params(self, settings: CallSettings) -> np.ndarray:
-        """Of :meth:`stage_params`, what ZeRO and ep leave on a rank, [n]."""
+        """Return of :meth:`stage_params` those that ZeRO and ep leave on a rank, [n]."""
         experts = self.stage_experts(settings)
         rest = self.stage_params(settings.pp, settings.tp) - experts
         return np.asarray(rest / settings.dp_shard + experts / settings.ep)
 
 
 def adapter_numel(spec: ModelSpec, lora: LoraConfig) -> float:
-    """Elements of the adapters of an average layer."""
+    """Return the elements of the adapters of an average layer."""
     plan = plan_params(spec, "none", 0, 1, 0, 1, lora=lora) if lora.rank else {}
     return sum(float(np.prod(shard.shape)) for name, shard in plan.items() if is_adapter(name)) / spec.num_hidden_layers
 
 
 def quantized_numel(spec: ModelSpec, lora: LoraConfig) -> float:
-    """Elements of the matrices of an average layer that are quantized to ``lora.bits``."""
+    """Return the elements of the matrices of an average layer that are quantized to ``lora.bits``."""
     plan = plan_params(spec, "none", 0, 1, 0, 1, lora=lora) if lora.bits is not None else {}
     matrices = [name.replace(".lora.a", ".weight") for name in plan if name.endswith(".lora.a")]
     return sum(float(np.prod(plan[name].shape)) for name in matrices) / spec.num_hidden_layers
@@ -111,17 +111,17 @@ def quantized_numel(spec: ModelSpec, lora: LoraConfig) -> float:
 
 @cache
 def shape_of(spec: ModelSpec, head: str) -> ModelShape:
-    """The sizes of a model with this ``head``, as ``models.sharding.plan_params`` names it."""
-    held: dict[str, int] = {}
+    """Return the sizes of a model with this ``head``, as ``models.sharding.plan_params`` names it."""
+    numel: dict[str, int] = {}
     divided = 0
     for name, shard in plan_params(spec, head, 0, 1, 0, 1).items():
         part = name.split(".")[0]
-        held[part] = held.get(part, 0) + int(np.prod(shard.shape))
+        numel[part] = numel.get(part, 0) + int(np.prod(shard.shape))
         divided += int(np.prod(shard.shape)) * shard.by_expert
     share = 1.0 if spec.delta is None else 1 - len(spec.delta.layers) / spec.num_hidden_layers  # of layers with attention
     attending = [spec.spec_for_layer(layer) for layer in range(spec.num_hidden_layers) if spec.delta_of(layer) is None]
-    queries = sum(one.num_attention_heads * one.head_dim for one in attending) // spec.num_hidden_layers
-    keys = sum(one.num_key_value_heads * one.head_dim for one in attending) // spec.num_hidden_layers
+    queries = sum(layer_spec.num_attention_heads * layer_spec.head_dim for layer_spec in attending) // spec.num_hidden_layers
+    keys = sum(layer_spec.num_key_value_heads * layer_spec.head_dim for layer_spec in attending) // spec.num_hidden_layers
     gates, delta = queries * spec.attention_gate, spec.delta
     linear = 0.0 if delta is None else delta.columns * (1 - share)
     out = 0.0 if delta is None else delta.value_heads * delta.value_dim * (1 - share)
@@ -133,7 +133,7 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         routers += 0 if experts is None else experts.routers
         rows += 0 if experts is None else experts.per_token
     columns, routers = columns / spec.num_hidden_layers, routers / spec.num_hidden_layers
-    matrices = sum(one.attention_numel for one in attending) / spec.num_hidden_layers
+    matrices = sum(layer_spec.attention_numel for layer_spec in attending) / spec.num_hidden_layers
     active = matrices + spec.hidden_size * (linear + out + 3 * columns + routers)
     outputs = 1 if head == "value" else spec.vocab_size if head in ("lm", "both") else 0
     return ModelShape(
@@ -145,9 +145,9 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         int(columns),
         spec.vocab_size,
         active,
-        held["layers"] / spec.num_hidden_layers,
-        held["embed"],
-        held.get("head", 0) + held.get("norm", 0) + held.get("value", 0),
+        numel["layers"] / spec.num_hidden_layers,
+        numel["embed"],
+        numel.get("head", 0) + numel.get("norm", 0) + numel.get("value", 0),
         outputs,
         spec.tie_word_embeddings and head in ("lm", "both"),
         rows / spec.num_hidden_layers,
@@ -194,13 +194,14 @@ class Workload:
         return self.prompt + self.responses[-1]
 
     def micro_batches(self, rows: float, settings: CallSettings) -> tuple[np.ndarray, np.ndarray]:
-        """(micro-batches of each replica, tokens of each on a rank), [n] both, if ``rows`` whole rows are dealt evenly over dp."""
-        own = np.maximum(np.ceil(rows / settings.dp), 1)
-        number = np.ceil(own / np.maximum(settings.micro_tokens * settings.cp // self.length, 1))
-        return number, own * self.length / number / settings.cp
+        """Return the micro-batches of each replica, and the tokens of each on a rank, [n] both, if ``rows`` whole rows are dealt
+        evenly over dp."""
+        replica_rows = np.maximum(np.ceil(rows / settings.dp), 1)
+        number = np.ceil(replica_rows / np.maximum(settings.micro_tokens * settings.cp // self.length, 1))
+        return number, replica_rows * self.length / number / settings.cp
 
     def computed(self, tokens: np.ndarray) -> np.ndarray:
-        """Tokens of a micro-batch that go through the layers: rows of a group have their prompt in common."""
+        """Return the tokens of a micro-batch that go through the layers: rows of a group have their prompt in common."""
         together = np.clip(tokens / self.length, 1, self.group)
         return tokens * (self.response + self.prompt / together) / self.length
 
@@ -248,26 +249,26 @@ class CallSettings:
         return self.dp * self.cp // self.dp_shard
 
     def take(self, index: Any) -> CallSettings:
-        """The alternatives at ``index``, which is numbers or a mask."""
+        """Return the alternatives at ``index``, which is numbers or a mask."""
         return CallSettings(*(np.atleast_1d(getattr(self, f.name)[index]) for f in fields(self)))
 
     def set(self, **values: Any) -> CallSettings:
-        """The same alternatives with some fields replaced by numbers or arrays [n]."""
+        """Return the alternatives with some fields replaced by numbers or arrays [n]."""
         shape = self.pp.shape
         return replace(self, **{name: np.broadcast_to(np.asarray(x, dtype=np.int64), shape) for name, x in values.items()})
 
     def one(self, index: int) -> dict[str, int]:
-        """One alternative, field by field."""
+        """Return one alternative, field by field."""
         return {f.name: int(getattr(self, f.name)[index]) for f in fields(self)}
 
 
 def call_settings(layouts: Sequence[tuple[int, int, int]], **options: Sequence[int]) -> CallSettings:
-    """All combinations of (pp, tp, dp) with the given values of other fields. A field that is not given has one usual value."""
-    usual = {"zero": 0, "zero_size": 0, "micro_tokens": 16384, "checkpointing": 0, "sequence_parallel": 0}
-    usual |= {"max_num_seqs": 256, "graphs": 0, "cp": 1, "ep": 1}
-    values = [options.get(name, (one,)) for name, one in usual.items()]
+    """Return all combinations of (pp, tp, dp) with these values of other fields. A field without values has its default."""
+    defaults = {"zero": 0, "zero_size": 0, "micro_tokens": 16384, "checkpointing": 0, "sequence_parallel": 0}
+    defaults |= {"max_num_seqs": 256, "graphs": 0, "cp": 1, "ep": 1}
+    values = [options.get(name, (default,)) for name, default in defaults.items()]
     rows = [(*layout, *rest) for layout in layouts for rest in product(*values)]
-    return CallSettings(*np.array(rows, dtype=np.int64).reshape(-1, 3 + len(usual)).T)
+    return CallSettings(*np.array(rows, dtype=np.int64).reshape(-1, 3 + len(defaults)).T)
 
 
 def divisors(number: int) -> list[int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.machine import GIB, Gpu
-from rlhf_spmd.planner.memory import RESERVE, RoleSettings, held, train
+from rlhf_spmd.planner.memory import RESERVE, RankMemory, RoleSettings
 from rlhf_spmd.planner.profile import LayerTimes, Profile, sizes_of
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 from rlhf_spmd.workers.flops import matmul_rate
@@ -42,54 +42,59 @@ MESSAGE = 1 << 22  # elements
 def profile(
     world: World, models: Mapping[tuple[ModelSpec, str], GenerationConfig], work: Workload, max_tokens: int, dtype: torch.dtype
 ) -> Profile:
-    """Measures models with their heads and generation settings, in all tp up to the ranks of a host.
+    """Return the measured times of models with their heads and generation settings, in all tp up to the ranks of a host.
 
     Rows are as long as those of ``work``; micro-batches have up to ``max_tokens`` tokens. All ranks compute at the same time,
     as in a run. Collective over the world: every rank of it must call, in program order.
     """
+    memory = torch.tensor([_memory(world)], dtype=torch.float64, device=world.device)
+    room = float(world.all.all_reduce(memory, "profile", "min"))  # all ranks measure the same
+    profiler = LayerProfiler(world, work, max_tokens, dtype, room)
     measured: dict[tuple[str, int], tuple[LayerTimes, float]] = {}
-    own = torch.tensor([_memory(world)], dtype=torch.float64, device=world.device)
-    room = float(world.all.all_reduce(own, "profile", "min"))  # all ranks measure the same
     for (spec, head), generation in models.items():
         sizes = sizes_of(shape_of(spec, head))
         for tp in (1 << power for power in range(world.launch.local_size.bit_length())):
             if world.size % tp == 0 and fits(spec, tp) and (sizes, tp) not in measured:
-                most = min(most_layers(one, head, tp, work, max_tokens, dtype, room) for one, _ in kinds(spec))
-                if most > FEW:
-                    measured[sizes, tp] = _measure(world, spec, head, tp, work, max_tokens, dtype, generation, most)
+                num_layers = min(profiler.most_layers(kind, head, tp, max_tokens) for kind, _ in kinds(spec))
+                if num_layers > FEW:
+                    measured[sizes, tp] = profiler.measure(spec, head, tp, generation, num_layers)
     if not measured:
         raise ValueError(
             f"plan profile: {MORE[-1]} layers of no model fit into a device of {room / GIB:.1f} GiB, in no tp; use more ranks"
         )
-    layers, updates = zip(*measured.values(), strict=True)
-    message, small = (torch.zeros(size, device=world.device) for size in (MESSAGE, 8))
-    of_large, latency = (
-        _seconds(world, partial(world.all.all_reduce, x, "profile")) if world.size > 1 else 0.0 for x in (message, small)
-    )
-    link = 2 * (world.size - 1) / world.size * 4 * MESSAGE / max(of_large - latency, 1e-9) if world.size > 1 else 1e12
-    rate = matmul_rate(world.device, dtype, world.launch.local_size)
-    bandwidth = 8 * MESSAGE / _seconds(world, lambda: message.add_(1.0))
+    layer_times, updates = zip(*measured.values(), strict=True)
+    device = _device(profiler)
+    zero = profiler.zero(*next(iter(models))) if world.size > 1 else ([0.0] * 4, 0.0)
+    return Profile(device, world.size, device.latency, sum(updates) / len(updates), *zero, layer_times)
+
+
+def _device(profiler: LayerProfiler) -> Gpu:
+    """Return the device with measured rates."""
+    world, seconds = profiler.world, profiler.seconds
+    message = torch.zeros(MESSAGE, device=world.device)
+    latency, link = 0.0, 1e12
+    if world.size > 1:
+        small = torch.zeros(8, device=world.device)
+        large, latency = (seconds(partial(world.all.all_reduce, x, "profile")) for x in (message, small))
+        link = 2 * (world.size - 1) / world.size * 4 * MESSAGE / max(large - latency, 1e-9)
     has_streams = capabilities(world.device).streams
     on_host = torch.empty(MESSAGE, pin_memory=capabilities(world.device).pinned)
-    host_link = 4 * MESSAGE / _seconds(world, lambda: message.copy_(on_host, non_blocking=True))
-    groups_experts = has_streams and torch.cuda.get_device_capability(world.device)[0] in (9, 10)
-    device = Gpu(
-        rate,
-        room,
-        bandwidth,
-        link,
-        host_link,
-        latency,
-        dtype.itemsize,
-        1.0 if has_streams else 0.0,
-        not has_streams,
-        groups_experts,
+    return Gpu(
+        flops=matmul_rate(world.device, profiler.dtype, world.launch.local_size),
+        memory=profiler.room,
+        bandwidth=8 * MESSAGE / seconds(lambda: message.add_(1.0)),
+        link=link,
+        host_link=4 * MESSAGE / seconds(lambda: message.copy_(on_host, non_blocking=True)),
+        latency=latency,
+        itemsize=profiler.dtype.itemsize,
+        overlap=1.0 if has_streams else 0.0,
+        on_host=not has_streams,
+        groups_experts=has_streams and torch.cuda.get_device_capability(world.device)[0] in (9, 10),
     )
-    zero = _zero(world, *next(iter(models)), work, dtype, room) if world.size > 1 else ([0.0] * 4, 0.0)
-    return Profile(device, world.size, latency, sum(updates) / len(updates), *zero, layers)
 
 
 def fits(spec: ModelSpec, tp: int) -> bool:
+    """Return True if the model can be cut into so many slices."""
     try:
         check_layout(spec, "", tp=tp)
     except ValueError:
@@ -98,17 +103,17 @@ def fits(spec: ModelSpec, tp: int) -> bool:
 
 
 def kinds(spec: ModelSpec) -> list[tuple[ModelSpec, int]]:
-    """The kinds of layers that take different times, by window, linear attention and experts: models that have only layers of a kind,
-    as many as the model has of it; and their number."""
-    layers: dict[tuple[object, ...], list[int]] = {}
+    """Return the kinds of layers that take different times, by window, linear attention and experts: models that have only layers of a
+    kind, as many as the model has of it; and their number."""
+    by_kind: dict[tuple[object, ...], list[int]] = {}
     for layer in range(spec.num_hidden_layers):
         kind = spec.attention_rule(layer).window, spec.delta_of(layer) is None, spec.experts_of(layer) is None
-        layers.setdefault(kind, []).append(layer)
-    return [(_alike(spec, of_kind[0], len(of_kind)), len(of_kind)) for of_kind in layers.values()]
+        by_kind.setdefault(kind, []).append(layer)
+    return [(_alike(spec, layers[0], len(layers)), len(layers)) for layers in by_kind.values()]
 
 
 def _alike(spec: ModelSpec, layer: int, count: int) -> ModelSpec:
-    """The model with ``count`` layers like this one, by its global index."""
+    """Return the model with ``count`` layers like this one, by its global index."""
     delta, experts = spec.delta_of(layer), spec.experts_of(layer)
     return replace(
         spec,
@@ -121,172 +126,171 @@ def _alike(spec: ModelSpec, layer: int, count: int) -> ModelSpec:
 
 
 def _memory(world: World) -> float:
-    """Bytes of a device, or a rank's part of the host's memory."""
+    """Return the bytes of a device, or a rank's part of the host's memory."""
     if capabilities(world.device).streams:
         return float(torch.cuda.get_device_properties(world.device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.launch.local_size
 
 
-def most_layers(spec: ModelSpec, head: str, tp: int, work: Workload, max_tokens: int, dtype: torch.dtype, room: float) -> int:
-    """The largest number of :data:`MORE` of which the model trains in ``room`` bytes, or 0."""
-    one, role = call_settings([(1, tp, 1)], micro_tokens=(max_tokens,)), RoleSettings(trained=True, itemsize=dtype.itemsize)
-    for layers in MORE:
-        shape = shape_of(_alike(spec, 0, layers), head)
-        parts = (*held(shape, one, role, 0).values(), *train(shape, replace(work, mini_batches=1), one, role, 0).values())
-        if max(sum(parts)) + RESERVE < room:
-            return layers
-    return 0
+@dataclass(frozen=True)
+class LayerProfiler:
+    """Measures layers with rows as long as those of ``work``, in micro-batches of up to ``max_tokens`` tokens. ``room``: bytes of a
+    device. Methods that compute are collective over the world: every rank of it must call, in program order."""
 
+    world: World
+    work: Workload
+    max_tokens: int
+    dtype: torch.dtype
+    room: float
 
-def _measure(
-    world: World,
-    spec: ModelSpec,
-    head: str,
-    tp: int,
-    work: Workload,
-    max_tokens: int,
-    dtype: torch.dtype,
-    generation: GenerationConfig,
-    most: int,
-) -> tuple[LayerTimes, float]:
-    """Times of an average layer, and seconds of the update per parameter. ``most``: layers of the larger model of each kind."""
-    first = world.rank // tp * tp  # each tp group by itself: no sums over dp in what is measured
-    mesh = build_mesh(world, range(first, first + tp), Layout(tp=tp))
-    length = round(work.length)
-    counts = _powers(max(min(max_tokens // length, work.rows), 1))
-    rows = _powers(min(max(work.rows * tp // world.size, 1), generation.max_num_seqs))
+    def most_layers(self, spec: ModelSpec, head: str, tp: int, max_tokens: int) -> int:
+        """Return the largest number of :data:`MORE` of which the model trains in the room, or 0."""
+        settings = call_settings([(1, tp, 1)], micro_tokens=(max_tokens,))
+        role = RoleSettings(trained=True, itemsize=self.dtype.itemsize)
+        for num_layers in MORE:
+            rank = RankMemory(shape_of(_alike(spec, 0, num_layers), head), settings, role, 0)
+            parts = (*rank.held().values(), *rank.train(replace(self.work, mini_batches=1)).values())
+            if max(sum(parts)) + RESERVE < self.room:
+                return num_layers
+        return 0
 
-    def times(spec: ModelSpec) -> tuple[dict[str, list[float]], float]:
-        """Times of this model, which is deleted afterwards."""
-        engine = TrainEngine(spec, None, head, mesh, OptimConfig(lr=0.0), dtype=dtype, device=world.device)
-        forward, both = zip(*(_passes(world, engine, head, work, count) for count in counts), strict=True)
-        taken: dict[str, list[float]] = {"forward": [*forward], "both": [*both], "decode": []}
-        own = sum(tensor.numel() for tensor in engine.local_tensors().values())
+    def measure(
+        self, spec: ModelSpec, head: str, tp: int, generation: GenerationConfig, num_layers: int
+    ) -> tuple[LayerTimes, float]:
+        """Return times of an average layer, and seconds of the update per parameter. ``num_layers``: of the larger model of each
+        kind."""
+        work, length = self.work, round(self.work.length)
+        counts = _powers(max(min(self.max_tokens // length, work.rows), 1))
+        rows = _powers(min(max(work.rows * tp // self.world.size, 1), generation.max_num_seqs))
+        layer: dict[str, Any] = {}
+        ends: dict[str, Any] = {}
+        updates = 0.0
+        for kind, number in kinds(spec):
+            share = number / spec.num_hidden_layers
+            few, _ = self._model_times(_alike(kind, 0, FEW), head, tp, generation, counts, rows)
+            more, update = self._model_times(_alike(kind, 0, num_layers), head, tp, generation, counts, rows)
+            for name in few:
+                a, b = np.array(few[name]), np.array(more[name])
+                one_layer = np.maximum(b - a, 1e-9) / (num_layers - FEW)
+                layer[name] = layer.get(name, 0.0) + share * one_layer
+                ends[name] = ends.get(name, 0.0) + share * np.maximum(a - FEW * one_layer, 0.0)
+            updates += share * update
+        layer_times = LayerTimes(
+            sizes_of(shape_of(spec, head)),
+            tp,
+            tokens=[float(count * length) for count in counts],
+            forward=layer["forward"].tolist(),
+            both=layer["both"].tolist(),
+            forward_ends=ends["forward"].tolist(),
+            both_ends=ends["both"].tolist(),
+            rows=[float(count) for count in rows],
+            decode=layer["decode"].tolist(),
+            decode_ends=ends["decode"].tolist(),
+            context=work.prompt + work.response / 2,
+        )
+        return layer_times, updates
+
+    def _model_times(
+        self, spec: ModelSpec, head: str, tp: int, generation: GenerationConfig, counts: list[int], rows: list[int]
+    ) -> tuple[dict[str, list[float]], float]:
+        """Return the times of a model, which is deleted afterwards, and seconds of the update per parameter."""
+        world = self.world
+        first = world.rank // tp * tp  # each tp group by itself: no sums over dp in what is measured
+        mesh = build_mesh(world, range(first, first + tp), Layout(tp=tp))
+        engine = TrainEngine(spec, None, head, mesh, OptimConfig(lr=0.0), dtype=self.dtype, device=world.device)
+        forward, both = zip(*(self._passes(engine, head, count) for count in counts), strict=True)
+        numel = sum(tensor.numel() for tensor in engine.local_tensors().values())
         # a step without gradients is skipped
-        update = _seconds(world, engine.optimizer_step, 1, _both_passes(world, engine, head, work, 1)) / own
+        update = self.seconds(engine.optimizer_step, 1, self._both_passes(engine, head, 1)) / numel
+        decode = []
         if head == "lm":
-            backend = choose_backend(generation.attention, engine.attention.name, dtype, world.device, "models", spec)
+            backend = choose_backend(generation.attention, engine.attention.name, self.dtype, world.device, "models", spec)
             config = replace(generation, attention=backend, pp=1, tp=tp, num_pages=None)
             generator = Generator(engine.chunks[0].requires_grad_(False), mesh, config, (), None, world.launch.local_size)
-            taken["decode"] = [_decoding(world, generator, spec, work, count) for count in rows]
-        return taken, update
+            decode = [self._decode_seconds(generator, spec, count) for count in rows]
+        return {"forward": [*forward], "both": [*both], "decode": decode}, update
 
-    layer, ends, updates = dict[str, Any](), dict[str, Any](), 0.0
-    for one, number in kinds(spec):
-        share = number / spec.num_hidden_layers
-        (few, _), (more, update) = times(_alike(one, 0, FEW)), times(_alike(one, 0, most))
-        for name in few:
-            a, b = np.array(few[name]), np.array(more[name])
-            each = np.maximum(b - a, 1e-9) / (most - FEW)
-            layer[name] = layer.get(name, 0.0) + share * each
-            ends[name] = ends.get(name, 0.0) + share * np.maximum(a - FEW * each, 0.0)
-        updates += share * update
-    found = LayerTimes(
-        sizes_of(shape_of(spec, head)),
-        tp,
-        [float(count * length) for count in counts],
-        layer["forward"].tolist(),
-        layer["both"].tolist(),
-        ends["forward"].tolist(),
-        ends["both"].tolist(),
-        [float(count) for count in rows],
-        layer["decode"].tolist(),
-        ends["decode"].tolist(),
-        work.prompt + work.response / 2,
-    )
-    return found, updates
+    def zero(self, spec: ModelSpec, head: str) -> tuple[list[float], float]:
+        """Return seconds per parameter that a micro-batch over all ranks takes longer with ZeRO 0 to 3: forward and backward, and
+        forward with 3."""
+        forward, both = [0.0] * 4, [0.0] * 4
+        few = [(kind, self.most_layers(kind, head, 1, round(self.work.length))) for kind, _ in kinds(spec)]
+        fitting = [_alike(kind, 0, num_layers) for kind, num_layers in few if num_layers]
+        if not fitting:  # what no device could hold is not run so either
+            return both, 0.0
+        small = min(fitting, key=lambda model: shape_of(model, head).params)
+        for stage in range(4):
+            mesh = build_mesh(self.world, range(self.world.size), Layout(dp=self.world.size, zero=stage))
+            engine = TrainEngine(small, None, head, mesh, OptimConfig(lr=0.0), dtype=self.dtype, device=self.world.device)
+            forward[stage], both[stage] = self._passes(engine, head, 1)
+        params = shape_of(small, head).params
+        return [max(seconds - both[0], 0.0) / params for seconds in both], max(forward[3] - forward[0], 0.0) / params
 
+    def _passes(self, engine: TrainEngine, head: str, rows: int) -> tuple[float, float]:
+        """Return (forward, forward and backward) seconds of a micro-batch of so many rows."""
+        outputs = partial(_outputs, head, self.work.response / self.work.length)
+        forward = partial(engine.forward, [self._batch(engine, rows)], outputs)
+        return self.seconds(forward), self.seconds(self._both_passes(engine, head, rows))
 
-def _zero(
-    world: World, spec: ModelSpec, head: str, work: Workload, dtype: torch.dtype, room: float
-) -> tuple[list[float], float]:
-    """Seconds per parameter that a micro-batch over all ranks takes longer with ZeRO 0 to 3: forward and backward, and forward
-    with 3."""
-    forward, both = [0.0] * 4, [0.0] * 4
-    few = [(one, most_layers(one, head, 1, work, round(work.length), dtype, room)) for one, _ in kinds(spec)]
-    fitting = [_alike(one, 0, layers) for one, layers in few if layers]
-    if not fitting:  # what no device could hold is not run so either
-        return both, 0.0
-    small = min(fitting, key=lambda one: shape_of(one, head).params)
-    for stage in range(4):
-        mesh = build_mesh(world, range(world.size), Layout(dp=world.size, zero=stage))
-        engine = TrainEngine(small, None, head, mesh, OptimConfig(lr=0.0), dtype=dtype, device=world.device)
-        forward[stage], both[stage] = _passes(world, engine, head, work, 1)
-    params = shape_of(small, head).params
-    return [max(seconds - both[0], 0.0) / params for seconds in both], max(forward[3] - forward[0], 0.0) / params
+    def _both_passes(self, engine: TrainEngine, head: str, rows: int) -> Callable[[], object]:
+        """Return a function that passes such a micro-batch forward and backward."""
+        loss = partial(_loss, head, self.work.response / self.work.length)
+        return partial(engine.forward_backward, [self._batch(engine, rows)], loss)
 
+    def _batch(self, engine: TrainEngine, rows: int) -> Packed:
+        length = round(self.work.length)
+        return Packed(_tokens(engine.spec, rows * length).to(self.world.device), torch.full((rows,), length))
 
-def _passes(world: World, engine: TrainEngine, head: str, work: Workload, rows: int) -> tuple[float, float]:
-    """(forward, forward and backward) seconds of a micro-batch of so many rows."""
-    forward = partial(engine.forward, [_batch(world, engine, work, rows)], partial(_outputs, head, work.response / work.length))
-    return _seconds(world, forward), _seconds(world, _both_passes(world, engine, head, work, rows))
+    def _decode_seconds(self, generator: Generator, spec: ModelSpec, rows: int) -> float:
+        """Return seconds of a decode step of ``rows`` rows in the middle of their responses."""
+        context = max(round(self.work.prompt + self.work.response / 2) - NEW_TOKENS // 2, 1)
+        sampling = SamplingConfig(ignore_eos=True)
 
+        def generate(tokens: int) -> None:
+            prompts = _tokens(spec, rows, context).tolist()
+            requests = [Request(i, i, prompt, tokens) for i, prompt in enumerate(prompts)]
+            generator.generate(requests, sampling, 0, 0)
 
-def _both_passes(world: World, engine: TrainEngine, head: str, work: Workload, rows: int) -> Callable[[], object]:
-    """A function that passes such a micro-batch forward and backward."""
-    loss = partial(_loss, head, work.response / work.length)
-    return partial(engine.forward_backward, [_batch(world, engine, work, rows)], loss)
+        first, all_tokens = (self.seconds(partial(generate, tokens)) for tokens in (1, 1 + NEW_TOKENS))
+        return max(all_tokens - first, 1e-9) / NEW_TOKENS
 
-
-def _batch(world: World, engine: TrainEngine, work: Workload, rows: int) -> Packed:
-    length = round(work.length)
-    return Packed(_tokens(engine.spec, rows * length).to(world.device), torch.full((rows,), length))
+    def seconds(self, body: Callable[[], object], repeats: int = REPEATS, before: Callable[[], object] = lambda: None) -> float:
+        """Return the best seconds of ``repeats`` on the slowest rank, after a first run that does not count. ``before``: runs before
+        each."""
+        seconds: list[float] = []
+        for _ in range(repeats + 1):
+            before()
+            self.world.all.barrier("profile")
+            started = time.perf_counter()
+            body()
+            wait(self.world.device)
+            seconds.append(time.perf_counter() - started)
+        return float(self.world.all.all_reduce(torch.tensor([min(seconds[1:])]), "profile", "max"))
 
 
-def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... below ``most``, and ``most``."""
-    return [*(1 << i for i in range((most - 1).bit_length())), most]
-
-
-def _decoding(world: World, generator: Generator, spec: ModelSpec, work: Workload, rows: int) -> float:
-    """Seconds of a decode step of ``rows`` rows in the middle of their responses."""
-    context = max(round(work.prompt + work.response / 2) - NEW_TOKENS // 2, 1)
-    sampling = SamplingConfig(ignore_eos=True)
-
-    def generate(tokens: int) -> None:
-        prompts = _tokens(spec, rows, context).tolist()
-        requests = [Request(i, i, prompt, tokens) for i, prompt in enumerate(prompts)]
-        generator.generate(requests, sampling, 0, 0)
-
-    one, more = (_seconds(world, partial(generate, tokens)) for tokens in (1, 1 + NEW_TOKENS))
-    return max(more - one, 1e-9) / NEW_TOKENS
+def _powers(limit: int) -> list[int]:
+    """Return 1, 2, 4, ... below ``limit``, and ``limit``."""
+    return [*(1 << i for i in range((limit - 1).bit_length())), limit]
 
 
 def _tokens(spec: ModelSpec, *sizes: int) -> Tensor:
-    """Random tokens, the same on all ranks and in every call."""
+    """Return random tokens, the same on all ranks and in every call."""
     return torch.randint(spec.vocab_size, sizes, generator=torch.Generator().manual_seed(0))
 
 
 def _outputs(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
-    """Log-probs or values of ``share`` of the tokens, as many as responses have."""
-    asked = round(share * len(hidden))
+    """Return log-probs or values of ``share`` of the tokens, as many as responses have."""
+    count = round(share * len(hidden))
     if head == "value":
-        return values(decoder, hidden[:asked])
-    return token_log_probs(decoder, hidden[:asked], batch.tokens[:asked])[0]
+        return values(decoder, hidden[:count])
+    return token_log_probs(decoder, hidden[:count], batch.tokens[:count])[0]
 
 
 def _loss(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
-    asked = round(share * len(hidden))
+    """Return a loss of ``share`` of the tokens."""
+    count = round(share * len(hidden))
     if head == "value":
-        return values(decoder, hidden[:asked]).square().mean(), {}
-    log_probs, entropy = token_log_probs(decoder, hidden[:asked], batch.tokens[:asked], 1.0, entropy=True)
+        return values(decoder, hidden[:count]).square().mean(), {}
+    log_probs, entropy = token_log_probs(decoder, hidden[:count], batch.tokens[:count], 1.0, entropy=True)
     assert entropy is not None
     return -log_probs.mean(), {"entropy": entropy.detach().sum()}
-
-
-def _seconds(
-    world: World, body: Callable[[], object], repeats: int = REPEATS, before: Callable[[], object] = lambda: None
-) -> float:
-    """The best seconds of ``repeats`` on the slowest rank, after a first run that does not count. ``before``: runs before each.
-
-    Collective over the world: every rank of it must call, in program order.
-    """
-    best: Sequence[float] = []
-    for _ in range(repeats + 1):
-        before()
-        world.all.barrier("profile")
-        started = time.perf_counter()
-        body()
-        wait(world.device)
-        best = [*best, time.perf_counter() - started]
-    return float(world.all.all_reduce(torch.tensor([min(best[1:])]), "profile", "max"))

@@ -42,18 +42,18 @@ BUDGETS = (2.0, 1.0, 0.5, 0.25)  # token budgets of micro-batches that are tried
 
 
 def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> list[ModelCall]:
-    """Returns the calls of roles with a model, in program order. ``work``: lengths of rows, and rows per prompt."""
+    """Return the calls of roles with a model, in program order. ``work``: lengths of rows, and rows per prompt."""
     waited = waits(graph)
     nodes = [i for i, call in enumerate(graph.nodes) if call.spec.kind in KINDS and plans[call.role.name].spec is not None]
     number = {node: i for i, node in enumerate(nodes)}
-    found: list[ModelCall] = []
+    calls: list[ModelCall] = []
     for node in nodes:
         call, role = graph.nodes[node], graph.nodes[node].role.name
-        plan, kind, generation = plans[role], call.spec.kind, plans[role].config.generation
+        plan, kind = plans[role], call.spec.kind
         assert plan.spec is not None and kind is not None and issubclass(plan.worker, ModelWorker)
         check_layout(plan.spec, f"models.{role}.layout", ep=plan.config.layout.ep)
-        of_method = sum(other.role.name == role and other.spec.name == call.spec.name for other in graph.nodes)
-        found.append(
+        same_method = sum(other.role.name == role and other.spec.name == call.spec.name for other in graph.nodes)
+        calls.append(
             ModelCall(
                 call.name,
                 role,
@@ -64,24 +64,24 @@ def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> 
                 shape_of(plan.spec, plan.worker.head),
                 replace(work, rows=call.num_rows, mini_batches=call.num_mini_batches, epochs=call.epochs, group=_group(call)),
                 role_settings(plan),
-                generation,
+                plan.config.generation,
                 plan.config.lora,
                 _dealt(call),
                 _may_capture(plan),
                 # quantized weights are not copied to other ranks
-                at_home=of_method > 1 or kind == "train" or plan.config.lora.bits is not None,
+                at_home=same_method > 1 or kind == "train" or plan.config.lora.bits is not None,
                 cp=1 if kind == "generate" else plan.config.layout.cp,
             )
         )
-    for role in dict.fromkeys(call.role for call in found):
-        own = [i for i, call in enumerate(found) if call.role == role]
-        first = next((i for i in own if found[i].kind == "train"), own[0])
-        found[first] = replace(found[first], home=True, at_home=False)
-    return found
+    for role in dict.fromkeys(call.role for call in calls):
+        indices = [i for i, call in enumerate(calls) if call.role == role]
+        home = next((i for i in indices if calls[i].kind == "train"), indices[0])
+        calls[home] = replace(calls[home], home=True, at_home=False)
+    return calls
 
 
 def _may_capture(plan: RolePlan) -> bool:
-    """True if decode steps on a GPU can be CUDA graphs, on a GPU that groups experts if the model has any."""
+    """Return True if decode steps on a GPU can be CUDA graphs, on a GPU that groups experts if the model has any."""
     spec, generation = plan.spec, plan.config.generation
     if generation.attention in ("torch", "cpp"):
         return False
@@ -92,31 +92,32 @@ def _may_capture(plan: RolePlan) -> bool:
 
 
 def _group(call: CallRecord) -> int:
-    """Returns the rows of an average group."""
+    """Return the rows of an average group."""
     groups = call.rows.num_groups if call.rows is not None else 1
     return max(round(call.num_rows / max(groups, 1)), 1)
 
 
 def _dealt(call: CallRecord) -> int:
-    """Returns how many units are distributed over replicas: groups if they stay together, else rows."""
+    """Return how many units are distributed over replicas: groups if they stay together, else rows."""
     together = call.spec.kind == "generate" or (bool(call.inputs) and call.inputs[0].partition_spec.keep_groups)
     return call.rows.num_groups if together and call.rows is not None else call.num_rows
 
 
 def placed_calls(calls: Sequence[ModelCall], plans: Mapping[str, RolePlan]) -> dict[str, PlacedCall]:
-    """Returns ranks, layouts and settings of ``calls`` of placed roles. Raises ValueError if a pool's ranks are not consecutive."""
-    found = {}
+    """Return ranks, layouts and settings of ``calls`` of placed roles. Raises ValueError if a pool's ranks are not consecutive."""
+    placed = {}
     for call in calls:
-        plan, at = plans[call.role], plans[call.role].at(call.method)
-        ranks, config, generates, trains = at.pool.ranks, plan.config, call.kind == "generate", call.kind == "train"
-        if ranks != tuple(range(ranks[0], ranks[-1] + 1)):
+        config, place_of_call = plans[call.role].config, plans[call.role].at(call.method)
+        pool, layout = place_of_call.pool, place_of_call.shape.layout
+        generates, trains = call.kind == "generate", call.kind == "train"
+        if pool.ranks != tuple(range(pool.ranks[0], pool.ranks[-1] + 1)):
             raise ValueError(
-                f"pool '{at.pool.name}' of {call.name} has ranks {list(ranks)}; a plan can only have neighbouring ranks"
+                f"pool '{pool.name}' of {call.name} has ranks {list(pool.ranks)}; a plan can only have neighbouring ranks"
             )
-        layout = at.shape.layout
-        grid = at.shape.generating if generates else layout
-        found[call.name] = PlacedCall(
-            str(RankRange(ranks[0], len(ranks))),
+        grid = place_of_call.shape.generating if generates else layout
+        level: Any = config.activation_checkpointing if trains else "none"  # auto is decided
+        placed[call.name] = PlacedCall(
+            str(RankRange(pool.ranks[0], len(pool.ranks))),
             grid.pp,
             grid.tp,
             grid.dp,
@@ -126,18 +127,18 @@ def placed_calls(calls: Sequence[ModelCall], plans: Mapping[str, RolePlan]) -> d
             0 if generates else layout.zero,
             None if generates else layout.zero_size,
             trains and layout.sequence_parallel,
-            config.activation_checkpointing if trains else "none",
+            level,
             config.offload and call.home,
             config.optim.offload and call.home,
             max_num_seqs=config.generation.max_num_seqs if generates else None,
         )
-    return found
+    return placed
 
 
 def placed_roles(
     described: Mapping[str, RolePlan], file: PlanFile, graph: Callable[[], Graph], ahead: int
 ) -> dict[str, RolePlan]:
-    """Returns ``described`` roles with the ranks, layouts and settings of a plan. Raises ValueError as :func:`place`."""
+    """Return ``described`` roles with the ranks, layouts and settings of a plan. Raises ValueError as :func:`place`."""
     settings = apply_plan({"models": {role: to_dict(plan.config) for role, plan in described.items()}}, file)
     roles = {}
     for role, plan in described.items():
@@ -156,19 +157,20 @@ def checked_plan(
     proved: bool = False,
     **search: Any,
 ) -> PlanResult:
-    """Returns the best plan that training accepts. ``search``: see :func:`best_plan`.
+    """Return the best plan that training accepts. ``search``: see :func:`best_plan`.
 
     The planner estimates the fullest rank of each call; training checks each rank with everything that it holds. If training
     would refuse a plan, the search runs again with less memory, and the plan does not count as proved optimal. Raises
     ValueError if no plan is accepted, and with ``proved`` if a search ran out of time.
     """
-    ahead, room, least, pinned = config.placement.max_staleness, machine, 0.0, 0.0
+    ahead, room = config.placement.max_staleness, machine
+    device_less, host_less = 0.0, 0.0  # bytes of a device and of a host that the search may not use
     budgets, key = token_budgets(step.limits, max(call.work.longest for call in calls))
     for _ in range(ATTEMPTS):
         try:
             planned = best_plan(calls, room, times, budgets, key, ahead, **search)
         except ValueError as error:
-            if not (pinned and step.copied):
+            if not (host_less and step.copied):
                 raise
             raise ValueError(
                 f"{error}; run.background_save=false needs no copies in host memory while a checkpoint is written"
@@ -179,19 +181,22 @@ def checked_plan(
         checks.check_batches(config, plans)
         budget = next(iter(planned.file.algorithm.values()), step.limits.max_tokens)
         report = measure(plans, replace(step, limits=replace(step.limits, max_tokens=budget)))
-        over = max(float(report.peaks[k]) - least for k, least in report.judged(machine.memory, None).items())
+        over = max(float(report.peaks[kind]) - limit for kind, limit in report.memory_of_kinds(machine.memory).items())
         on_hosts = 0.0 if report.host is None else float(report.host.by_host(machine.local_size).max())
         if over <= 0 and on_hosts <= machine.host_memory:
-            found = planned.search if least == pinned == 0 else replace(planned.search, optimal=False, lower_bound=0.0)
-            return replace(planned, search=found)
-        least, pinned = max(over, 0.0) * SLACK, max(on_hosts - machine.host_memory, 0.0) * SLACK
-        room = replace(room, memory=tuple(size - least for size in room.memory), host_memory=room.host_memory - pinned)
-    over, where = (over, "a rank") if over > 0 else (pinned, "a host")
-    raise ValueError(f"no plan was found that fits: the last one needs {over / GIB:.1f} GiB more than {where} has")
+            if device_less == host_less == 0:
+                return planned
+            return replace(planned, search=replace(planned.search, optimal=False, lower_bound=0.0))
+        device_less = max(over, 0.0) * SLACK
+        host_less = max(on_hosts - machine.host_memory, 0.0) * SLACK
+        memory = tuple(size - device_less for size in room.memory)
+        room = replace(room, memory=memory, host_memory=room.host_memory - host_less)
+    excess, where = (over, "a rank") if over > 0 else (host_less, "a host")
+    raise ValueError(f"no plan was found that fits: the last one needs {excess / GIB:.1f} GiB more than {where} has")
 
 
 def token_budgets(limits: BatchLimits, longest: float) -> tuple[list[int], str | None]:
-    """Returns the token budgets to try, and the name of the algorithm's setting of the budget.
+    """Return the token budgets to try, and the name of the algorithm's setting of the budget.
 
     If micro-batches are limited by rows, there is one budget and no setting.
     """
@@ -204,7 +209,7 @@ def token_budgets(limits: BatchLimits, longest: float) -> tuple[list[int], str |
 def plan_run(
     config: Any, described: Mapping[str, RolePlan], step: StepFacts, work: Workload, size: int, local_size: int
 ) -> PlanFile:
-    """Returns the plan of ``placement.strategy=auto`` for ``size`` ranks, the same on every rank.
+    """Return the plan of ``placement.strategy=auto`` for ``size`` ranks, the same on every rank.
 
     Raises ValueError if none fits, or if none is proved optimal: a search that runs out of time may end with another plan on
     each rank.
@@ -226,14 +231,14 @@ def plan_run(
 
 
 def known_gpu(name: str, where: str) -> Gpu:
-    """Returns the GPU of the table that the driver calls ``name``. Raises ValueError if there is none."""
+    """Return the GPU of the table that the driver calls ``name``. Raises ValueError if there is none."""
     words = name.lower().replace("-", " ").split()
     if any(word in words for word in ("mig", "grid", "pcie", "nvl")):
         raise ValueError(f"{where}: the GPU {name!r} is another form of one in the table; profile it and set placement.profile")
-    found = [kind for kind in GPUS if kind.split("_")[0] in words]
-    if not found:
+    kinds = [kind for kind in GPUS if kind.split("_")[0] in words]
+    if not kinds:
         raise ValueError(
             f"{where}: the GPU {name!r} is not in the table ({', '.join(GPUS)}); profile it and set placement.profile"
         )
-    small = [kind for kind in found if "_" in kind and kind.split("_")[1] + "gb" in name.lower()]
-    return GPUS[(small or found)[0]]
+    small = [kind for kind in kinds if "_" in kind and kind.split("_")[1] + "gb" in name.lower()]
+    return GPUS[(small or kinds)[0]]

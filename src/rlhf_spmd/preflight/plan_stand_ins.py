@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt
+from rlhf_spmd.config.rules import Rule, Rules, check_rules
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset, joined
 from rlhf_spmd.data.files import Row
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
@@ -61,34 +62,56 @@ class WorkloadConfig:
     """
 
     prompt_length: PositiveFloat | None = None
-    response_lengths: list[float] = field(default_factory=list)
-
-    def check(self, where: str) -> None:
-        lengths = self.response_lengths
-        if lengths != sorted(lengths) or any(length <= 0 for length in lengths):
-            raise ValueError(f"{where}.response_lengths={lengths}: must be numbers above 0, ascending")
+    response_lengths: list[PositiveFloat] = field(default_factory=list)
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("response_lengths",),
+            lambda workload: workload.response_lengths != sorted(workload.response_lengths),
+            "quantiles ascend",
+            "sort them",
+        ),
+    )
 
     def of(self, section: Any, n: int) -> Workload:
-        """Returns the lengths of rows of ``section``, ``n`` per prompt. Each call later sets the number of rows.
+        """Return the lengths of rows of ``section``, ``n`` per prompt. Each call later sets the number of rows.
 
         Raises ValueError for lengths that the section does not allow.
         """
         if isinstance(section, PromptsConfig):
+            check_rules(LENGTH_RULES, _RowLengths(self, section))
             prompt, longest = section.max_prompt_length, float(section.max_response_length)
-            if (self.prompt_length or 0) > prompt:
-                raise ValueError(f"workload.prompt_length={self.prompt_length} is above data.max_prompt_length={prompt}")
-            if max(self.response_lengths, default=0) > longest:
-                raise ValueError(
-                    f"workload.response_lengths={self.response_lengths}: the last is above data.max_response_length={longest:.0f}"
-                )
         else:
-            prompt, longest = section.max_length / 2, section.max_length / 2
+            prompt = longest = section.max_length / 2
         responses = tuple(self.response_lengths) or (longest,)
         return Workload(0, float(self.prompt_length or prompt), responses, group=n)
 
 
+@dataclass(frozen=True)
+class _RowLengths:
+    """The sections that say how long rows are."""
+
+    workload: WorkloadConfig
+    data: PromptsConfig
+
+
+LENGTH_RULES: Rules = (
+    Rule(
+        ("workload.prompt_length", "data.max_prompt_length"),
+        lambda lengths: (lengths.workload.prompt_length or 0) > lengths.data.max_prompt_length,
+        "no prompt is longer than the second",
+        "lower the first",
+    ),
+    Rule(
+        ("workload.response_lengths", "data.max_response_length"),
+        lambda lengths: max(lengths.workload.response_lengths, default=0) > lengths.data.max_response_length,
+        "no response is longer than the second",
+        "lower the last of the first",
+    ),
+)
+
+
 def usual_rows(section: Any, n: int, training: Mapping[str, TokenDataset]) -> Workload:
-    """Returns lengths of a run's rows: the mean length of its prompts, and the limit of its responses."""
+    """Return lengths of a run's rows: the mean length of its prompts, and the limit of its responses."""
     work = WorkloadConfig().of(section, n)
     prompts = [data for data in training.values() if isinstance(data, PromptDataset)]
     return replace(work, prompt=float(prompts[0].lengths.double().mean())) if prompts else work
@@ -97,7 +120,9 @@ def usual_rows(section: Any, n: int, training: Mapping[str, TokenDataset]) -> Wo
 class CharacterTokenizer:
     """Replaces a tokenizer: one token per character."""
 
-    eos_token_id, name_or_path, chat_template = 0, "none", "{{ messages }}"
+    eos_token_id = 0
+    name_or_path = "none"
+    chat_template = "{{ messages }}"
     added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def __len__(self) -> int:
@@ -114,17 +139,17 @@ class CharacterTokenizer:
 
 
 def stand_in(section: DatasetConfig) -> TokenDataset:
-    """Returns as many rows as a step takes, of a token or two each, with the fields that ``section`` names."""
+    """Return as many rows as a step takes, of a token or two each, with the fields that ``section`` names."""
     keys = [key for key in vars(section) if key.endswith("_key") and getattr(section, key) is not None]
 
     def row(number: int) -> Row:
-        said: dict[str, Any] = {
+        typed: dict[str, Any] = {
             "label_key": number % 2 == 0,
             "safe_chosen_key": True,
             "safe_rejected_key": False,
             "margin_key": 0.0,
         }
-        values = {getattr(section, key): said.get(key, chr(ord("a") + place)) for place, key in enumerate(keys)}
+        values = {getattr(section, key): typed.get(key, chr(ord("a") + index)) for index, key in enumerate(keys)}
         if isinstance(section, PromptsConfig):
             values = {"prompt_ids": [0]}
         else:
@@ -138,9 +163,9 @@ def stand_in(section: DatasetConfig) -> TokenDataset:
 
 @contextmanager
 def directories(models: Mapping[str, RoleConfig]) -> Iterator[dict[str, RoleConfig]]:
-    """Yields ``models`` with a temporary directory for each that is given by sizes or by the name of a published model."""
+    """Yield ``models`` with a temporary directory for each that is given by sizes or by the name of a published model."""
     with TemporaryDirectory() as folder:
-        found = dict(models)
+        described = dict(models)
         for role, config in models.items():
             sizes = published_config(config.path) if config.path and not Path(config.path).is_dir() else None
             if isinstance(config, PlannedRoleConfig) and config.spec is not None:
@@ -150,5 +175,5 @@ def directories(models: Mapping[str, RoleConfig]) -> Iterator[dict[str, RoleConf
                 path = Path(folder) / role
                 path.mkdir()
                 (path / "config.json").write_text(json.dumps(sizes))
-                found[role] = replace(config, path=str(path), random_init=True)
-        yield found
+                described[role] = replace(config, path=str(path), random_init=True)
+        yield described

@@ -1,9 +1,8 @@
-"""Searches for the fastest plan that fits into memory.
+"""The searches for the fastest plan that fits into memory.
 
 Four modules are one function ``search(problem, limit, seed)`` each, which returns a :class:`SearchResult`: ``exact`` (proves
-its result),
-``mcmc`` (ReaL), ``enumerate`` (HybridFlow) and ``grid`` (APP). They share ``candidates`` (ranges of ranks, options of a call) and
-``phase_scheduling`` (calls of a phase onto ranks).
+its result), ``mcmc`` (ReaL), ``enumerate`` (HybridFlow) and ``grid`` (APP). They share ``candidates`` (ranges of ranks, options of a
+call) and ``phase_scheduling`` (calls of a phase onto ranks).
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ class NoPlanError(ValueError):
 
 
 def no_plan(problem: Problem, searched: str) -> NoPlanError:
-    """Returns the error for a problem without a plan: it names a call that fits nowhere alone, or what the roles hold together.
+    """Return the error for a problem without a plan: it names a call that fits nowhere alone, or what the roles hold together.
 
     ``searched``: words that limit what was tried; empty if all plans were.
     """
-    size, most = problem.size, max(problem.memory)
+    size, limit = problem.size, max(problem.memory)
     needs = (  # (bytes on each rank, ranks) of each call's smallest option
         (min((option.active + option.held * call.home, option.size) for option in call.options), f"{call.name} of {call.role}")
         for call in problem.calls
     )
-    (bytes_, ranks), name = max(needs)
-    if bytes_ > most:
+    (need, ranks), name = max(needs)
+    if need > limit:
         return NoPlanError(
-            f"no plan fits: {name} needs at least {bytes_ / GIB:.1f} GiB on each of {ranks} ranks, and a rank has {most / GIB:.1f}; "
-            f"{_remedy(bytes_ * ranks, most)}"
+            f"no plan fits: {name} needs at least {need / GIB:.1f} GiB on each of {ranks} ranks, and a rank has {limit / GIB:.1f}; "
+            f"{_remedy(need * ranks, limit)}"
         )
     held = problem.least_held
     role, total = max(held, key=lambda name: held[name]), sum(held.values())
@@ -60,10 +59,10 @@ def no_plan(problem: Problem, searched: str) -> NoPlanError:
         f"({held[role] / size / GIB:.1f})"
     )
     if total > sum(problem.memory):
-        return NoPlanError(f"no plan fits: {hold}, and a rank has {most / GIB:.1f}; {_remedy(total, most)}")
+        return NoPlanError(f"no plan fits: {hold}, and a rank has {limit / GIB:.1f}; {_remedy(total, limit)}")
     return NoPlanError(
-        f"no plan fits{searched}: {name} needs at least {bytes_ / GIB:.1f} of the {most / GIB:.1f} GiB of a rank, and {hold}; "
-        f"{_remedy(total + bytes_ * ranks, most)}"
+        f"no plan fits{searched}: {name} needs at least {need / GIB:.1f} of the {limit / GIB:.1f} GiB of a rank, and {hold}; "
+        f"{_remedy(total + need * ranks, limit)}"
     )
 
 

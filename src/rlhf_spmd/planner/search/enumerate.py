@@ -16,29 +16,31 @@ Group = tuple[str, ...]  # roles that share ranks
 
 
 def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult:
-    """Every call runs on its role's ranks. For each partition of the roles, all allocations are tried in which no set could get
-    more ranks.
+    """Return the best plan in which every call runs on its role's ranks. For each partition of the roles, all allocations are tried in
+    which no set could get more ranks.
 
     Layouts come from a cache by (set, number of ranks). An allocation takes as long as the slowest set in each stage (phase of
     the step), since a set's calls take turns. The best one is simulated. Stops after ``limit`` seconds; ``seed`` is not read.
     Raises NoPlanError if nothing fits.
     """
-    started, ranges, tables = time.perf_counter(), RankRanges(problem), CandidateTables(problem)
+    started = time.perf_counter()
+    ranges = RankRanges(problem)
+    tables = CandidateTables(problem)
     stages, roles = phases(problem), list(problem.homes)
 
     @cache
     def auto_parallel(group: Group, size: int) -> tuple[dict[int, Choice], list[float]] | None:
-        """The choices of these roles' calls on the first ``size`` ranks, and seconds of each stage; None if they do not fit."""
+        """Return the choices of these roles' calls on the first ``size`` ranks, and seconds of each stage; None if they do not fit."""
         ranks = ranges.by_size[size][0]
         movable = {node: ranks for node in problem.movable if problem.calls[node].role in group}
-        found = fill(tables, dict.fromkeys(group, ranks), movable)
-        if found is None:
+        choices = fill(tables, dict.fromkeys(group, ranks), movable)
+        if choices is None:
             return None
-        took = {node: problem.calls[node].options[choice.option].seconds for node, choice in found.items()}
+        seconds = {node: problem.calls[node].options[choice.option].seconds for node, choice in choices.items()}
         for node in movable:
-            home = found[problem.homes[problem.calls[node].role]]
-            took[node] = tables.movable(node, home, ranks).within(float("inf"))[0]
-        return found, [sum(took.get(node, 0.0) for node in stage) for stage in stages]
+            home = choices[problem.homes[problem.calls[node].role]]
+            seconds[node] = tables.movable(node, home, ranks).within(float("inf"))[0]
+        return choices, [sum(seconds.get(node, 0.0) for node in stage) for stage in stages]
 
     best: tuple[float, Sequence[Group], tuple[int, ...]] | None = None
     evaluations = 0
@@ -46,7 +48,7 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult
         sizes = [[size for size in ranges.by_size if auto_parallel(group, size)] for group in groups]
         for allocation in _allocations(sizes, problem.size):
             parts = [part for group, size in zip(groups, allocation, strict=True) if (part := auto_parallel(group, size))]
-            seconds = sum(map(max, zip(*(its for _, its in parts), strict=True)))
+            seconds = sum(map(max, zip(*(stage_seconds for _, stage_seconds in parts), strict=True)))
             evaluations += 1
             if (best is None or seconds < best[0]) and _disjoint(ranges, allocation):
                 best = seconds, groups, allocation
@@ -72,12 +74,12 @@ def _partitions(roles: Sequence[str]) -> Iterator[list[Group]]:
         return
     for groups in _partitions(roles[1:]):
         yield [(roles[0],), *groups]
-        for at, group in enumerate(groups):
-            yield [*groups[:at], (roles[0], *group), *groups[at + 1 :]]
+        for number, group in enumerate(groups):
+            yield [*groups[:number], (roles[0], *group), *groups[number + 1 :]]
 
 
 def _allocations(sizes: Sequence[Sequence[int]], ranks: int) -> Iterator[tuple[int, ...]]:
-    """All picks of one size for each set, at most ``ranks`` together, in which no size could be the next larger one."""
+    """Return all picks of one size for each set, at most ``ranks`` together, in which no size could be the next larger one."""
 
     def grow(chosen: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
         if len(chosen) == len(sizes):
@@ -95,12 +97,12 @@ def _allocations(sizes: Sequence[Sequence[int]], ranks: int) -> Iterator[tuple[i
 
 
 def _disjoint(ranges: RankRanges, allocation: tuple[int, ...]) -> list[RankRange]:
-    """Disjoint ranges of these sizes, the largest placed first; empty if that fails."""
-    found: dict[int, RankRange] = {}
-    for at in sorted(range(len(allocation)), key=lambda at: -allocation[at]):
-        free = (ranks for ranks in ranges.by_size[allocation[at]] if not any(ranks.overlaps(other) for other in found.values()))
-        ranks = next(free, None)
+    """Return disjoint ranges of these sizes, the largest placed first; empty if that fails."""
+    placed: dict[int, RankRange] = {}
+    for number in sorted(range(len(allocation)), key=lambda number: -allocation[number]):
+        candidates = ranges.by_size[allocation[number]]
+        ranks = next((ranks for ranks in candidates if not any(map(ranks.overlaps, placed.values()))), None)
         if ranks is None:
             return []
-        found[at] = ranks
-    return [found[at] for at in range(len(allocation))]
+        placed[number] = ranks
+    return [placed[number] for number in range(len(allocation))]

@@ -1,8 +1,7 @@
-"""Finds the best plan and proves it: best-first search over the homes of roles, then branch and bound for movable calls. Pure.
+"""The best plan, proved: best-first search over the homes of roles, then branch and bound for movable calls. Pure.
 
-Terms are those of ``problem.py``. Only homes need memory all the time. Once all homes are chosen, a movable call has one
-fastest option on
-each range of ranks: the fastest that fits into the memory left there. From then on only time connects the calls, and the phases of a
+Terms are those of ``problem.py``. Only homes need memory all the time. Once all homes are chosen, a movable call has one fastest option
+on each range of ranks: the fastest that fits into the memory left there. From then on only time connects the calls, and the phases of a
 step (``phase_scheduling``) can be packed one by one.
 
 While some homes are open, the lower bound is a sum over phases: the fewest seconds in which each can be packed if the open roles
@@ -24,12 +23,12 @@ from rlhf_spmd.planner.search.candidates import CandidateTables, Held, RankRange
 from rlhf_spmd.planner.search.phase_scheduling import Fixed, OutOfTimeError, Phase, SearchBudget, Table, phases
 
 Homes = tuple[Choice, ...]  # of the first roles, in the order of the search
-Parts = tuple[float, ...]  # seconds, a lower bound for each phase
+Bounds = tuple[float, ...]  # seconds, a lower bound for each phase
 INFINITE = float("inf")
 
 
 def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult:
-    """Returns the best plan, or after ``limit`` seconds the best plan so far and the bound that is proved by then. It never
+    """Return the best plan, or after ``limit`` seconds the best plan so far and the bound that is proved by then. It never
     stops without a plan. ``seed`` is not read. Raises NoPlanError if no plan fits."""
     return _Exact(problem, limit).run()
 
@@ -38,7 +37,8 @@ class _Exact:
     """One search. ``open``: entries (priority, bounds of phases, homes, ranks of the next role's home or None)."""
 
     def __init__(self, problem: Problem, limit: float) -> None:
-        self.problem, self.started, self.limit = problem, time.perf_counter(), limit
+        self.problem = problem
+        self.started, self.limit = time.perf_counter(), limit
         self.ranges, self.tables = RankRanges(problem), CandidateTables(problem)
         self.effort = SearchBudget(INFINITE)
         self.phases = [Phase(problem, nodes, self.ranges, self.effort) for nodes in phases(problem)]
@@ -47,84 +47,88 @@ class _Exact:
         self.roles = sorted(problem.homes, key=lambda role: -problem.least_held[role])
         self.numbers = count()
         self.last_free: dict[Homes, dict[int, Table]] = {}  # of the last homes
-        self.open: list[tuple[tuple[float, float, int], Parts, Homes, RankRange | None]] = []
+        self.open: list[tuple[tuple[float, float, int], Bounds, Homes, RankRange | None]] = []
 
     def run(self) -> SearchResult:
-        """Deepest first until there is a plan, then best first."""
+        """Search deepest first until there is a plan, then best first."""
         if self.problem.ahead:  # steps that do not overlap fall into phases, and their best plan takes no longer where they do
             apart = search(replace(self.problem, ahead=0, generating=frozenset()), self.limit / 2)
             self.plan, self.best = apart.plan, simulate(self.problem, apart.plan).seconds
             self.effort.evaluations = apart.evaluations
-        parts = self.raised((0.0,) * len(self.phases), {}, self.free(()))
-        if parts:
-            self.push(parts, (), None)
-        bound = sum(parts or ())
+        bounds = self.raised((0.0,) * len(self.phases), {}, self.free(()))
+        if bounds:
+            self.push(bounds, (), None)
+        proved = sum(bounds or ())
         if self.plan:
             self.effort.until = self.started + self.limit
         try:
             while self.open:
-                _, parts, homes, ranks = heapq.heappop(self.open)
-                had = self.plan
-                if had:
-                    bound = sum(parts)
-                    if bound >= self.best:
+                _, bounds, homes, ranks = heapq.heappop(self.open)
+                had_plan = self.plan is not None
+                if had_plan:
+                    proved = sum(bounds)
+                    if proved >= self.best:
                         break
-                self.expand(parts, homes, ranks)
-                if self.plan and not had:
+                self.expand(bounds, homes, ranks)
+                if self.plan and not had_plan:
                     self.effort.until = self.started + self.limit
                     waiting, self.open = self.open, []
                     for entry in waiting:
                         self.push(*entry[1:])
-            bound = self.best
+            proved = self.best
         except OutOfTimeError:
             pass
         if self.plan is None:
             raise no_plan(self.problem, "")
-        bound = min(bound, self.best)
+        proved = min(proved, self.best)
         seconds = time.perf_counter() - self.started
-        return SearchResult(self.plan, self.best, bound, bound == self.best, self.effort.evaluations, seconds)
+        return SearchResult(self.plan, self.best, proved, proved == self.best, self.effort.evaluations, seconds)
 
-    def push(self, parts: Parts, homes: Homes, ranks: RankRange | None) -> None:
-        bound, depth = sum(parts), -2 * len(homes) - (ranks is not None)
+    def push(self, bounds: Bounds, homes: Homes, ranks: RankRange | None) -> None:
+        """Add an entry that may lead to a better plan."""
+        bound, depth = sum(bounds), -2 * len(homes) - (ranks is not None)
         if bound < self.best:
-            first = (bound, depth) if self.plan else (depth, bound)
-            heapq.heappush(self.open, ((*first, next(self.numbers)), parts, homes, ranks))
+            order = (bound, depth) if self.plan else (depth, bound)
+            heapq.heappush(self.open, ((*order, next(self.numbers)), bounds, homes, ranks))
 
-    def expand(self, parts: Parts, homes: Homes, ranks: RankRange | None) -> None:
+    def expand(self, bounds: Bounds, homes: Homes, ranks: RankRange | None) -> None:
+        """Add the entries that follow from one: the next role's ranks, then its options on them."""
         if len(homes) == len(self.roles):
-            self.finish(parts, homes)
+            self.finish(bounds, homes)
             return
         if ranks is None:
-            self.complete(parts, homes)
+            self.complete(bounds, homes)
         role = self.roles[len(homes)]
         tied = self.problem.tied[role]
-        held, fixed, free = self.held(homes), self.fixed(homes), self.free(homes)
+        held = self.held(homes)
+        fixed = self.fixed(homes)
+        free = self.free(homes)
         rest = {node: table for node, table in free.items() if node not in tied}
         if ranks is None:
-            taken = frozenset(home.rank_range for home in homes)
+            occupied = frozenset(home.rank_range for home in homes)
             for size in self.ranges.by_size:
-                for there in self.ranges.distinct(size, taken):
-                    room = self.tables.room(held, there)
-                    best = {node: (there, self.tables.at_home(node, size).within(room)[0]) for node in tied}
-                    if raised := self.raised(parts, fixed | best, rest):
-                        self.push(raised, homes, there)
+                for place in self.ranges.distinct(size, occupied):
+                    room = self.tables.room(held, place)
+                    fastest = {node: (place, self.tables.at_home(node, size).within(room)[0]) for node in tied}
+                    if raised := self.raised(bounds, fixed | fastest, rest):
+                        self.push(raised, homes, place)
             return
         for option in self.tables.homes(role, ranks.count):
-            its = {node: (ranks, self.problem.calls[node].options[option].seconds) for node in tied}
+            at_home = {node: (ranks, self.problem.calls[node].options[option].seconds) for node in tied}
             more = (*homes, Choice(ranks, option))
-            raised = self.raised(parts, fixed | its, rest) if self.fits(more) else None
-            if raised and (raised := self.raised(raised, fixed | its, self.free(more))):
+            raised = self.raised(bounds, fixed | at_home, rest) if self.fits(more) else None
+            if raised and (raised := self.raised(raised, fixed | at_home, self.free(more))):
                 self.push(raised, more, None)
 
-    def raised(self, parts: Parts, fixed: Fixed, free: Mapping[int, Table]) -> Parts | None:
-        """The bounds of phases with these calls, or None if they reach the best plan's seconds."""
-        found = list(parts)
+    def raised(self, bounds: Bounds, fixed: Fixed, free: Mapping[int, Table]) -> Bounds | None:
+        """Return the bounds of phases with these calls, or None if they reach the best plan's seconds."""
+        raised = list(bounds)
         for number, phase in enumerate(self.phases):
-            budget = self.best - (sum(found) - found[number])
-            found[number] = phase.bound(fixed, free, found[number], budget)
-            if found[number] >= budget:
+            budget = self.best - (sum(raised) - raised[number])
+            raised[number] = phase.bound(fixed, free, raised[number], budget)
+            if raised[number] >= budget:
                 return None
-        return tuple(found)
+        return tuple(raised)
 
     def decided(self, homes: Homes) -> dict[str, Choice]:
         return dict(zip(self.roles, homes, strict=False))
@@ -133,20 +137,25 @@ class _Exact:
         return tuple((home.rank_range, self.tables.needs(role, home.option)[0]) for role, home in self.decided(homes).items())
 
     def fits(self, homes: Homes) -> bool:
-        held, needs, decided = self.held(homes), self.tables.needs, self.decided(homes)
+        held = self.held(homes)
+        needs = self.tables.needs
+        decided = self.decided(homes)
         return all(needs(role, home.option)[1] <= self.tables.room(held, home.rank_range) for role, home in decided.items())
 
     def fixed(self, homes: Homes) -> dict[int, tuple[RankRange, float]]:
+        """Return ranks and seconds of the calls that run at these homes."""
         calls, tied = self.problem.calls, self.problem.tied
-        at = self.decided(homes).items()
-        return {node: (home.rank_range, calls[node].options[home.option].seconds) for role, home in at for node in tied[role]}
+        decided = self.decided(homes).items()
+        return {
+            node: (home.rank_range, calls[node].options[home.option].seconds) for role, home in decided for node in tied[role]
+        }
 
     def free(self, homes: Homes) -> dict[int, Table]:
-        """For each undecided call the fewest seconds on each number of ranks, wherever most memory is left."""
+        """Return for each undecided call the fewest seconds on each number of ranks, wherever most memory is left."""
         if homes in self.last_free:
             return self.last_free[homes]
         rooms, decided = self.tables.most_room(self.held(homes), self.ranges), self.decided(homes)
-        found = {}
+        free = {}
         for node, call in enumerate(self.problem.calls):
             movable = node in self.problem.movable
             if call.role in decided and not movable:
@@ -158,43 +167,49 @@ class _Exact:
                     if movable
                     else [self.tables.at_home(node, size)]
                 )
-                if (seconds := min(one.within(rooms[size])[0] for one in steps)) < INFINITE:
+                if (seconds := min(step.within(rooms[size])[0] for step in steps)) < INFINITE:
                     table.append((size, seconds))
-            found[node] = tuple(table)
-        self.last_free = {homes: found}
-        return found
+            free[node] = tuple(table)
+        self.last_free = {homes: free}
+        return free
 
-    def complete(self, parts: Parts, homes: Homes) -> None:
-        """Tries a plan with these homes, and the others where the packing behind the bound has them."""
-        free, fixed, decided, ranges = self.free(homes), self.fixed(homes), self.decided(homes), dict[int, RankRange]()
+    def complete(self, bounds: Bounds, homes: Homes) -> None:
+        """Try a plan with these homes, and the others where the packing behind the bound has them."""
+        free = self.free(homes)
+        fixed = self.fixed(homes)
+        decided = self.decided(homes)
+        packed: dict[int, RankRange] = {}
         for phase in self.phases:
-            ranges |= phase.packed(fixed, free)
-        where = {
-            role: decided[role].rank_range if role in decided else ranges.get(self.problem.homes[role]) for role in self.roles
+            packed |= phase.packed(fixed, free)
+        places = {
+            role: decided[role].rank_range if role in decided else packed.get(self.problem.homes[role]) for role in self.roles
         }
-        placed = {role: ranks for role, ranks in where.items() if ranks and self.tables.homes(role, ranks.count)}
-        found = fill(self.tables, placed, {}, {role: home.option for role, home in decided.items()})
-        if found and len(placed) == len(self.roles):
-            self.finish(parts, tuple(found[self.problem.homes[role]] for role in self.roles))
+        placed = {role: ranks for role, ranks in places.items() if ranks and self.tables.homes(role, ranks.count)}
+        choices = fill(self.tables, placed, {}, {role: home.option for role, home in decided.items()})
+        if choices and len(placed) == len(self.roles):
+            self.finish(bounds, tuple(choices[self.problem.homes[role]] for role in self.roles))
 
-    def finish(self, parts: Parts, homes: Homes) -> None:
-        """Finds the best plan with these homes, which are all decided, phase by phase."""
-        held, decided, calls = self.held(homes), self.decided(homes), self.problem.calls
-        free, fixed, taken = self.free(homes), self.fixed(homes), frozenset(home.rank_range for home in homes)
+    def finish(self, bounds: Bounds, homes: Homes) -> None:
+        """Find the best plan with these homes, which are all decided, phase by phase."""
+        held = self.held(homes)
+        decided = self.decided(homes)
+        calls = self.problem.calls
+        free, fixed = self.free(homes), self.fixed(homes)
+        occupied = frozenset(home.rank_range for home in homes)
 
         @cache
         def fastest(node: int, ranks: RankRange) -> tuple[float, int]:
             return self.tables.movable(node, decided[calls[node].role], ranks).within(self.tables.room(held, ranks))
 
-        found, movable = list(parts), dict[int, RankRange]()
+        seconds, movable = list(bounds), dict[int, RankRange]()
         for number, phase in enumerate(self.phases):
-            budget = self.best - (sum(found) - found[number])
-            found[number], ranges = phase.pack(fixed, free, budget, lambda node, ranks: fastest(node, ranks)[0], taken)
+            budget = self.best - (sum(seconds) - seconds[number])
+            seconds[number], ranges = phase.pack(fixed, free, budget, lambda node, ranks: fastest(node, ranks)[0], occupied)
             if ranges is None:
                 return
             movable |= ranges
-        if sum(found) < self.best:
-            self.best = sum(found)
+        if sum(seconds) < self.best:
+            self.best = sum(seconds)
             self.plan = tuple(
                 Choice(movable[node], fastest(node, movable[node])[1]) if node in movable else decided[call.role]
                 for node, call in enumerate(calls)

@@ -14,29 +14,31 @@ RATIOS = (1.0, 0.5, 0.25, 0.125)
 
 
 def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult:
-    """Each role gets a ratio of the ranks. So does the copy of a role that has calls which may run elsewhere (APP's Pred
-    Actor), or it uses the role's own ranks.
+    """Return the best of the plans in which each role gets a ratio of the ranks. So does the copy of a role that has calls which may
+    run elsewhere (APP's Pred Actor), or it uses the role's own ranks.
 
     Roles stand behind one another, from the first rank again when the ranks end. Ratios with which a role does not fit by
     itself are left out (APP's MinResourceChecker). Stops after ``limit`` seconds; ``seed`` is not read. Raises NoPlanError if
     nothing fits.
     """
-    started, ranges, tables = time.perf_counter(), RankRanges(problem), CandidateTables(problem)
+    started = time.perf_counter()
+    ranges = RankRanges(problem)
+    tables = CandidateTables(problem)
     roles = list(problem.homes)
     copies = sorted({problem.calls[node].role for node in problem.movable}, key=roles.index)
     sizes = {size for ratio in RATIOS if (size := max(int(ratio * problem.size), 1)) in ranges.by_size}
     fitting = {role: [size for size in sorted(sizes) if fill(tables, {role: ranges.by_size[size][0]}, {})] for role in roles}
-    found: tuple[float, Plan] | None = None
+    best: tuple[float, Plan] | None = None
     evaluations = 0
     candidates = [*(fitting[role] for role in roles), *([0, *sorted(sizes)] for _ in copies)]
     for chosen in product(*(reversed(those) for those in candidates)):
-        if found and time.perf_counter() - started > limit:
+        if best and time.perf_counter() - started > limit:
             break
-        at, placed = 0, list[RankRange | None]()
+        first, placed = 0, list[RankRange | None]()
         for size in chosen:
-            ranks = _next_to(ranges.by_size[size], at % problem.size) if size else None
+            ranks = _next_to(ranges.by_size[size], first % problem.size) if size else None
             placed.append(ranks)
-            at = ranks.end if ranks else at
+            first = ranks.end if ranks else first
         homes = {role: ranks for role, ranks in zip(roles, placed, strict=False) if ranks}
         predicts = dict(zip(copies, placed[len(roles) :], strict=True))
         movable = {node: problem.calls[node].role for node in problem.movable}
@@ -45,13 +47,13 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult
             evaluations += 1
             plan = whole_plan(choices)
             schedule = simulate(problem, plan)
-            if schedule.fits and (found is None or schedule.seconds < found[0]):
-                found = schedule.seconds, plan
-    if found is None:
+            if schedule.fits and (best is None or schedule.seconds < best[0]):
+                best = schedule.seconds, plan
+    if best is None:
         raise no_plan(problem, f" with ratios of {', '.join(map(str, RATIOS))}")
-    return SearchResult(found[1], found[0], 0.0, False, evaluations, time.perf_counter() - started)
+    return SearchResult(best[1], best[0], 0.0, False, evaluations, time.perf_counter() - started)
 
 
 def _next_to(ranges: Sequence[RankRange], first: int) -> RankRange:
-    """The range that begins at this rank or soonest after it, else the first one."""
+    """Return the range that begins at this rank or soonest after it, else the first one."""
     return next((ranks for ranks in ranges if ranks.first >= first), ranges[0])

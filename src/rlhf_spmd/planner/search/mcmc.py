@@ -15,41 +15,45 @@ OVER = 10.0  # steps that a plan costs more for each rank's memory by which it i
 
 
 def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> SearchResult:
-    """Walks for ``limit`` seconds. It starts with the fastest option of each call, whatever its memory, and changes ranks and
-    option of a random call. The cost is the step's seconds, more if memory is exceeded; ``BETA`` is divided by the start's
-    cost. Raises NoPlanError if no plan on the way fits."""
-    started, draw, ranges = time.perf_counter(), random.Random(seed), RankRanges(problem)
-    options = [{size: its for size, its in by_size.items() if size in ranges.by_size} for by_size in problem.options_by_size]
+    """Return the best plan of a walk of ``limit`` seconds. It starts with the fastest option of each call, whatever its
+    memory, and changes ranks and option of a random call. The cost is the step's seconds, more if memory is exceeded;
+    ``BETA`` is divided by the start's cost. Raises NoPlanError if no plan on the way fits."""
+    started = time.perf_counter()
+    draw = random.Random(seed)
+    ranges = RankRanges(problem)
+    options = [
+        {size: numbers for size, numbers in by_size.items() if size in ranges.by_size} for by_size in problem.options_by_size
+    ]
 
     def moved(plan: Plan, node: int, choice: Choice) -> Plan:
-        """The plan with another choice for this call, and if it is a home for all calls that run there."""
+        """Return the plan with another choice for this call, and if it is a home for all calls that run there."""
         call = problem.calls[node]
         nodes = problem.tied[call.role] if call.home else (node,)
-        return tuple(choice if other in nodes else one for other, one in enumerate(plan))
+        return tuple(choice if other in nodes else before for other, before in enumerate(plan))
 
     free = [node for node, call in enumerate(problem.calls) if not call.at_home]
-    plan: Plan = (Choice(ranges.whole, 0),) * len(problem.calls)
+    plan: Plan = (Choice(ranges.all_ranks, 0),) * len(problem.calls)
     for node in free:
-        its = problem.calls[node].options
-        best = min((n for numbers in options[node].values() for n in numbers), key=lambda n: its[n].seconds)
-        plan = moved(plan, node, Choice(ranges.by_size[its[best].size][0], best))
-    found: tuple[float, Plan] | None = None
-    now, evaluations = simulate(problem, plan), 1
-    scale = _cost(now)
+        known = problem.calls[node].options
+        fastest = min((n for numbers in options[node].values() for n in numbers), key=lambda n: known[n].seconds)
+        plan = moved(plan, node, Choice(ranges.by_size[known[fastest].size][0], fastest))
+    best: tuple[float, Plan] | None = None
+    schedule, evaluations = simulate(problem, plan), 1
+    scale = _cost(schedule)
     while True:
-        if now.fits and (found is None or now.seconds < found[0]):
-            found = now.seconds, plan
+        if schedule.fits and (best is None or schedule.seconds < best[0]):
+            best = schedule.seconds, plan
         if time.perf_counter() - started >= limit:
             break
         node = draw.choice(free)
         size = draw.choice(list(options[node]))
-        other = moved(plan, node, Choice(draw.choice(ranges.by_size[size]), draw.choice(options[node][size])))
-        then, evaluations = simulate(problem, other), evaluations + 1
-        if draw.random() < math.exp(min(BETA / scale * (_cost(now) - _cost(then)), 0.0)):
-            plan, now = other, then
-    if found is None:
+        next_plan = moved(plan, node, Choice(draw.choice(ranges.by_size[size]), draw.choice(options[node][size])))
+        next_schedule, evaluations = simulate(problem, next_plan), evaluations + 1
+        if draw.random() < math.exp(min(BETA / scale * (_cost(schedule) - _cost(next_schedule)), 0.0)):
+            plan, schedule = next_plan, next_schedule
+    if best is None:
         raise no_plan(problem, f" of the {evaluations} that mcmc tried")
-    return SearchResult(found[1], found[0], 0.0, False, evaluations, time.perf_counter() - started)
+    return SearchResult(best[1], best[0], 0.0, False, evaluations, time.perf_counter() - started)
 
 
 def _cost(schedule: Schedule) -> float:

@@ -14,7 +14,7 @@ def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
 
     Roles stay together if one of them trains (or infers) on results of the other's training (or inference).
     """
-    traced, found = graph(), dict.fromkeys(roles, cluster.everyone)
+    traced, ranks_of = graph(), dict.fromkeys(roles, cluster.everyone)
     generating, work = generating_calls(traced, roles), count_work(traced, roles)
     for call in generating:
         del work[call]
@@ -23,17 +23,17 @@ def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
         groups = independent_groups(traced, names, kind)
         parts = [share_of(group, roles, work) for group in groups]
         for group, ranks in zip(groups, cluster.cut(parts), strict=True):
-            found |= dict.fromkeys(group, ranks)
-    calls = {call: cluster.everyone for call in generating if found[call.split(".")[0]] != cluster.everyone}
-    return Assignment(found, calls)
+            ranks_of |= dict.fromkeys(group, ranks)
+    calls = {call: cluster.everyone for call in generating if ranks_of[call.split(".")[0]] != cluster.everyone}
+    return Assignment(ranks_of, calls)
 
 
 def independent_groups(graph: Graph, names: Sequence[str], kind: str) -> list[list[str]]:
-    """``names`` in groups so that no call of ``kind`` in one group waits for such a call in another."""
+    """Return ``names`` in groups so that no call of ``kind`` in one group waits for such a call in another."""
     waited, groups = waits(graph), [[name] for name in names]
     nodes = {name: {i for i, c in enumerate(graph.nodes) if c.role.name == name and c.spec.kind == kind} for name in names}
     for name in names:
         after = set().union(*(waited[i] for i in nodes[name]))
         joined = [group for group in groups if name in group or any(nodes[other] & after for other in group)]
-        groups = [group for group in groups if group not in joined] + [[one for group in joined for one in group]]
+        groups = [group for group in groups if group not in joined] + [[other for group in joined for other in group]]
     return sorted((sorted(group, key=list(names).index) for group in groups), key=lambda group: list(names).index(group[0]))

@@ -6,9 +6,9 @@ from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, Roles
 
 
 def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
-    """The first side has the roles that generate (if none does, the first trained role) and the frozen roles that start from the
-    same weights. If the other roles have no model, these frozen roles go to the second side. Each side gets half of the ranks, or
-    its ratio.
+    """Return two sides. The first has the roles that generate (if none does, the first trained role) and the frozen roles
+    that start from the same weights. If the other roles have no model, these frozen roles go to the second side. Each
+    side gets half of the ranks, or its ratio.
 
     Raises PlacementError if all models are on one side.
     """

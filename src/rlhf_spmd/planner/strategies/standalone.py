@@ -16,10 +16,10 @@ def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
     models = [role for role, facts in roles.items() if facts.weights]
     parts = [share_of([role], roles, work, at_home[role]) for role in models]
     parts += [share_of([name], roles, graph=traced) for name in apart]
-    found = {part.names[0]: ranks for part, ranks in zip(parts, cluster.cut(parts), strict=True)}
+    ranks_of = {part.names[0]: ranks for part, ranks in zip(parts, cluster.cut(parts), strict=True)}
     for producer, consumer, _ in traced.edges():
         maker, reader = traced.nodes[producer], traced.nodes[consumer].role.name
-        if reader in roles and not roles[reader].weights and maker.role.name in found:
-            found[reader] = found.get(f"{maker.role.name}.{maker.spec.name}", found[maker.role.name])
-    calls = {name: ranks for name, ranks in found.items() if "." in name}
-    return Assignment({role: found.get(role, cluster.everyone) for role in roles}, calls)
+        if reader in roles and not roles[reader].weights and maker.role.name in ranks_of:
+            ranks_of[reader] = ranks_of.get(f"{maker.role.name}.{maker.spec.name}", ranks_of[maker.role.name])
+    calls = {name: ranks for name, ranks in ranks_of.items() if "." in name}
+    return Assignment({role: ranks_of.get(role, cluster.everyone) for role in roles}, calls)
