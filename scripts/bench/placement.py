@@ -239,7 +239,7 @@ def streaming(
         sys.exit("--steps must be at least 2: the first step is not counted")
     with tempfile.TemporaryDirectory() as name:
         task, root = Path(name) / "task", Path(name) / "runs"
-        command = [sys.executable, "-m", "rlhf_spmd.data.sort_digits", "--out", str(task)]
+        command = [sys.executable, str(ROOT / "examples" / "sort_digits.py"), "--out", str(task)]
         subprocess.run(command, env=environment(), check=True)
         root.mkdir()
         settings = {

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_spmd.config.schema import check_section
-from rlhf_spmd.data import sort_digits
+import sort_digits
+from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.data.batch import decode_json
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError, local_files, read_rows

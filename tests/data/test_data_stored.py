@@ -16,7 +16,7 @@ import torch
 
 import tasks
 from ranks import run_ranks
-from rlhf_spmd.config.schema import check_section
+from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.data import loader as stored_data
 from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.data.dataset import StoredRowsConfig, TokenDataset

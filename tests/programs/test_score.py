@@ -20,12 +20,12 @@ from generators import transformers_greedy
 from places import ROOT, SHARED
 from ranks import Program, run_ranks
 from rlhf_spmd import generate
-from rlhf_spmd.data.sort_digits import write_tokenizer
 from rlhf_spmd.models.spec import read_spec
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.score import main, prepare, score
 from small_models import CONFIGS, make_model
+from sort_digits import write_tokenizer
 from tiers import tiers
 
 TOLERANCE = 5e-5

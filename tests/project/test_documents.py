@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import yaml
 
+import sort_digits
 import tasks
 from cells import run_cell
 from outside.protocol import LAST_FIRST
 from places import ROOT
 from ranks import run_ranks
-from rlhf_spmd.data import sort_digits
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES

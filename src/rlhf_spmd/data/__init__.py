@@ -14,5 +14,4 @@ Floor F2: may import config, objectives, rewards, telemetry; must not know ranks
 - ``dataset``: what all data sets share: RowsConfig, DatasetConfig, TokenDataset
 - ``prompts``, ``sft``, ``preferences``: the data sets and their configurations
 - ``loader``: builds a data set or maps its cached file; Loader (training order, resumable) and validation_batches
-- ``sort_digits``, ``word_problems``: programs that write the toy tasks of the quickstart and of the calculator example
 """
