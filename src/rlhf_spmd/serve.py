@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from rlhf_spmd.config.constraints import PositiveInt, Range
-from rlhf_spmd.data.chat_variables import check_variables, unread_variables
+from rlhf_spmd.data.messages import check_variables, unread_variables
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings

@@ -197,10 +197,6 @@ def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
         ({"logit_bias": {"x": 1.0}}, "logit_bias.x='x' must be an integer"),
         ({"stop": [""]}, "sampling_params.stop=['']: a stop string must not be empty"),
         ({"logits_processors": max}, "logits_processors=<built-in function max> must be a list of functions"),
-        ({"best_of": 3}, "best_of=3 is vLLM's and has no effect here: ask for n responses"),
-        ({"guided_decoding": object}, "guided_decoding=<class 'object'> is vLLM's and has no effect here: give a"),
-        ({"detokenize": False}, "detokenize=False is vLLM's and has no effect here: texts are always made"),
-        ({"output_kind": 2}, "output_kind=2 is vLLM's and has no effect here: all of a text is returned at once"),
         ({"min_tokens": 9, "max_tokens": 3}, "sampling_params.min_tokens=9: must be at most max_tokens=3"),
         (
             {"allowed_token_ids": []},
@@ -245,8 +241,6 @@ def test_what_an_llm_cannot_be_is_said(llm: LLM, model: Path) -> None:
     for more, message in (
         ({"max_model_len": 65}, "max_model_len=65: the model's context is max_position_embeddings=64; lower it"),
         ({"tokenizer": "nowhere"}, "tokenizer directory 'nowhere' does not exist"),
-        ({"trust_remote_code": True}, "trust_remote_code=True is vLLM's and has no effect here: no code"),
-        ({"quantization": "awq"}, "quantization='awq' is vLLM's and has no effect here"),
         ({"pagesize": 8}, "unknown key 'generation.pagesize'; did you mean 'generation.page_size'?"),
         ({"tensor_parallel_size": 2}, "layout on all ranks"),
         ({"rebalance_steps": 4}, "generation.rebalance_steps=4: rows stay where they are; allowed is 0"),
@@ -305,10 +299,7 @@ def test_what_vllm_takes_is_taken(llm: LLM, model: Path, tmp_path: Path, capsys:
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ ending }}"
     named.write_text(json.dumps(json.loads(named.read_text()) | {"chat_template": template}))
     (tmp_path / "other" / "chat_template.jinja").write_text(template)
-    usual = SamplingParams(best_of=1, bad_words=[], structured_outputs=None, detokenize=True, n=2)
-    assert usual == SamplingParams(n=2) == dataclasses.replace(SamplingParams(), n=2)
-    asks_nothing = {"trust_remote_code": False, "quantization": None, "revision": None}
-    other = LLM(model, tokenizer=tmp_path / "other", max_model_len=16, seed=None, page_size=8, max_num_seqs=4, **asks_nothing)
+    other = LLM(model, tokenizer=tmp_path / "other", max_model_len=16, seed=None, page_size=8, max_num_seqs=4)
     greedy = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     (short,) = other.generate("abc", greedy, use_tqdm=False)
     assert len(short.outputs[0].token_ids) == 13

@@ -6,8 +6,7 @@ Floor F2: may import config, objectives, rewards, telemetry; must not know ranks
 - ``balance``: assigns rows to parts and micro-batches by token count; pure
 - ``files``: reads rows from jsonl, json, parquet or ``datasets``; DataError
 - ``tokenizer``: load_tokenizer, encode, decode, and the tokens that end a response
-- ``chat_variables``: variables of chat templates, checked; which ones a template reads
-- ``messages``: messages, tools and variables of rows and requests in the form that templates read; check_messages
+- ``messages``: messages, tools and variables of rows and requests in the form that templates read; which variables those read
 - ``encoding``: prompts to token ids; PromptEncoder renders messages
 - ``conversations``: prompts with responses to token ids and a mask of those to learn
 - ``reasoning``: reasoning between tags, and what follows it

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlhf_spmd.config.schema import first_line
-from rlhf_spmd.data.chat_variables import check_variables, unread_variables
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.data.messages import (
     NO_OPTIONS,
@@ -21,7 +20,9 @@ from rlhf_spmd.data.messages import (
     all_arguments,
     argument_text,
     check_messages,
+    check_variables,
     normalise_message,
+    unread_variables,
     with_arguments,
 )
 from rlhf_spmd.data.tokenizer import PROBE, REFUSALS, TurnFrame, added_ids, encode, shared_length, turn_frame

@@ -21,7 +21,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import islice
@@ -47,8 +46,6 @@ SHOWN_ROWS = 3  # bad rows that an error names
 ORDER = ("train_batch_size", "val_batch_size", "gen_batch_size", "shuffle", "seed", "epochs", "curriculum_epochs")
 UNSEEN = (*ORDER, "path", "val_path", "cache_dir")
 TOKENIZER_PATTERNS = ("*token*", "vocab*", "merges*", "*.model", "*.jinja", f"{NAMED_TEMPLATES}/*", "config.json")
-WAIT_S = 3600.0  # longest wait for another process that makes the file
-POLL_S = 0.2
 TELL_S = 30.0  # between two progress lines of the process that makes it
 
 
@@ -61,12 +58,15 @@ def load_dataset(config: StoredRowsConfig, tokenizer: Any, validation: bool = Fa
     files = [local_files(source) for source in config.sources(validation)]
     if config.cache_dir is None or not all(files):
         return build_dataset(config, tokenizer, validation)
-    directory, since = Path(config.cache_dir).expanduser(), time.time()
+    directory = Path(config.cache_dir).expanduser()
+    started = time.time()
     path = directory / f"{_key(config, tokenizer, validation, files)}.safetensors"
     try:
         if not path.is_file():
             directory.mkdir(parents=True, exist_ok=True)
-            with _cache_lock(path.with_suffix(".lock"), since) as lock:
+            with path.with_suffix(".lock").open("a+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when its holder ends
+                _raise_error_since(started, lock)
                 if not path.is_file():
                     _make(path, lock, config, tokenizer, validation)
         return _map_file(path, config.encode([], tokenizer))
@@ -89,28 +89,12 @@ def _key(config: StoredRowsConfig, tokenizer: Any, validation: bool, files: list
     return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:32]
 
 
-@contextmanager
-def _cache_lock(path: Path, since: float) -> Iterator[IO[str]]:
-    """Yields the lock's file while no other process holds it.
-
-    Raises DataError if the last holder did so after ``since``: its error stands in the file.
-    """
-    with path.open("a+") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.time() - since > WAIT_S:
-                    raise DataError(
-                        f"data.cache_dir: another process has held {path} for {WAIT_S:.0f} s; see what it does"
-                    ) from None
-                time.sleep(POLL_S)
-        file.seek(0)
-        failed_at, _, error = file.read().partition("\n")
-        if failed_at and float(failed_at) >= since:
-            raise DataError(error)
-        yield file
+def _raise_error_since(since: float, lock: IO[str]) -> None:
+    """Raise the maker's DataError, which stands in the lock's file, if it failed after ``since``."""
+    lock.seek(0)
+    failed_at, _, error = lock.read().partition("\n")
+    if failed_at and float(failed_at) >= since:
+        raise DataError(error)
 
 
 def _make(path: Path, lock: IO[str], config: StoredRowsConfig, tokenizer: Any, validation: bool) -> None:

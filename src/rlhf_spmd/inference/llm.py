@@ -17,42 +17,16 @@ from tqdm import tqdm
 
 from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.config.schema import read_section
-from rlhf_spmd.data.chat_variables import unread_variables
 from rlhf_spmd.data.encoding import read_template
+from rlhf_spmd.data.messages import unread_variables
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.inference.requests import EngineConfig, Prompt, RequestProcessor, is_ids, prepare_model
-from rlhf_spmd.inference.sampling_params import RequestOutput, SamplingParams, refuse_vllm_only
+from rlhf_spmd.inference.sampling_params import RequestOutput, SamplingParams
 from rlhf_spmd.kernels.cuda_settings import set_up_cuda
 from rlhf_spmd.parallel.launch import read_launch
 from rlhf_spmd.parallel.world import join_world
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-
-# vLLM's arguments of LLM that nothing here reads: the values that ask for nothing, and what to do instead of the others
-VLLM_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "trust_remote_code": (
-        (False,),
-        "no code of a model's directory is ever run; convert the model to a family in docs/models.md",
-    ),
-    "quantization": ((None,), "weights are computed with as they are; set dtype"),
-    "tokenizer_mode": (("auto",), "the tokenizer is the one that its files name; give another directory in tokenizer"),
-    "skip_tokenizer_init": ((False,), "a model's directory without a tokenizer has none; give prompts as token ids"),
-    "revision": ((None,), "a model is a directory or what the hub has now; download the revision and name its directory"),
-    "download_dir": ((None,), "the hub's own cache is used; set HF_HOME in the environment"),
-    "load_format": (("auto", "safetensors"), "weights are read from safetensors files; convert others"),
-    "kv_cache_dtype": (("auto",), "keys and values have the model's dtype; set dtype"),
-    "block_size": ((None,), "give page_size"),
-    "swap_space": ((0,), "rows that find no room are computed again later; lower max_num_seqs"),
-    "cpu_offload_gb": ((0,), "the weights stay on the device; raise tensor_parallel_size"),
-    "pipeline_parallel_size": ((1,), "a model that is asked has no stages; give tensor_parallel_size"),
-    "data_parallel_size": ((1,), "it is torchrun's number of ranks over tensor_parallel_size"),
-    "distributed_executor_backend": ((None,), "start the script with torchrun"),
-    "enable_lora": ((False,), "give the run's directory or checkpoint, whose adapters are added to its weights"),
-    "speculative_config": ((None,), "every token is drawn by the model itself"),
-    "disable_log_stats": ((True, False), "nothing is logged"),
-    "disable_custom_all_reduce": ((True, False), "there is none"),
-    "max_logprobs": ((20,), "up to 100 may be asked for"),
-}
 
 
 class LLM:
@@ -83,9 +57,7 @@ class LLM:
     ) -> None:
         settings = {"model": {"path": str(model), "dtype": dtype}, "layout": {"tp": tensor_parallel_size}, "seed": seed or 0}
         settings |= {"max_model_len": max_model_len, "tokenizer": None if tokenizer is None else str(tokenizer)}
-        refuse_vllm_only(generation, VLLM_ONLY)
-        knobs = {key: value for key, value in generation.items() if key not in VLLM_ONLY}
-        config = read_section(EngineConfig, settings | {"generation": knobs})
+        config = read_section(EngineConfig, settings | {"generation": generation})
         check_tree(config)
         set_up_cuda()
         ready = prepare_model(config, read_launch())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from rlhf_spmd.config.constraints import NonNegativeInt, NumRows, PositiveInt, Range, Seed
@@ -16,18 +15,6 @@ from rlhf_spmd.generation.sequence import SamplingOverrides
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # fields that all rows of a generator call share, beside stop
 SHARED = (*PENALTIES, "logit_bias", "allowed_token_ids", "stop_token_ids", "ignore_eos", "logprobs")
-
-# vLLM's arguments of SamplingParams that nothing here reads: the values that ask for nothing, and what to do instead of the others
-VLLM_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "best_of": ((None, 1), "ask for n responses and choose by cumulative_logprob"),
-    "bad_words": ((None, []), "give logit_bias -100 to their tokens"),
-    "structured_outputs": ((None,), "give a library's function in logits_processors (docs/python.md)"),
-    "guided_decoding": ((None,), "give a library's function in logits_processors (docs/python.md)"),
-    "truncate_prompt_tokens": ((None,), "cut the prompt's token ids yourself"),
-    "detokenize": ((True,), "texts are always made"),
-    "output_kind": ((None, 0), "all of a text is returned at once; `serve` streams"),
-    "spaces_between_special_tokens": ((True,), "special tokens are left out of a text, or shown as they are"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,19 +53,9 @@ class SamplingParams:
     prompt_logprobs: Annotated[int, Range(least=0, most=MAX_LOGPROBS)] | None = None
     skip_special_tokens: bool = True
     logits_processors: Any = None
-    best_of: InitVar[int | None] = None
-    bad_words: InitVar[list[str] | None] = None
-    structured_outputs: InitVar[Any] = None
-    guided_decoding: InitVar[Any] = None
-    truncate_prompt_tokens: InitVar[int | None] = None
-    detokenize: InitVar[bool] = True
-    output_kind: InitVar[int | None] = None
-    spaces_between_special_tokens: InitVar[bool] = True
 
-    def __post_init__(self, *vllm_only: Any) -> None:
-        """Puts every field in its declared type. Raises ValueError, one line, also for an argument of ``VLLM_ONLY`` that asks for
-        something."""
-        refuse_vllm_only(dict(zip(VLLM_ONLY, vllm_only, strict=True)), VLLM_ONLY)
+    def __post_init__(self) -> None:
+        """Put every field in its declared type. Raises ValueError, one line."""
         for each in fields(self):
             value = read_value(type_hints(SamplingParams)[each.name], getattr(self, each.name), each.name)
             object.__setattr__(self, each.name, value)
@@ -99,14 +76,6 @@ class SamplingParams:
         """The fields that all rows of one generator call share."""
         shared = {key: value for key in SHARED if (value := getattr(self, key)) is not None}
         return SamplingConfig(**shared, stop=[self.stop] if isinstance(self.stop, str) else self.stop or [])
-
-
-def refuse_vllm_only(given: Mapping[str, Any], only: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-    """Raises ValueError for the first argument in ``given`` that ``only`` has and whose value asks for something."""
-    for key, value in given.items():
-        usual, instead = only.get(key, ((value,), ""))
-        if value not in usual:
-            raise ValueError(f"{key}={value!r} is vLLM's and has no effect here: {instead}")
 
 
 @dataclass(frozen=True)
