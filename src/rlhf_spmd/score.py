@@ -30,7 +30,7 @@ from rlhf_spmd.config.constraints import PositiveInt
 from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.encoding import check_ids
-from rlhf_spmd.data.files import DataError, Row, list_paths
+from rlhf_spmd.data.files import DataError, Row, list_paths, named_row
 from rlhf_spmd.data.sft import ID_KEYS, PromptResponseConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.inference.inference_engine import gather_records, own_rows
@@ -83,8 +83,9 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Score
     say_warnings(launch, config.data.warnings("data", tokenizer))
     pairs = encode_pairs(rows, config.data, tokenizer, spec.vocab_size)
     for row, pair in zip(rows, pairs, strict=True):
-        for ids, key in zip(pair, ID_KEYS, strict=True):
-            check_ids(ids, spec.vocab_size, row.where, key)
+        with named_row(row.where):
+            for ids, key in zip(pair, ID_KEYS, strict=True):
+                check_ids(ids, spec.vocab_size, key)
         check_length(row, len(pair[0]), len(pair[1]), config, spec)
     number = torch.arange(len(rows))
     columns = {key: ragged([pair[side] for pair in pairs], torch.int64) for side, key in enumerate(ID_KEYS)}

@@ -534,6 +534,6 @@ def test_sort_digits_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 )
 def test_what_a_chat_template_may_do_is_one_line(tokenizer: Any, template: str, reason: str) -> None:
     encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=template))
-    with pytest.raises(DataError, match=rf"^row 1: the chat template refuses these messages: [^\n]*{reason}[^\n]*$"):
-        encoder.apply_template([{"role": "user", "content": "x"}], "row 1")
+    with pytest.raises(DataError, match=rf"^the chat template refuses these messages: [^\n]*{reason}[^\n]*$"):
+        encoder.apply_template([{"role": "user", "content": "x"}])
     assert turn_frame(tokenizer, template) == NO_TURN

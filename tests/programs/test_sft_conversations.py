@@ -81,7 +81,7 @@ def test_masks_are_those_of_transformers(tokenizer: Any, name: str) -> None:
         expected = tokenizer.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True, **options)
         for template in (TEMPLATES[name], unmarked(TEMPLATES[name])):
             encoder = ConversationEncoder(PromptEncoder(tokenizer, EncodingConfig(chat_template=template)))
-            ids, mask = encoder.encode(Conversation(messages, "row 1"))
+            ids, mask = encoder.encode(Conversation(messages))
             assert ids == expected["input_ids"]
             assert mask == [bool(mark) for mark in expected["assistant_masks"]], messages
 

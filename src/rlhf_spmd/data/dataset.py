@@ -161,7 +161,7 @@ class DatasetConfig(StoredRowsConfig):
         assert self.curriculum_key is not None
         value = row.get(self.curriculum_key, "data.curriculum_key")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise DataError(f"{row.where}: '{self.curriculum_key}' (data.curriculum_key) must be a number, not {value!r}")
+            raise row.error(f"'{self.curriculum_key}' (data.curriculum_key) must be a number, not {value!r}")
         return float(value)
 
     @property

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlhf_spmd.config.schema import first_line
-from rlhf_spmd.data.files import DataError
+from rlhf_spmd.data.files import DataError, RowError, named_row
 from rlhf_spmd.data.messages import (
     NO_OPTIONS,
     ChatOptions,
@@ -110,34 +110,34 @@ class PromptEncoder:
     def _variables(self, options: ChatOptions) -> dict[str, Any]:
         return {**self.config.chat_template_kwargs, **options.variables}
 
-    def render(self, prompt: Any, where: str, options: ChatOptions = NO_OPTIONS) -> tuple[str, bool]:
+    def render(self, prompt: Any, options: ChatOptions = NO_OPTIONS) -> tuple[str, bool]:
         """Returns the text to tokenise, and whether the template wrote it, special tokens included.
 
         A last message of the assistant is the beginning of its answer, which the response continues.
         """
         if isinstance(prompt, str):
             if not prompt:
-                raise DataError(f"{where}: the prompt is empty")
+                raise RowError("the prompt is empty")
             if options.tools and self.config.apply_chat_template == "auto":
                 remedy = "set data.apply_chat_template=true, or false if the text tells of them"
-                raise DataError(f"{where}: the prompt is text, and the model has tools: {remedy}")
+                raise RowError(f"the prompt is text, and the model has tools: {remedy}")
             if self.config.apply_chat_template is not True:
                 if self.config.system_prompt is not None:
-                    raise DataError(f"{where}: data.system_prompt with a text prompt needs data.apply_chat_template=true")
+                    raise RowError("data.system_prompt with a text prompt needs data.apply_chat_template=true")
                 return prompt, False
             messages: list[Message] = [{"role": "user", "content": prompt}]
         else:
-            messages = check_messages(prompt, where)
-        messages = self.with_system(messages, where)
+            messages = check_messages(prompt)
+        messages = self.with_system(messages)
         continues = messages[-1]["role"] == "assistant"
         if continues and "tool_calls" in messages[-1]:
-            raise DataError(f"{where}: the prompt ends with the assistant's calls of tools; give the messages that answer them")
-        return self.apply_template(messages, where, not continues, options, continues), True
+            raise RowError("the prompt ends with the assistant's calls of tools; give the messages that answer them")
+        return self.apply_template(messages, not continues, options, continues), True
 
-    def with_system(self, messages: list[Message], where: str) -> list[Message]:
+    def with_system(self, messages: list[Message]) -> list[Message]:
         """Returns ``messages``, with the system prompt if they have none. Raises DataError if messages are not allowed."""
         if self.config.apply_chat_template is False:
-            raise DataError(f"{where}: the prompt is chat messages, but data.apply_chat_template=false")
+            raise RowError("the prompt is chat messages, but data.apply_chat_template=false")
         if self.config.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             return [{"role": "system", "content": self.config.system_prompt}, *messages]
         return messages
@@ -155,7 +155,10 @@ class PromptEncoder:
         only its first ids. Raises DataError before tokenising if a text is longer than ``most_characters``, because
         tokenising takes time and memory.
         """
-        rendered = [self.render(*one) for one in zip(prompts, wheres, options or [NO_OPTIONS] * len(prompts), strict=True)]
+        rendered = []
+        for prompt, where, option in zip(prompts, wheres, options or [NO_OPTIONS] * len(prompts), strict=True):
+            with named_row(where):
+                rendered.append(self.render(prompt, option))
         for (text, _), where in zip(rendered, wheres, strict=True):
             if most_characters is not None and len(text) > most_characters:
                 raise DataError(f"{where} has {len(text)} characters, and no more than {most_characters} can fit; shorten it")
@@ -165,7 +168,7 @@ class PromptEncoder:
         encoded = [(next(from_template if templated else from_text), text) for text, templated in rendered]
         for (tokens, _), where in zip(encoded, wheres, strict=True):
             if not tokens:
-                raise DataError(f"{where}: the prompt has no tokens")
+                raise RowError("the prompt has no tokens", where)
         return encoded
 
     def first_part(self, text: str) -> str:
@@ -210,28 +213,28 @@ class PromptEncoder:
             same = shared_length(by_itself, ids)
             yield (ids[:same], ids[same:]) if same else (by_itself, encode(self.tokenizer, response))
 
-    def between_turns(self, messages: Sequence[Any], where: str, options: ChatOptions = NO_OPTIONS) -> str:
+    def between_turns(self, messages: Sequence[Any], options: ChatOptions = NO_OPTIONS) -> str:
         """Returns what the template writes between two texts of the assistant, with ``messages`` in between.
 
         Raises DataError, also if the template leaves the messages out.
         """
-        between = [normalise_message(message, where, number) for number, message in enumerate(messages)]
+        between = [normalise_message(message, number) for number, message in enumerate(messages)]
         said: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
         try:
             written, silent = (
-                self.apply_template([*said, *more], where, options=options).partition(PROBE)[2] for more in (between, [])
+                self.apply_template([*said, *more], options=options).partition(PROBE)[2] for more in (between, [])
             )
         except DataError:
             if all(message["role"] == "tool" for message in between):
                 with suppress(DataError):
-                    return self._behind_calls(between, where, options)
+                    return self._behind_calls(between, options)
             raise
         if written == silent:
             roles = ", ".join(sorted({repr(message["role"]) for message in between}))
-            raise DataError(f"{where}: the chat template leaves out messages of the role {roles}")
+            raise RowError(f"the chat template leaves out messages of the role {roles}")
         return written
 
-    def _behind_calls(self, results: Sequence[Message], where: str, options: ChatOptions) -> str:
+    def _behind_calls(self, results: Sequence[Message], options: ChatOptions) -> str:
         """Returns what a template that refuses ``results`` without calls writes behind the calls, with the token that ends these.
 
         Raises DataError if the template refuses the calls too, or ends them with no added token.
@@ -241,27 +244,27 @@ class PromptEncoder:
         calls = [{"id": name, "type": "function", "function": each} for name, each in zip(ids, functions, strict=True)]
         said: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
         answers = [{**result, "tool_call_id": name} for result, name in zip(results, ids, strict=True)]
-        alone = self.apply_template(said, where, False, options).rpartition(PROBE)[2].rstrip()
-        answered = self.apply_template([*said, *answers], where, options=options).rpartition(PROBE)[2]
+        alone = self.apply_template(said, False, options).rpartition(PROBE)[2].rstrip()
+        answered = self.apply_template([*said, *answers], options=options).rpartition(PROBE)[2]
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.content.strip()]
         ending = max((token for token in added if alone.endswith(token)), key=len, default="")
         if not ending or not answered.startswith(alone):
-            raise DataError(f"{where}: the end of the assistant's calls cannot be told")
+            raise RowError("the end of the assistant's calls cannot be told")
         return answered[len(alone) - len(ending) :]
 
-    def source(self, options: ChatOptions, where: str) -> str:
+    def source(self, options: ChatOptions) -> str:
         """Returns the template for a row's tools, with ``template_date`` in it. Raises DataError if there is none."""
         if self.template is None and not getattr(self.tokenizer, "chat_template", None):
             remedy = "give LLM.chat its chat_template, send text to /v1/completions"
             remedy = f"set {self.key} to a Jinja file" if "." in self.key else remedy
-            raise DataError(
-                f"{where}: the prompt needs a chat template, and tokenizer '{self.tokenizer.name_or_path}' has none; "
+            raise RowError(
+                f"the prompt needs a chat template, and tokenizer '{self.tokenizer.name_or_path}' has none; "
                 f"put {TEMPLATE_FILE} beside it, {remedy}, or use text prompts"
             )
         try:
             template = str(self.tokenizer.get_chat_template(self.template, options.tools))
         except ValueError as error:  # several templates, none of them the default
-            raise DataError(f"{where}: {first_line(error)}; set {self.key}") from error
+            raise RowError(f"{first_line(error)}; set {self.key}") from error
         if self.config.template_date is None:
             return template
         day = date.fromisoformat(self.config.template_date)
@@ -270,7 +273,6 @@ class PromptEncoder:
     def apply_template(
         self,
         messages: Sequence[Message],
-        where: str,
         add_generation_prompt: bool = True,
         options: ChatOptions = NO_OPTIONS,
         continues: bool = False,
@@ -286,9 +288,9 @@ class PromptEncoder:
             its = {"tokenize": False, "chat_template": template, **ends, **variables}
             return str(self.tokenizer.apply_chat_template(messages, options.tools, **its)), []
 
-        return self._rendered(messages, where, options, rendered)[0]
+        return self._rendered(messages, options, rendered)[0]
 
-    def marked_parts(self, messages: Sequence[Message], where: str, options: ChatOptions) -> tuple[str, list[CharSpan]]:
+    def marked_parts(self, messages: Sequence[Message], options: ChatOptions) -> tuple[str, list[CharSpan]]:
         """Returns the rendered text, and what ``{% generation %}`` marks in it. Raises DataError."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -297,23 +299,22 @@ class PromptEncoder:
             (text,), (marks,) = cast(Any, render_jinja_template)([messages], options.tools, **its, **variables)
             return text, marks
 
-        return self._rendered(messages, where, options, rendered)
+        return self._rendered(messages, options, rendered)
 
     def _rendered(
         self,
         messages: Sequence[Message],
-        where: str,
         options: ChatOptions,
         render: Callable[[list[Message], str, dict[str, Any]], tuple[str, list[CharSpan]]],
     ) -> tuple[str, list[CharSpan]]:
         """Returns what ``render`` returns. Arguments of calls are objects, or text if the template cannot encode them."""
         from jinja2 import TemplateError, TemplateSyntaxError
 
-        template, arguments = self.source(options, where), all_arguments(messages)
+        template, arguments = self.source(options), all_arguments(messages)
         if options.tools and "tools" not in template:
-            raise DataError(f"{where}: the chat template does not tell the model of tools; give {self.key}, one that does")
+            raise RowError(f"the chat template does not tell the model of tools; give {self.key}, one that does")
         if arguments and "tool_calls" not in template:
-            raise DataError(f"{where}: the chat template does not write 'tool_calls'; give {self.key}, one that does")
+            raise RowError(f"the chat template does not write 'tool_calls'; give {self.key}, one that does")
         plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         others = [each["role"] for each in plain if each["role"] not in ROLES and each["content"].strip()]
         refusal: Exception | None = None
@@ -335,20 +336,20 @@ class PromptEncoder:
                 asked = [{**each, "content": ROLE_PROBE} if each["role"] in others else each for each in form]
                 if render(asked, template, self._variables(options))[0].count(ROLE_PROBE) < len(others):
                     roles = ", ".join(map(repr, dict.fromkeys(others)))
-                    raise DataError(f"{where}: the chat template leaves out messages of the role {roles}")
+                    raise RowError(f"the chat template leaves out messages of the role {roles}")
             return text, marks
         assert refusal is not None, "arguments as text are returned as they are written"
-        raise DataError(f"{where}: the chat template refuses these messages: {first_line(refusal)}") from refusal
+        raise RowError(f"the chat template refuses these messages: {first_line(refusal)}") from refusal
 
 
-def check_ids(ids: Any, vocab_size: int | None, where: str, key: str) -> list[int]:
+def check_ids(ids: Any, vocab_size: int | None, key: str) -> list[int]:
     """Returns token ids from the data: a non-empty list of integers in [0, vocab_size). Raises DataError."""
     if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise DataError(f"{where}: '{key}' must be a non-empty list of token ids")
+        raise RowError(f"'{key}' must be a non-empty list of token ids")
     if min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
         wrong = min(ids) if min(ids) < 0 else max(ids)
         limit = "at least 0" if wrong < 0 else f"less than the vocabulary size {vocab_size}"
-        raise DataError(f"{where}: token id {wrong} in '{key}' must be {limit}")
+        raise RowError(f"token id {wrong} in '{key}' must be {limit}")
     return ids
 
 

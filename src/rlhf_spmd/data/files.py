@@ -10,6 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -32,6 +33,25 @@ class DataError(ValueError):
     exit_class = "data"  # how the run ends: process/program.py
 
 
+class RowError(DataError):
+    """A mistake in one row. Whoever reads the row adds its place, by :func:`named_row` or :meth:`Row.error`."""
+
+    def __init__(self, reason: str, where: str = "") -> None:
+        super().__init__(f"{where}: {reason}" if where else reason)
+        self.where = where
+
+
+@contextmanager
+def named_row(where: str) -> Iterator[None]:
+    """Add the place of the row that is read, such as ``train.jsonl:17``, to a RowError that has none."""
+    try:
+        yield
+    except RowError as error:
+        if error.where:
+            raise
+        raise RowError(str(error), where) from error.__cause__
+
+
 Paths = str | list[str] | dict[str, float]  # one source, several, or sources with weights
 
 
@@ -51,11 +71,14 @@ class Row:
     def get(self, key: str, setting: str) -> Any:
         """Returns the value of a required key; ``outer.inner`` reaches into an object. ``setting`` is the key that names
         it."""
-        found = self._find(key)
-        if not found:
+        values = self._find(key)
+        if not values:
             keys = ", ".join(_dotted(self.values)) or "none"
-            raise DataError(f"{self.where}: no key '{key}' ({setting}={key}); this row has: {keys}")
-        return found[0]
+            raise self.error(f"no key '{key}' ({setting}={key}); this row has: {keys}")
+        return values[0]
+
+    def error(self, reason: str) -> RowError:
+        return RowError(reason, self.where)
 
     def __contains__(self, key: str) -> bool:
         return bool(self._find(key))

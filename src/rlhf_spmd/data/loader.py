@@ -198,7 +198,7 @@ def _encode(
             dataset = config.encode(own if duplicates == "drop" else rows, tokenizer)
             break
         except DataError as error:
-            at = next((i for i, row in enumerate(rows) if str(error).startswith(f"{row.where}: ")), None)
+            at = next((i for i, row in enumerate(rows) if row.where == getattr(error, "where", None)), None)
             if at is None:  # the error is about settings or the data as a whole
                 raise
             count_bad_row(error, tally, config.max_bad_rows)
@@ -218,7 +218,7 @@ def _first_of_each_id(rows: Sequence[Row], seen: Mapping[str, str]) -> tuple[lis
         key = json.dumps(name)
         if name is not None and (first := ids.get(key) or seen.get(key)):
             remedy = "set data.duplicates=drop to leave such rows out, or keep"
-            again.append(DataError(f"{row.where}: the id {name!r} is also that of {first}; {remedy}"))
+            again.append(row.error(f"the id {name!r} is also that of {first}; {remedy}"))
             continue
         own.append(row)
         ids |= {} if name is None else {key: row.where}

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.schema import first_line
-from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.files import Row, RowError, named_row
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of the field with a message's thoughts
 Message = dict[str, Any]
@@ -48,19 +48,20 @@ def chat_options(row: Row, tools: list[Any] | None = None) -> ChatOptions:
 
     Both may be JSON text. Tools that are an empty text are none. Raises DataError.
     """
-    column = row.values.get("tools")
-    schemas = [] if column == "" else _parsed(column, f"{row.where}: 'tools'")
-    if schemas is not None:
-        schemas = [_parsed(each, f"{row.where}: 'tools'") for each in schemas] if isinstance(schemas, list) else [schemas]
-        if not all(isinstance(each, Mapping) for each in schemas):
-            raise DataError(f"{row.where}: 'tools' must be a list of schemas, each an object, or its JSON text")
-    variables = _parsed(row.values.get("chat_template_kwargs"), f"{row.where}: 'chat_template_kwargs'") or {}
-    if not isinstance(variables, Mapping):
-        raise DataError(f"{row.where}: 'chat_template_kwargs' must be an object or its JSON text, not {variables!r}")
-    try:
-        check_variables("chat_template_kwargs", variables)
-    except ValueError as error:
-        raise DataError(f"{row.where}: {error}") from error
+    with named_row(row.where):
+        column = row.values.get("tools")
+        schemas = [] if column == "" else _parsed(column, "'tools'")
+        if schemas is not None:
+            schemas = [_parsed(schema, "'tools'") for schema in schemas] if isinstance(schemas, list) else [schemas]
+            if not all(isinstance(schema, Mapping) for schema in schemas):
+                raise RowError("'tools' must be a list of schemas, each an object, or its JSON text")
+        variables = _parsed(row.values.get("chat_template_kwargs"), "'chat_template_kwargs'") or {}
+        if not isinstance(variables, Mapping):
+            raise RowError(f"'chat_template_kwargs' must be an object or its JSON text, not {variables!r}")
+        try:
+            check_variables("chat_template_kwargs", variables)
+        except ValueError as error:
+            raise RowError(str(error)) from error
     return ChatOptions((tools if schemas is None else schemas) or None, variables)
 
 
@@ -68,20 +69,20 @@ def row_weight(row: Row) -> int:
     """Returns the row's own ``weight``, 0 or 1, by default 1: a row of weight 0 is not learnt. Raises DataError."""
     weight = row.values.get("weight")
     if weight not in (None, 0, 1):
-        raise DataError(f"{row.where}: weight={weight!r} must be 0, which leaves the row out, or 1")
+        raise row.error(f"weight={weight!r} must be 0, which leaves the row out, or 1")
     return 1 if weight is None else int(weight)
 
 
-def check_messages(prompt: Any, where: str) -> list[Message]:
+def check_messages(prompt: Any) -> list[Message]:
     """Returns the messages of a list, each as :func:`normalise_message` returns it. Raises DataError."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
-        raise DataError(f"{where}: a prompt must be text or a list of chat messages, not {type(prompt).__name__}")
+        raise RowError(f"a prompt must be text or a list of chat messages, not {type(prompt).__name__}")
     if not prompt:
-        raise DataError(f"{where}: the prompt is an empty list of messages")
-    return [normalise_message(message, where, number) for number, message in enumerate(prompt)]
+        raise RowError("the prompt is an empty list of messages")
+    return [normalise_message(message, number) for number, message in enumerate(prompt)]
 
 
-def normalise_message(message: Any, where: str, number: int = 0) -> Message:
+def normalise_message(message: Any, number: int = 0) -> Message:
     """Returns ``{"role": ..., "content": text}`` with the message's other fields, as chat templates read them.
 
     Fields that are None are left out. Text parts of the content are joined. A message of the assistant that only calls
@@ -90,37 +91,37 @@ def normalise_message(message: Any, where: str, number: int = 0) -> Message:
     message's place, for errors. Raises DataError.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise DataError(f"{where}: message {number} must be an object with 'role' and 'content'")
+        raise RowError(f"message {number} must be an object with 'role' and 'content'")
     fields = {key: value for key, value in message.items() if value is not None}
-    calls = _calls(fields.pop("tool_calls", None), f"{where}: 'tool_calls' of message {number}")
-    name = f"{where}: 'function_call' of message {number}"
+    calls = _calls(fields.pop("tool_calls", None), f"'tool_calls' of message {number}")
+    name = f"'function_call' of message {number}"
     if function := _parsed(fields.pop("function_call", None), name):
         if calls:
-            raise DataError(f"{name}: the message has 'tool_calls', too; give one of them")
+            raise RowError(f"{name}: the message has 'tool_calls', too; give one of them")
         calls = [{"type": "function", "function": _call(function, name)}]
     if calls:
         fields["tool_calls"] = calls
     content = fields.get("content")
     if isinstance(content, list | tuple):
-        content = _joined(content, where, number)
+        content = _joined(content, number)
     if content is None and calls and fields["role"] == "assistant":
         content = ""
     if not isinstance(content, str):
-        raise DataError(f"{where}: the content of message {number} must be text, not {type(content).__name__}")
+        raise RowError(f"the content of message {number} must be text, not {type(content).__name__}")
     for key in THOUGHTS:
         if not isinstance(fields.get(key, ""), str):
-            raise DataError(f"{where}: '{key}' of message {number} must be text, not {type(fields[key]).__name__}")
+            raise RowError(f"'{key}' of message {number} must be text, not {type(fields[key]).__name__}")
     weight = fields.pop("weight", 1)
     if weight not in (0, 1):
-        raise DataError(f"{where}: the weight of message {number} must be 0 or 1, not {weight!r}")
+        raise RowError(f"the weight of message {number} must be 0 or 1, not {weight!r}")
     return {**fields, "content": content} | ({} if weight else {"weight": 0})
 
 
-def _joined(parts: Sequence[Any], where: str, number: int) -> str:
+def _joined(parts: Sequence[Any], number: int) -> str:
     for part in parts:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise DataError(f"{where}: the content of message {number} has a part of the type {kind!r}; only text is supported")
+            raise RowError(f"the content of message {number} has a part of the type {kind!r}; only text is supported")
     return "".join(part["text"] for part in parts)
 
 
@@ -128,14 +129,14 @@ def _calls(value: Any, name: str) -> list[Message]:
     """Returns the calls of a message with their arguments as objects; ``name`` stands before what is wrong."""
     calls = _parsed(value, name)
     if calls is not None and not isinstance(calls, list):
-        raise DataError(f"{name} must be a list of calls, not {type(calls).__name__}")
+        raise RowError(f"{name} must be a list of calls, not {type(calls).__name__}")
     return [_call(call, name) for call in calls or ()]
 
 
 def _call(call: Any, name: str) -> Message:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"{name}: a call must be an object with a function's 'name' and 'arguments', not {call!r}")
+        raise RowError(f"{name}: a call must be an object with a function's 'name' and 'arguments', not {call!r}")
     arguments = function.get("arguments")
     if arguments is None or arguments == "":  # no arguments, as some servers write it
         arguments = {}
@@ -147,7 +148,7 @@ def _call(call: Any, name: str) -> Message:
         else:
             arguments = value
     if not isinstance(arguments, Mapping):
-        raise DataError(f"{name}: the arguments of {function['name']!r} must be an object or its JSON text, not {arguments!r}")
+        raise RowError(f"{name}: the arguments of {function['name']!r} must be an object or its JSON text, not {arguments!r}")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
@@ -159,7 +160,7 @@ def _parsed(value: Any, name: str) -> Any:
     try:
         return parse_json(value, unique_keys=True)
     except ValueError as error:
-        raise DataError(f"{name} is not valid JSON: {first_line(error)}: {value[:80]!r}") from error
+        raise RowError(f"{name} is not valid JSON: {first_line(error)}: {value[:80]!r}") from error
 
 
 def with_arguments(messages: Sequence[Message], written: Callable[[Mapping[str, Any]], Any]) -> list[Message]:

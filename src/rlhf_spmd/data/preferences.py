@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from rlhf_spmd.data.conversations import Example, encode_examples
 from rlhf_spmd.data.dataset import TokenDataset
-from rlhf_spmd.data.files import DataError, Row, RowOrError
+from rlhf_spmd.data.files import DataError, Row, RowError, RowOrError, named_row
 from rlhf_spmd.data.messages import Message, argument_text, check_messages, is_text, row_weight, with_arguments
 from rlhf_spmd.data.sft import ResponsesConfig
 from rlhf_spmd.data.tokenizer import shared_length
@@ -63,17 +63,17 @@ class PreferencesConfig(ResponsesConfig):
         """Returns the chosen and the rejected response. Raises DataError."""
         keys = self.columns(row, ("chosen_key", "rejected_key"), "response_{}")
         texts = [_response(row, *key) for key in keys]
-        has_prompt = self.prompt_key in row or keys[0][1] == PKU
-        if has_prompt:
-            prompt = whole_prompt(row.get(self.prompt_key, "data.prompt_key"), texts, row.where)
-        else:
-            prompt = common_prompt(texts, row.where)
+        with named_row(row.where):
+            if self.prompt_key in row or keys[0][1] == PKU:
+                prompt = whole_prompt(row.get(self.prompt_key, "data.prompt_key"), texts)
+            else:
+                prompt = common_prompt(texts)
         named = self.margin_key in row or self.margin_key != PreferencesConfig.margin_key
         margin = row.get(self.margin_key, "data.margin_key") if named else 0.0
         if margin is None and self.margin_key == PreferencesConfig.margin_key:
             margin = 0.0
         if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < float("inf"):
-            raise DataError(f"{row.where}: '{self.margin_key}' must be a number of at least 0, not {margin!r}")
+            raise row.error(f"'{self.margin_key}' must be a number of at least 0, not {margin!r}")
         chosen, rejected = (
             answer_to(prompt, text, row, {"chosen": is_chosen, "margin": float(margin)})
             for text, is_chosen in zip(texts, (1.0, 0.0), strict=True)
@@ -112,7 +112,7 @@ class SafetyPreferencesConfig(PreferencesConfig):
         keys = self.columns(row, ("safe_chosen_key", "safe_rejected_key"), "is_response_{}_safe")
         flags = [_bit(row, *key) for key in keys]
         if flags == [0, 1]:
-            raise DataError(f"{row.where}: the chosen response, which is the safer one, is not safe, but the rejected one is")
+            raise row.error("the chosen response, which is the safer one, is not safe, but the rejected one is")
         for response, is_safe in zip(pair, flags, strict=True):
             response.numbers["safe"] = 1.0 if is_safe else -1.0
         return pair
@@ -239,27 +239,27 @@ def unusable(group: tuple[Response, ...]) -> str:
     return "two responses are equal" if is_pair and group[0].answer == group[-1].answer else ""
 
 
-def common_prompt(dialogues: Sequence[Any], where: str) -> Any:
+def common_prompt(dialogues: Sequence[Any]) -> Any:
     """Returns the beginning that two dialogues share, up to the last turn that is a response in both. Raises DataError."""
     one, other = dialogues
     if isinstance(one, str) and isinstance(other, str):
         end = one.rfind(TURN, 0, shared_length(one, other))
         if end < 0:
-            raise DataError(
-                f"{where}: without a prompt two texts must be dialogues that begin alike, up to a turn {TURN!r}; name the prompt's "
+            raise RowError(
+                f"without a prompt two texts must be dialogues that begin alike, up to a turn {TURN!r}; name the prompt's "
                 f"column as data.prompt_key if there is one"
             )
         return one[: end + len(TURN)]
     if isinstance(one, str) or isinstance(other, str):
-        raise DataError(f"{where}: of the two responses one is text and one is messages")
-    first, second = check_messages(one, where), check_messages(other, where)
+        raise RowError("of the two responses one is text and one is messages")
+    first, second = check_messages(one), check_messages(other)
     return first[: min(shared_length(first, second), len(first) - 1, len(second) - 1)]
 
 
-def whole_prompt(prompt: Any, responses: list[Any], where: str) -> Any:
+def whole_prompt(prompt: Any, responses: list[Any]) -> Any:
     """Returns the common beginning of two message dialogues if it ends with the given text prompt, else ``prompt``."""
     if isinstance(prompt, str) and all(isinstance(response, list) and len(response) > 1 for response in responses):
-        messages = common_prompt(responses, where)
+        messages = common_prompt(responses)
         if messages and messages[-1].get("content") == prompt:
             return messages
     return prompt
@@ -273,16 +273,16 @@ def answer_to(prompt: Any, response: Any, row: Row, numbers: dict[str, float]) -
     if isinstance(response, str):
         is_dialogue = isinstance(prompt, str) and prompt.endswith(TURN) and response.startswith(prompt)
         return Response(prompt, response[len(prompt) :] if is_dialogue else response, row, numbers, is_dialogue)
-    messages = [response] if isinstance(response, dict) else response
-    messages = check_messages(messages, row.where)
-    before = check_messages(prompt, row.where) if isinstance(prompt, list | tuple) and prompt else None
+    with named_row(row.where):
+        messages = check_messages([response] if isinstance(response, dict) else response)
+        before = check_messages(prompt) if isinstance(prompt, list | tuple) and prompt else None
     is_dialogue = before is not None and messages[: len(before)] == before
     messages = messages[len(before or ()) :] if is_dialogue else messages
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in messages) or "none"
-        raise DataError(f"{row.where}: a response must be one message of the assistant after the prompt; there are: {roles}")
+        raise row.error(f"a response must be one message of the assistant after the prompt; there are: {roles}")
     if "weight" in messages[0]:
-        raise DataError(f"{row.where}: the response has the weight 0; leave the row out")
+        raise row.error("the response has the weight 0; leave the row out")
     return Response(prompt, str(messages[0]["content"]) if is_text(messages[0]) else messages[0], row, numbers, is_dialogue)
 
 
@@ -290,7 +290,7 @@ def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: A
     """Renders and tokenises each distinct pair once, however many rows it is in."""
     options = [[response.row.values.get(key) for key in ("tools", "chat_template_kwargs")] for response in responses]
     keys = [
-        json.dumps([_with_texts(each.prompt, each.row), _with_texts(each.answer, each.row), its])
+        json.dumps([_with_texts(each.prompt), _with_texts(each.answer), its])
         for each, its in zip(responses, options, strict=True)
     ]
     distinct = dict(zip(reversed(keys), reversed(responses), strict=True))  # of equal ones the first, whose row an error names
@@ -303,22 +303,22 @@ def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: A
     return {"prompt_ids": [prompt for prompt, _, _ in pairs], "response_ids": [response for _, response, _ in pairs]}
 
 
-def _with_texts(said: Any, row: Row) -> Any:
+def _with_texts(said: Any) -> Any:
     """Returns a text, or messages with the JSON text of their arguments, which some templates write as it is."""
     if isinstance(said, str) or not said:
         return said
-    return with_arguments(check_messages([said] if isinstance(said, dict) else said, row.where), argument_text)
+    return with_arguments(check_messages([said] if isinstance(said, dict) else said), argument_text)
 
 
 def _response(row: Row, key: str, setting: str) -> Any:
     value = row.get(key, setting)
     if not isinstance(value, (str, dict, list)):
-        raise DataError(f"{row.where}: '{key}' ({setting}={key}) must be text or messages, not {value!r}")
+        raise row.error(f"'{key}' ({setting}={key}) must be text or messages, not {value!r}")
     return value
 
 
 def _bit(row: Row, key: str, setting: str, allowed: str = "true or false") -> int:
     value = row.get(key, setting)
     if value not in (0, 1):  # true and false are, too
-        raise DataError(f"{row.where}: '{key}' must be {allowed}, not {value!r}")
+        raise row.error(f"'{key}' must be {allowed}, not {value!r}")
     return int(value)

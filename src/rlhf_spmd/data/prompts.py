@@ -16,7 +16,7 @@ from rlhf_spmd.config.constraints import NumRows, PositiveInt
 from rlhf_spmd.data.batch import Ragged, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, StoredRowsConfig, TokenDataset, Truncation
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
-from rlhf_spmd.data.files import DataError, Row, RowOrError, list_paths, set_names, stream_rows
+from rlhf_spmd.data.files import Row, RowOrError, list_paths, named_row, set_names, stream_rows
 from rlhf_spmd.data.messages import chat_options
 from rlhf_spmd.data.tokenizer import prompt_texts
 
@@ -179,13 +179,17 @@ def encode_prompts(
     encoded: Iterable[tuple[list[int], str]] = ()
     if texts:
         if tokenizer is None:
-            raise DataError(f"{texts[0].where}: without a tokenizer a row must have 'prompt_ids'")
+            raise texts[0].error("without a tokenizer a row must have 'prompt_ids'")
         prompts = [row.get(config.prompt_key, "data.prompt_key") for row in texts]
         known = getattr(config, "tools", {})
         options = [chat_options(row, known.get(row.values.get("environment") or "environment")) for row in texts]
         encoded = PromptEncoder(tokenizer, config).encode(prompts, [row.where for row in texts], options)
-    given = [check_ids(row.values["prompt_ids"], vocab_size, row.where, "prompt_ids") for row in rows if has_ids(row, config)]
-    from_ids, from_texts = zip(given, prompt_texts(tokenizer, given), strict=True), iter(encoded)
+    ids = []
+    for row in rows:
+        if has_ids(row, config):
+            with named_row(row.where):
+                ids.append(check_ids(row.values["prompt_ids"], vocab_size, "prompt_ids"))
+    from_ids, from_texts = zip(ids, prompt_texts(tokenizer, ids), strict=True), iter(encoded)
     return [next(from_ids if has_ids(row, config) else from_texts) for row in rows]
 
 
@@ -194,17 +198,17 @@ def response_limits(row: Row) -> list[int]:
     for key, least in LIMITS.items():
         value = row.values.get(key)  # a parquet column with nulls holds floats
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1 or value < least):
-            raise DataError(f"{row.where}: {key}={value!r} must be a whole number of at least {least}")
+            raise row.error(f"{key}={value!r} must be a whole number of at least {least}")
     return [int(row.values.get(key) or 0) for key in LIMITS]
 
 
 def _limits_within(row: Row, limit: int) -> list[int]:
     least, most = response_limits(row)
     if most > limit:
-        raise DataError(f"{row.where}: max_response_length={most} must be at most data.max_response_length={limit}; raise that")
+        raise row.error(f"max_response_length={most} must be at most data.max_response_length={limit}; raise that")
     if least > (most or limit):
         what = "the row's" if most else "data's"
-        raise DataError(f"{row.where}: min_response_length={least} must be at most {what} max_response_length={most or limit}")
+        raise row.error(f"min_response_length={least} must be at most {what} max_response_length={most or limit}")
     return [least, most]
 
 

@@ -23,7 +23,7 @@ import torch
 from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.encoding import check_ids, read_template
-from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.files import DataError, Row, named_row
 from rlhf_spmd.data.prompts import QuestionsConfig, encode_prompts, response_limits, reward_row
 from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode, decoding
@@ -122,9 +122,10 @@ def check_set(
     """
     spec, tokenizer = model
     encoded = encode_prompts(rows, config.data, tokenizer, spec.vocab_size)
-    prompts = [
-        check_ids(ids, spec.vocab_size, row.where, config.data.prompt_key) for row, (ids, _) in zip(rows, encoded, strict=True)
-    ]
+    prompts = []
+    for row, (ids, _) in zip(rows, encoded, strict=True):
+        with named_row(row.where):
+            prompts.append(check_ids(ids, spec.vocab_size, config.data.prompt_key))
     context = spec.max_position_embeddings
     errors = {
         i: f"{rows[i].where}: the prompt has {len(ids)} tokens, the model's context {context}"
@@ -156,8 +157,8 @@ def limits_of(row: Row, room: int, sampling: SamplingConfig) -> tuple[int, int]:
     least, own = response_limits(row)
     most = min(room, own or sampling.max_response_length or room)
     if least > most:
-        raise DataError(
-            f"{row.where}: min_response_length={least} must be at most {most}, which max_response_length (the row's, else "
+        raise row.error(
+            f"min_response_length={least} must be at most {most}, which max_response_length (the row's, else "
             "sampling's) and the model's context leave"
         )
     return least, most

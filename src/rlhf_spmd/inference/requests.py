@@ -15,6 +15,7 @@ from torch import Tensor
 from rlhf_spmd.config.constraints import Range, Seed
 from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
+from rlhf_spmd.data.files import named_row
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer, longest_token
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.stopping import StopCriteria, build_stop_criteria, special_stops
@@ -141,7 +142,9 @@ class RequestProcessor:
             encoded = encoder.encode([given[i] for i in texts], [names[i] for i in texts], most_characters=most)
             read |= zip(texts, encoded, strict=True)
         for i, name in enumerate(names):
-            check_room(len(check_ids(read[i][0], self.spec.vocab_size, name, "prompt_token_ids")), name)
+            with named_row(name):
+                check_ids(read[i][0], self.spec.vocab_size, "prompt_token_ids")
+            check_room(len(read[i][0]), name)
         return [read[i] for i in range(len(given))]
 
     def requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[PromptRequest]:
