@@ -25,8 +25,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+from rlhf_spmd.config.constraints import PositiveInt
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import list_paths
 from rlhf_spmd.data.prompts import has_ids
@@ -43,8 +45,6 @@ from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 
-KEEP = ("all", "best", "pairs")
-
 
 @dataclass(frozen=True)
 class GenerateConfig(AnswerConfig):
@@ -56,22 +56,35 @@ class GenerateConfig(AnswerConfig):
       worst, as `chosen` and `rejected`. All but `all` need `reward.function`
     """
 
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("keep", "sampling.n"),
+            lambda s: isinstance(s.keep, int) and s.keep > s.sampling.n,
+            "a prompt has no more responses than the second",
+            "lower the first or raise the second",
+        ),
+        Rule(
+            ("keep", "reward.function"),
+            lambda s: s.keep != "all" and s.reward.function is None,
+            "responses are chosen by score",
+            "give reward.function",
+        ),
+        Rule(
+            ("keep", "sampling.n"),
+            lambda s: s.keep == "pairs" and s.sampling.n < 2,
+            "a pair is two responses to a prompt",
+            "set sampling.n to at least 2",
+        ),
+    )
+
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     environments: dict[str, EnvironmentConfig] = field(default_factory=dict)
-    keep: str | int = "all"
+    keep: Literal["all", "best", "pairs"] | PositiveInt = "all"
 
     def check(self, where: str) -> None:
         super().check(where)
         for name, one in named_environments(self.environment, self.environments).items():
             one.check_together(environment_key(name), self.timeout_s, self.generation.rebalance_steps)
-        if self.keep not in KEEP and not (isinstance(self.keep, int) and 1 <= self.keep <= self.sampling.n):
-            raise ValueError(
-                f"keep={self.keep!r} must be {', '.join(KEEP)}, or a number from 1 to sampling.n={self.sampling.n}"
-            )
-        if self.keep != "all" and self.reward.function is None:
-            raise ValueError(f"keep={self.keep} chooses by score and needs reward.function")
-        if self.keep == "pairs" and self.sampling.n < 2:
-            raise ValueError("keep=pairs needs two responses to a prompt; set sampling.n to at least 2")
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob:

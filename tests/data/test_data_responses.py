@@ -246,7 +246,9 @@ def test_messages_of_parquet_have_null_keys(tmp_path: Path, llama: Any) -> None:
 
 
 def test_rows_with_a_prompt_and_messages_want_a_key(llama: Any) -> None:
-    with pytest.raises(DataError, match=r"x:0: it has 'prompt' and 'messages', and no 'response'.*; set data.prompt_key=messages"):
+    with pytest.raises(
+        DataError, match=r"x:0: it has 'prompt' and 'messages', and no 'response'.*; set data.prompt_key=messages"
+    ):
         learnt(SftConfig(path="x"), llama, {"prompt": "one", "messages": TALK})
 
 

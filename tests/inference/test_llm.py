@@ -197,7 +197,6 @@ def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
         ({"logit_bias": {"x": 1.0}}, "logit_bias.x='x' must be an integer"),
         ({"stop": [""]}, "sampling_params.stop=['']: a stop string must not be empty"),
         ({"logits_processors": max}, "logits_processors=<built-in function max> must be a list of functions"),
-        ({"min_tokens": 9, "max_tokens": 3}, "sampling_params.min_tokens=9: must be at most max_tokens=3"),
         (
             {"allowed_token_ids": []},
             "sampling_params.allowed_token_ids=[]: it must leave a token to draw; leave it out for all",
@@ -243,7 +242,6 @@ def test_what_an_llm_cannot_be_is_said(llm: LLM, model: Path) -> None:
         ({"tokenizer": "nowhere"}, "tokenizer directory 'nowhere' does not exist"),
         ({"pagesize": 8}, "unknown key 'generation.pagesize'; did you mean 'generation.page_size'?"),
         ({"tensor_parallel_size": 2}, "layout on all ranks"),
-        ({"rebalance_steps": 4}, "generation.rebalance_steps=4: rows stay where they are; allowed is 0"),
         ({"dtype": "float17"}, "model.dtype='float17' is not known"),
         ({"seed": 2**64}, "seed=18446744073709551616: must be at least"),
     ):

@@ -653,8 +653,6 @@ def test_connections_that_ask_for_nothing_cost_no_thread_and_end(
         (["allowed_origins=['*',https://a.example.org/]"], 1, "allowed_origins: 'https://a.example.org/' must be as https://"),
         (["token_env=NOT_THERE"], 1, "token_env='NOT_THERE': there is no such variable in the environment"),
         ([], 2, "layout.tp=1 on 2 ranks: they hold one model; set layout.tp=2"),
-        (["layout.pp=2"], 2, "layout.pp=2: a model that is asked has no stages"),
-        (["generation.tp=2"], 2, "generation.tp=2: here layout.tp says it"),
         (["separate_reasoning=true", "reasoning_tags=[<s>, </s>]"], 1, "reasoning_tags: </s> is a special token of this"),
         (["reasoning_tags=[a, b]"], 1, "reasoning_tags=['a', 'b'] does nothing without"),
     ],

@@ -9,8 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, Literal, cast
 
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.data.files import DataError, RowError, named_row
 from rlhf_spmd.data.messages import (
@@ -52,17 +53,22 @@ class EncodingConfig:
       run that trains writes to its `config.yaml`
     """
 
-    apply_chat_template: bool | str = "auto"
+    apply_chat_template: bool | Literal["auto"] = "auto"
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     system_prompt: str | None = None
     template_date: str | None = None
 
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("system_prompt", "apply_chat_template"),
+            lambda s: s.system_prompt is not None and s.apply_chat_template is False,
+            "only a chat template writes a system message",
+            "set the second to true, or to auto with chat messages",
+        ),
+    )
+
     def check(self, where: str) -> None:
-        if self.apply_chat_template not in ("auto", True, False):
-            raise ValueError(f"{where}.apply_chat_template={self.apply_chat_template!r} must be auto, true or false")
-        if self.system_prompt is not None and self.apply_chat_template is False:
-            raise ValueError(f"{where}.system_prompt needs {where}.apply_chat_template=true (or auto, with chat messages)")
         check_variables(f"{where}.chat_template_kwargs", self.chat_template_kwargs)
         if self.template_date is not None:
             try:

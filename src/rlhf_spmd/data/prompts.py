@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.config.constraints import NumRows, PositiveInt
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.data.batch import Ragged, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, StoredRowsConfig, TokenDataset, Truncation
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
@@ -92,15 +93,16 @@ class DataConfig(DatasetConfig, PromptsConfig):
       response ends in its step. See [generation.md](generation.md#responses-that-take-several-steps)
     """
 
-    gen_batch_size: NumRows | None = None
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("gen_batch_size", "train_batch_size"),
+            lambda s: s.gen_batch_size is not None and s.gen_batch_size < s.train_batch_size,
+            "the first counts the prompts in flight, of which a step takes the second",
+            "raise the first or leave it out",
+        ),
+    )
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.gen_batch_size is not None and self.gen_batch_size < self.train_batch_size:
-            raise ValueError(
-                f"{where}.gen_batch_size={self.gen_batch_size} is less than {where}.train_batch_size={self.train_batch_size}: "
-                "it counts the prompts in flight, of which a step takes the second; raise the first or leave it out"
-            )
+    gen_batch_size: NumRows | None = None
 
 
 class PromptDataset(TokenDataset):

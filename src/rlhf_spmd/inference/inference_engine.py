@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_spmd.checkpoint.save import RoleState
+from rlhf_spmd.config.rules import Rule, Rules, value_at
 from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.tokenizer import decoding
@@ -28,7 +29,7 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.device_setup import choose_device
 from rlhf_spmd.parallel.launch import Launch
-from rlhf_spmd.parallel.layout import Layout, LayoutConfig
+from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World
 
@@ -37,26 +38,26 @@ HANDED_OUT = 0.5  # a call returns when this share of its groups has ended, so t
 HANDED_OUT_S = 60.0  # a call returns after these seconds in any case
 
 
-def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None:
-    """Raises ValueError for settings of training, for settings that ``layout`` replaces, and for what the device cannot do."""
-    for axis in ("pp", "tp"):
-        if getattr(generation, axis) != 1:
-            raise ValueError(f"generation.{axis}={getattr(generation, axis)}: here layout.{axis} says it; leave it out")
-    usual = GenerationConfig()
-    for key in ("reshard_method", "buffers", "overlap", "reuse_rollout_log_probs", "kv_cache"):
-        if (value := getattr(generation, key)) != getattr(usual, key):
-            raise ValueError(f"generation.{key}={value}: nothing is trained here; leave it out")
-    if layout.zero:
-        raise ValueError(f"layout.zero={layout.zero}: nothing is trained here; allowed is 0")
-    if layout.cp != 1:
-        raise ValueError(f"layout.cp={layout.cp}: generation does not split sequences; allowed is 1")
-    if layout.ep != 1:
-        raise ValueError(f"layout.ep={layout.ep}: generation shares experts over layout.tp by generation.ep; allowed is 1")
-    if layout.vpp != 1:
-        raise ValueError(f"layout.vpp={layout.vpp}: generation does not interleave stages; allowed is 1")
-    if layout.sequence_parallel:
-        raise ValueError("layout.sequence_parallel=true: generation runs without it; allowed is false")
-    generation.check_device("generation")
+OF_TRAINING = ("reshard_method", "buffers", "overlap", "reuse_rollout_log_probs", "kv_cache")  # keys of ``generation``
+
+
+def _only(key: str, allowed: Any, why: str, remedy: str) -> Rule:
+    return Rule((key,), lambda s: value_at(s, key) != allowed, why, remedy)
+
+
+# Of configurations with ``layout`` and ``generation``.
+GENERATION_RULES: Rules = (
+    *(_only(f"generation.{axis}", 1, f"here layout.{axis} says it", "leave it out") for axis in ("pp", "tp")),
+    *(
+        _only(f"generation.{key}", getattr(GenerationConfig(), key), "nothing is trained here", "leave it out")
+        for key in OF_TRAINING
+    ),
+    _only("layout.zero", 0, "nothing is trained here", "leave it out"),
+    _only("layout.cp", 1, "generation does not split sequences", "leave it out"),
+    _only("layout.ep", 1, "generation shares experts over layout.tp by generation.ep", "leave it out"),
+    _only("layout.vpp", 1, "generation does not interleave stages", "leave it out"),
+    _only("layout.sequence_parallel", False, "generation runs without it", "leave it out"),
+)
 
 
 def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, model: ModelConfig, launch: Launch) -> None:

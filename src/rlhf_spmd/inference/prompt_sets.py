@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from rlhf_spmd.config.load import to_dict
+from rlhf_spmd.config.rules import Rules
 from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.encoding import check_ids, read_template
 from rlhf_spmd.data.files import DataError, Row, named_row
@@ -33,7 +34,7 @@ from rlhf_spmd.generation import Completion, GenerationConfig, NotFinite, Reques
 from rlhf_spmd.generation.multi_turn import Environments, turn_messages
 from rlhf_spmd.generation.sampler import drawable_ids
 from rlhf_spmd.generation.stopping import build_stop_criteria
-from rlhf_spmd.inference.inference_engine import InferenceEngine, check_generation, gather_records
+from rlhf_spmd.inference.inference_engine import GENERATION_RULES, InferenceEngine, gather_records
 from rlhf_spmd.inference.inference_program import InferenceConfig
 from rlhf_spmd.inference.loaded_model import LoadedModel, not_finite
 from rlhf_spmd.inference.output_files import Journal
@@ -58,8 +59,10 @@ class AnswerConfig(InferenceConfig):
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
 
+    rules: ClassVar[Rules] = GENERATION_RULES
+
     def check(self, where: str) -> None:
-        check_generation(self.layout, self.generation)
+        self.generation.check_device("generation")
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from numbers import Integral
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.config.constraints import Range, Seed
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
 from rlhf_spmd.data.files import named_row
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer, longest_token
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.stopping import StopCriteria, build_stop_criteria, special_stops
-from rlhf_spmd.inference.inference_engine import InferenceEngine, check_cache, check_generation, gather_records
+from rlhf_spmd.inference.inference_engine import GENERATION_RULES, InferenceEngine, check_cache, gather_records
 from rlhf_spmd.inference.loaded_model import LoadedConfig, LoadedModel, read_weights
 from rlhf_spmd.inference.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from rlhf_spmd.models.attention import PackedAttention
@@ -46,14 +47,19 @@ class EngineConfig(LoadedConfig):
     max_model_len: Annotated[int, Range(least=2)] | None = None
     tokenizer: str | None = None
 
+    rules: ClassVar[Rules] = (
+        *GENERATION_RULES,
+        Rule(("layout.pp",), lambda s: s.layout.pp != 1, "a model that is asked has no stages", "set layout.tp instead"),
+        Rule(
+            ("generation.rebalance_steps",),
+            lambda s: s.generation.rebalance_steps,
+            "rows of requests stay on their replica",
+            "leave it out",
+        ),
+    )
+
     def check(self, where: str) -> None:
-        check_generation(self.layout, self.generation)
-        if self.layout.pp != 1:
-            raise ValueError(f"layout.pp={self.layout.pp}: a model that is asked has no stages; allowed is 1, and layout.tp")
-        if self.generation.rebalance_steps:
-            raise ValueError(
-                f"generation.rebalance_steps={self.generation.rebalance_steps}: rows stay where they are; allowed is 0"
-            )
+        self.generation.check_device("generation")
 
 
 def prepare_model(config: EngineConfig, launch: Launch) -> LoadedModel:

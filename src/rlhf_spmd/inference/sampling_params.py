@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from rlhf_spmd.config.constraints import NonNegativeInt, NumRows, PositiveInt, Range, Seed
-from rlhf_spmd.config.rules import check_section
-from rlhf_spmd.config.schema import check_fields, read_value, type_hints
+from rlhf_spmd.config.rules import Rule, Rules, check_section
+from rlhf_spmd.config.schema import read_value, type_hints
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.generation.config import MAX_LOGPROBS
 from rlhf_spmd.generation.sequence import SamplingOverrides
@@ -31,6 +31,15 @@ class SamplingParams:
     - logits_processors: functions (tokens drawn so far, logits [vocabulary]) -> logits to draw from, applied after all
       penalties. Every rank of a replica calls them for every token with the same arguments, so they must keep no state of a row
     """
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("min_tokens", "max_tokens"),
+            lambda s: s.max_tokens is not None and s.min_tokens > s.max_tokens,
+            "no response could be as long",
+            "lower the first or raise the second",
+        ),
+    )
 
     n: NumRows = 1
     temperature: float = 1.0
@@ -62,9 +71,7 @@ class SamplingParams:
         functions = self.logits_processors
         if not (functions is None or (isinstance(functions, list | tuple) and all(map(callable, functions)))):
             raise ValueError(f"logits_processors={functions!r} must be a list of functions")
-        check_fields(self, "sampling_params")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"sampling_params.min_tokens={self.min_tokens}: must be at most max_tokens={self.max_tokens}")
+        check_section(self, "sampling_params")
         check_section(self.of_call().with_overrides(self.overrides), "sampling_params")
 
     @property
