@@ -43,8 +43,6 @@ SILENT_S = 75.0  # after which a connection without a request is closed
 BODY_S = 60.0  # within which a request must arrive whole
 UNREAD_S = 60.0  # after which a client that does not read its answer is cut off
 CLOSE_S = 2.0  # for clients to read their answers when the service has ended
-LOOK, ASK = "GET, HEAD, OPTIONS", "POST, OPTIONS"  # HTTP methods
-METHODS = {"/v1/models": LOOK, "/health": LOOK, "/version": LOOK, "/v1/completions": ASK, "/v1/chat/completions": ASK}
 
 
 @dataclass(frozen=True)
@@ -133,14 +131,13 @@ class Endpoint:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _app(self) -> ASGIApp:
-        answers: dict[str, Callable[[Request], Any]] = {
-            "/v1/models": self._models,
-            "/health": self._health,
-            "/version": self._version,
-            "/v1/completions": partial(self._answer, False),
-            "/v1/chat/completions": partial(self._answer, True),
-        }
-        routes = [Route(path, self._route(path, answer), methods=METHODS[path].split(", ")) for path, answer in answers.items()]
+        routes = [
+            Route("/v1/models", self._models),
+            Route("/v1/completions", partial(self._answer, False), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self._answer, True), methods=["POST"]),
+            Route("/health", self._health),
+            Route("/version", self._version),
+        ]
         cors = Middleware(CORSMiddleware, allow_origins=self.access.origins, allow_methods=["*"], allow_headers=["*"])
         handlers = {
             Refusal: _answer_error,
@@ -151,17 +148,6 @@ class Endpoint:
         }
         app = Starlette(routes=routes, middleware=[cors] if self.access.origins else [], exception_handlers=handlers)
         return partial(self._gate, app)
-
-    def _route(self, path: str, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        async def route(request: Request) -> Response:
-            if request.method == "OPTIONS":
-                return Response(status_code=204, headers={"Allow": METHODS[path]})
-            if path.startswith("/v1/"):
-                self.access.check_token(request.headers)
-            found: Response = await answer(request)
-            return found
-
-        return route
 
     async def _gate(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse requests from elsewhere, and log each request in a line on standard error."""
@@ -186,6 +172,7 @@ class Endpoint:
             print(f"{time.strftime('%H:%M:%S')} {who} {asked} {status} {seconds:.3f} s", file=sys.stderr, flush=True)
 
     async def _models(self, request: Request) -> Response:
+        self.access.check_token(request.headers)
         length = self.service.processor.longest
         model = {"id": self.service.name, "object": "model", "created": 0, "owned_by": "rlhf_spmd", "max_model_len": length}
         return JSONResponse({"object": "list", "data": [model]})
@@ -198,6 +185,7 @@ class Endpoint:
 
     async def _answer(self, chat: bool, request: Request) -> Response:
         """Answer a completion or chat request. Raises ValueError, or ClientDisconnect if the client goes away."""
+        self.access.check_token(request.headers)
         loop, service, limit = asyncio.get_running_loop(), self.service, self.access.max_queued_requests
         if len(service.replies) - len(service.running) >= limit:
             raise Refusal(429, f"max_queued_requests={limit} requests wait already; ask again later")
@@ -327,13 +315,12 @@ def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _answer_http_error(request: Request, error: Exception) -> Response:
-    """The answer to a request for an unknown path or method."""
+    """Return the answer to a request for an unknown path or method."""
     assert isinstance(error, HTTPException), "registered for it"
     path = request.url.path
-    here = f"{path} takes {METHODS[path]}" if path in METHODS else f"there is nothing at {path}; there are {', '.join(METHODS)}"
-    response = _answer_error(request, Refusal(error.status_code, here))
-    if path in METHODS:
-        response.headers["Allow"] = METHODS[path]
+    text = f"{path} takes no {request.method}" if error.status_code == 405 else f"there is nothing at {path}"
+    response = _answer_error(request, Refusal(error.status_code, text))
+    response.headers.update(error.headers or {})
     return response
 
 
