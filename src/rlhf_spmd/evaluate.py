@@ -101,9 +101,9 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     config = read_config(EvaluateConfig, path, overrides)
     sets = named_sets(config)
     chosen: dict[str, tuple[SamplingConfig, RewardConfig]] = {}
-    for name, given in sets.items():
-        sampling = merged(config.sampling, given.sampling, f"sets.{name}.sampling")
-        reward = merged(config.reward, given.reward, f"sets.{name}.reward")
+    for name, section in sets.items():
+        sampling = merged(config.sampling, section.sampling, f"sets.{name}.sampling")
+        reward = merged(config.reward, section.reward, f"sets.{name}.reward")
         chosen[name] = sampling, reward
         if reward.function is None:
             raise ValueError(f"set {name!r} has nothing to be scored by: give reward.function, or sets.{name}.reward.function")
@@ -113,19 +113,19 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
             )
     if launch.rank == 0:
         for file in (RESULTS_FILE, ROWS_FILE):
-            check_out(Path(config.out) / file, *(given.path for given in sets.values()))
+            check_out(Path(config.out) / file, *(section.path for section in sets.values()))
     config, spec, layout, checkpoint = read_weights(config, launch, config.generation.ep)
     check_cache(spec, layout, config.generation, config.model, launch)
     tokenizer = load_tokenizer(config.model.path)
     spec = join_ends(spec, tokenizer, read_template(config.data.chat_template, "data.chat_template"))
     say_warnings(launch, config.data.warnings("data", tokenizer))
     checked = []
-    for name, given in sets.items():
+    for name, section in sets.items():
         data = config.data
         rows = read_rows(
-            given.path, given.split or data.split, given.subset or data.subset, given.max_samples or data.max_samples
+            section.path, section.split or data.split, section.subset or data.subset, section.max_samples or data.max_samples
         )
-        key = f"sets.{name}.reward" if given.reward else "reward"
+        key = f"sets.{name}.reward" if section.reward else "reward"
         checked.append(check_set(name, key, rows, config, *chosen[name], (spec, tokenizer)))
     job = job_of(config, checkpoint, checked)
     if launch.rank == 0:
@@ -137,29 +137,29 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
 def check_results(file: Path, job: str) -> None:
     """Raises ValueError if there are results of another job, which this one would replace."""
     try:
-        found = parse_json(file.read_text(encoding="utf-8")).get("job") if file.exists() else job
+        job_there = parse_json(file.read_text(encoding="utf-8")).get("job") if file.exists() else job
     except (ValueError, AttributeError):
-        found = None
-    if found != job:
+        job_there = None
+    if job_there != job:
         raise other_job(str(file.parent), f"its {file.name} is that")
 
 
 def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
     """All sets by name. A file of ``data.path`` is named by the shortest end of its path that is unique. Raises ValueError."""
-    found = dict(config.sets)
+    sets = dict(config.sets)
     for name, path in set_names(list_paths(config.data.path or [])).items():
-        if name in found:
+        if name in sets:
             raise ValueError(f"data.path={path} is the set {name!r}, and so is sets.{name}; give one of them another name")
-        found[name] = SetConfig(path)
-    if not found:
+        sets[name] = SetConfig(path)
+    if not sets:
         raise ValueError("data.path or sets.<name>.path must be given: a jsonl or parquet file, or the name of a data set")
-    return found
+    return sets
 
 
-def merged(common: Any, own: Mapping[str, Any], where: str) -> Any:
+def merged(common: Any, changes: Mapping[str, Any], where: str) -> Any:
     """``common`` with a set's own keys. Raises ConfigError, one line."""
     try:
-        section = read_section(type(common), {**to_dict(common), **to_dict(own)})
+        section = read_section(type(common), {**to_dict(common), **to_dict(changes)})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     check_tree(section, where)
@@ -173,8 +173,8 @@ def evaluate(ready: InferJob, world: World, tick: Callable[[], None] = lambda: N
     """
     results: dict[str, Any] = {}
 
-    def write(made: list[list[dict[str, Any]]]) -> None:
-        rows = [output_rows(prompts, row_results) for prompts, row_results in zip(ready.sets, made, strict=True)]
+    def write(results_of_sets: list[list[dict[str, Any]]]) -> None:
+        rows = [output_rows(prompts, row_results) for prompts, row_results in zip(ready.sets, results_of_sets, strict=True)]
         for prompts, scored in zip(ready.sets, rows, strict=True):
             results.update(measure_set(prompts, scored, ready.config.pass_score))
         out = Path(ready.config.out)
@@ -187,18 +187,23 @@ def evaluate(ready: InferJob, world: World, tick: Callable[[], None] = lambda: N
         print(line, file=sys.stderr)
 
 
-def output_rows(prompts: PromptSet, made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of ``rows.jsonl``. ``made``: the result of each row, empty for prompts that are not answered.
+def output_rows(prompts: PromptSet, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of ``rows.jsonl``. ``results``: the result of each row, empty for prompts that are not answered.
 
     These score 0, if the reward is for them.
     """
     rows = []
-    for row_id, row in enumerate(made):
+    for row_id, row in enumerate(results):
         number = row_id // prompts.sampling.n
-        given = prompts.rows[number]
-        named = {"id": given["id"], "prompt": given["prompt"], "answer": given["answer"]}
-        place = {"set": prompts.name, "data_source": given["data_source"]}
-        nothing = {"response": "", "score": 0.0 if prompts.reward.chooses(given) else None, "finish_reason": None, "length": 0}
+        row_values = prompts.rows[number]
+        named = {"id": row_values["id"], "prompt": row_values["prompt"], "answer": row_values["answer"]}
+        place = {"set": prompts.name, "data_source": row_values["data_source"]}
+        nothing = {
+            "response": "",
+            "score": 0.0 if prompts.reward.chooses(row_values) else None,
+            "finish_reason": None,
+            "length": 0,
+        }
         got = {key: row[key] for key in (*nothing, "stripped", "extracted") if key in row} if row else nothing
         rows.append({**named, **got, **place, **({} if row else {"error": prompts.errors[number]})})
     return rows
@@ -218,31 +223,31 @@ def measure_set(prompts: PromptSet, rows: Sequence[dict[str, Any]], pass_score: 
     parts = {prompts.name: groups}
     if len(by_source) > 1:
         parts |= {f"{prompts.name}/{source}": by_source[source] for source in sorted(by_source)}
-    found: dict[str, Any] = {}
+    measures: dict[str, Any] = {}
     for name, part in parts.items():
         scored = [group for group in part if all(row["score"] is not None for row in group)]
         if scored:
             scores = np.array([[row["score"] for row in group] for group in scored], dtype=np.float64)
             reads = [any("extracted" in row for row in group) for group in scored]
             votes = [[row.get("extracted") for row in group] for group in scored]
-            answers = [its if read else None for its, read in zip(votes, reads, strict=True)]
-            found |= {f"{name}/{key}": value for key, value in measure(scores, answers, pass_score).items()}
+            answers = [texts if read else None for texts, read in zip(votes, reads, strict=True)]
+            measures |= {f"{name}/{key}": value for key, value in measure(scores, answers, pass_score).items()}
             if any(reads):
                 read = [row["extracted"] for group in scored for row in group if "extracted" in row]
-                found[f"{name}/num_no_answer"] = read.count(None)
+                measures[f"{name}/num_no_answer"] = read.count(None)
             ci95 = interval(scores)
-            found[f"{name}/ci95"] = None if ci95 is None else list(ci95)
-            found[f"{name}/length_mean"] = float(np.mean([row["length"] for group in scored for row in group]))
-            found[f"{name}/clip_ratio"] = float(
+            measures[f"{name}/ci95"] = None if ci95 is None else list(ci95)
+            measures[f"{name}/length_mean"] = float(np.mean([row["length"] for group in scored for row in group]))
+            measures[f"{name}/clip_ratio"] = float(
                 np.mean([row["finish_reason"] == "length" for group in scored for row in group])
             )
-        found[f"{name}/n"] = len(scored)
+        measures[f"{name}/n"] = len(scored)
         if prompts.reward.strip_reasoning:
             rows_of = [row for group in scored for row in group]
-            found[f"{name}/num_unclosed_reasoning"] = sum(row.get("stripped", "") is None for row in rows_of)
-        found[f"{name}/num_unscored"] = len(part) - len(scored)
-        found[f"{name}/num_unanswered"] = sum("error" in group[0] for group in part)
-    return found
+            measures[f"{name}/num_unclosed_reasoning"] = sum(row.get("stripped", "") is None for row in rows_of)
+        measures[f"{name}/num_unscored"] = len(part) - len(scored)
+        measures[f"{name}/num_unanswered"] = sum("error" in group[0] for group in part)
+    return measures
 
 
 def table(results: Mapping[str, Any]) -> str:

@@ -83,8 +83,8 @@ class GenerateConfig(AnswerConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        for name, one in named_environments(self.environment, self.environments).items():
-            one.check_together(environment_key(name), self.timeout_s, self.generation.rebalance_steps)
+        for name, environment in named_environments(self.environment, self.environments).items():
+            environment.check_together(environment_key(name), self.timeout_s, self.generation.rebalance_steps)
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob:
@@ -131,13 +131,18 @@ def keep_earlier(out: str) -> None:
         print(f"the earlier {out} is now {out}.before", file=sys.stderr)
 
 
-def output_rows(ready: InferJob, made: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The output for all rows. ``made``: the result of each row, empty for prompts that are not answered."""
+def output_rows(ready: InferJob, results: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The output for all rows. ``results``: the result of each row, empty for prompts that are not answered."""
     prompts = ready.sets[0]
-    for row_id, row in enumerate(made):
+    for row_id, row in enumerate(results):
         number = row_id // prompts.sampling.n
-        given = prompts.rows[number]
-        named = {"id": given["id"], "prompt": given["prompt"], "answer": given["answer"], "prompt_ids": prompts.prompts[number]}
+        row_values = prompts.rows[number]
+        named = {
+            "id": row_values["id"],
+            "prompt": row_values["prompt"],
+            "answer": row_values["answer"],
+            "prompt_ids": prompts.prompts[number],
+        }
         if row:
             text = response_text(ready, row)
             yield {**named, **{key: value for key, value in row.items() if key not in ("response", "length")}, "text": text}
@@ -146,7 +151,7 @@ def output_rows(ready: InferJob, made: Sequence[dict[str, Any]]) -> Iterator[dic
             yield {**named, **empty, "error": prompts.errors[number]}
 
 
-def kept_rows(ready: InferJob, made: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
+def kept_rows(ready: InferJob, results: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
     """The best responses to each prompt, or the best and the worst, with the prompt as it was given.
 
     Of equal scores the first counts. A prompt whose responses all have the same score makes no pair. Prints how many prompts
@@ -154,24 +159,28 @@ def kept_rows(ready: InferJob, made: Sequence[dict[str, Any]], keep: str | int) 
     """
     prompts, rows, none = ready.sets[0], [], 0
     n = prompts.sampling.n
-    for number, given in enumerate(prompts.given):
-        scored = [row for row in made[number * n : (number + 1) * n] if row and row["score"] is not None]
+    for number, source_prompt in enumerate(prompts.source_prompts):
+        scored = [row for row in results[number * n : (number + 1) * n] if row and row["score"] is not None]
         ranked = sorted(scored, key=lambda row: -row["score"])
         seen = prompts.rows[number]
-        named = {"id": seen["id"], "prompt": seen["prompt"] if given is None else given, "answer": seen["answer"]}
+        named = {
+            "id": seen["id"],
+            "prompt": seen["prompt"] if source_prompt is None else source_prompt,
+            "answer": seen["answer"],
+        }
         none += not ranked or (keep == "pairs" and ranked[0]["score"] == ranked[-1]["score"])
         if keep == "pairs" and ranked and ranked[0]["score"] > ranked[-1]["score"]:
             best, worst = ranked[0], next(row for row in ranked if row["score"] == ranked[-1]["score"])
             pair = {"chosen": response_text(ready, best), "rejected": response_text(ready, worst)}
             rows.append({**named, **pair, "chosen_score": best["score"], "rejected_score": worst["score"]})
         elif keep != "pairs":
-            taken = ranked[: 1 if keep == "best" else int(keep)]
-            rows += [{**named, "response": response_text(ready, row), "score": row["score"]} for row in taken]
+            best_rows = ranked[: 1 if keep == "best" else int(keep)]
+            rows += [{**named, "response": response_text(ready, row), "score": row["score"]} for row in best_rows]
     why = "have no two responses with different scores" if keep == "pairs" else "have no response with a score"
     if not rows:
         raise ValueError(f"keep={keep}: all {none} prompts {why}; there is nothing to write")
     if none:
-        print(f"keep={keep}: {none} of {len(prompts.given)} prompts {why} and are left out", file=sys.stderr)
+        print(f"keep={keep}: {none} of {len(prompts.source_prompts)} prompts {why} and are left out", file=sys.stderr)
     wrong = 0 if keep == "pairs" else sum(row["score"] <= 0 for row in rows)
     if wrong:
         print(

@@ -116,8 +116,8 @@ def score(ready: ScoreJob, world: World) -> None:
     dtype = model.torch_dtype(world.device)
     source = base_directory(model.path, ready.checkpoint)
     engine = TrainEngine(ready.spec, source, "lm", mesh, None, dtype=dtype, device=world.device, attention=model.attention)
-    held = RoleState(engine.param_shards(), engine.local_tensors())
-    load_from_checkpoint(ready.spec, held, model.path, ready.checkpoint, world)
+    weights = RoleState(engine.param_shards(), engine.local_tensors())
+    load_from_checkpoint(ready.spec, weights, model.path, ready.checkpoint, world)
     # before any rank computes: the others must not wait in a collective for one that cannot load its weights
     world.all.barrier("score:loaded")
     loaded = time.perf_counter()

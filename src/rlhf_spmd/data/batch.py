@@ -125,8 +125,8 @@ class Batch:
     def reorder(self, row_ids: Tensor) -> Batch:
         """Returns rows by id, in that order."""
         order = torch.argsort(self.row_ids)
-        found = torch.searchsorted(self.row_ids[order], row_ids).clamp_(max=len(self) - 1)
-        index = order[found]
+        places = torch.searchsorted(self.row_ids[order], row_ids).clamp_(max=len(self) - 1)
+        index = order[places]
         assert torch.equal(self.row_ids[index], row_ids), f"reorder: ids that the batch of {len(self)} rows does not hold"
         return self.take(index)
 
@@ -177,13 +177,13 @@ def unpack(data: Tensor) -> Batch:
     """Inverse of :func:`pack`; the tensors are views of ``data``."""
     head_size = int.from_bytes(bytes(data[:8].numpy()), "little")
     num_rows, description = json.loads(bytes(data[8 : 8 + head_size].numpy()))
-    at = _aligned(8 + head_size)
+    offset = _aligned(8 + head_size)
 
     def take(dtype: torch.dtype, shape: list[int]) -> Tensor:
-        nonlocal at
+        nonlocal offset
         num_bytes = int(np.prod(shape)) * dtype.itemsize
-        piece = data[at : at + num_bytes].view(dtype).view(shape)
-        at = _aligned(at + num_bytes)
+        piece = data[offset : offset + num_bytes].view(dtype).view(shape)
+        offset = _aligned(offset + num_bytes)
         return piece
 
     row_ids, group_ids = take(torch.int64, [num_rows]), take(torch.int64, [num_rows])

@@ -176,8 +176,8 @@ class ConversationEncoder:
         added = self.tokenizer.added_tokens_decoder  # an added token may swallow the blanks that begin a response
         ids, places = encoded["input_ids"], encoded["offset_mapping"]
         mask = [
-            any(at < end and start < to and not (at < start and token in added) for start, end in spans)
-            for token, (at, to) in zip(ids, places, strict=True)
+            any(begin < end and start < to and not (begin < start and token in added) for start, end in spans)
+            for token, (begin, to) in zip(ids, places, strict=True)
         ]
         if not any(mask):
             raise _nothing_to_learn()
@@ -282,10 +282,10 @@ class _Rendering:
             *self.messages[number + 2 :],
         ]
         limit = shared_length(self._apply(following, False).partition(PROBE)[0], text)
-        at = text.find(self.frame.closing, start, limit) if self.frame.end_id is not None else -1
-        if at < 0:
+        closing_start = text.find(self.frame.closing, start, limit) if self.frame.end_id is not None else -1
+        if closing_start < 0:
             raise self._not_nested(number)
-        return at + len(self.frame.closing)
+        return closing_start + len(self.frame.closing)
 
     def _end(self, text: str, start: int, end: int) -> int:
         """Returns ``end`` without the blanks behind a token that ends the turn."""

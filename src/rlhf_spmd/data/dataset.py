@@ -143,10 +143,10 @@ class DatasetConfig(StoredRowsConfig):
         if validation:
             assert self.val_path is not None, "there are no validation rows without val_path"
             sets = enumerate(self.sources(validation=True))
-            found = (
+            numbered_rows = (
                 (i, row) for i, path in sets for row in stream_rows(path, self.val_split, self.subset, self.val_max_samples)
             )
-            numbered = enumerate(found)
+            numbered = enumerate(numbered_rows)
             return (replace(row, number=n, source=i) if isinstance(row, Row) else row for n, (i, row) in numbered)
         rows = stream_rows(self.path, self.split, self.subset, self.train_max_samples)
         return rows if self.curriculum_key is None else map(self._ranked, rows)
@@ -244,7 +244,7 @@ class TokenDataset:
     ) -> None:
         size = self.group_size
         each = [sum(map(len, entries)) for entries in zip(*columns.values(), strict=True)]
-        lengths = [max(each[at : at + size]) for at in range(0, len(each), size)]
+        lengths = [max(each[first : first + size]) for first in range(0, len(each), size)]
         self.limit, self.drop, self.known = limit, drop, dict[str, Tensor]()
         self.kept = [i for i, length in enumerate(lengths) if length <= limit[1]]
         self.tally = RowTally(len(rows) - len(self.kept), shortest=min(lengths, default=sys.maxsize))
@@ -292,8 +292,8 @@ class TokenDataset:
         """Returns a fingerprint of the rows."""
         digest = hashlib.sha256()
         fields = (*self.columns.values(), *self.numbers.values(), *(self.row_fields[name] for name in sorted(self.row_fields)))
-        for one in fields:
-            for part in (one.lengths, one.values) if isinstance(one, Ragged) else (one,):
+        for column in fields:
+            for part in (column.lengths, column.values) if isinstance(column, Ragged) else (column,):
                 digest.update(part.numpy().tobytes())
         return f"{len(self)}-{digest.hexdigest()[:16]}"
 
@@ -317,16 +317,17 @@ class TokenDataset:
 
     def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
         """Returns rows by index; each is its own group, whose j-th row has the id ``row_id * group_size + j``."""
-        groups, at = (torch.tensor(list(given), dtype=torch.int64) for given in (row_ids, indices))
-        fields = {name: take_rows(self.row_fields[name], at) for name in self.batch_fields if name in self.row_fields}
-        ids, at = ((x[:, None] * self.group_size + torch.arange(self.group_size)).flatten() for x in (groups, at))
+        groups = torch.tensor(list(row_ids), dtype=torch.int64)
+        rows = torch.tensor(list(indices), dtype=torch.int64)
+        fields = {name: take_rows(self.row_fields[name], rows) for name in self.batch_fields if name in self.row_fields}
+        ids, entries = ((x[:, None] * self.group_size + torch.arange(self.group_size)).flatten() for x in (groups, rows))
         for name, column in self.columns.items():
-            taken = column.take(at)
-            fields[name] = Ragged(taken.values.long(), taken.lengths)
-        numbers = {name: column[at] for name, column in (self.numbers | self.known).items()}
+            tokens = column.take(entries)
+            fields[name] = Ragged(tokens.values.long(), tokens.lengths)
+        numbers = {name: column[entries] for name, column in (self.numbers | self.known).items()}
         fields |= {name: values for name, values in numbers.items() if not values.isnan().any()}
         if self.numbers:
-            fields["entry"] = at.double()
+            fields["entry"] = entries.double()
         return Batch(ids, groups.repeat_interleave(self.group_size), fields)
 
     def keep(self, name: str, entries: Tensor, numbers: Tensor) -> None:
@@ -342,19 +343,19 @@ class TokenDataset:
 
 def joined(parts: Sequence[TokenDataset], bad: RowTally | None = None) -> TokenDataset:
     """Concatenates data sets. ``bad`` counts the rows that are in none of them. Raises DataError."""
-    whole, full = copy.copy(parts[0]), [part for part in parts if len(part)] or parts[:1]
-    whole.tally = bad or RowTally()
+    dataset, full = copy.copy(parts[0]), [part for part in parts if len(part)] or parts[:1]
+    dataset.tally = bad or RowTally()
     for part in parts:
-        whole.tally.add(part.tally)
-    whole.columns = {name: concat_field([part.columns[name] for part in full]) for name in full[0].columns}
-    whole.numbers = {name: torch.cat([part.numbers[name] for part in full]) for name in full[0].numbers}
+        dataset.tally.add(part.tally)
+    dataset.columns = {name: concat_field([part.columns[name] for part in full]) for name in full[0].columns}
+    dataset.numbers = {name: torch.cat([part.numbers[name] for part in full]) for name in full[0].numbers}
     beside = {name: concat_field([part.row_fields[name] for part in full]) for name in full[0].row_fields}
-    whole.row_fields = {
-        name: x for name, x in beside.items() if name not in whole.omitted_if or not _all(x, whole.omitted_if[name])
+    dataset.row_fields = {
+        name: x for name, x in beside.items() if name not in dataset.omitted_if or not _all(x, dataset.omitted_if[name])
     }
-    whole.check()
-    whole.fingerprint = whole.digest()
-    return whole
+    dataset.check()
+    dataset.fingerprint = dataset.digest()
+    return dataset
 
 
 def _all(field: Field, value: int) -> bool:

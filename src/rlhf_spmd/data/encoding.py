@@ -186,10 +186,10 @@ class PromptEncoder:
         """
         if not getattr(self.config, "filter_overlong_prompts", False):
             return text
-        most = self.config.max_prompt_length  # type: ignore[attr-defined]  # of PromptsConfig, beside the other
-        part = text[: LONG_TOKEN * most]
+        limit = self.config.max_prompt_length  # type: ignore[attr-defined]  # of PromptsConfig, beside the other
+        part = text[: LONG_TOKEN * limit]
         # twice as many, because the last tokens of a part may differ from those of the whole text
-        cut = len(part) < len(text) and len(next(self.tokenize([part], special_tokens=False))) > 2 * most
+        cut = len(part) < len(text) and len(next(self.tokenize([part], special_tokens=False))) > 2 * limit
         return part if cut else text
 
     def tokenize(self, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
@@ -213,8 +213,8 @@ class PromptEncoder:
         """
         prompts = dict.fromkeys(prompt for prompt, _ in pairs)
         alone = dict(zip(prompts, self.tokenize(list(prompts), special_tokens), strict=True))
-        whole = self.tokenize([prompt + response for prompt, response in pairs], special_tokens)
-        for (prompt, response), ids in zip(pairs, whole, strict=True):
+        joint = self.tokenize([prompt + response for prompt, response in pairs], special_tokens)
+        for (prompt, response), ids in zip(pairs, joint, strict=True):
             by_itself = alone[prompt]
             same = shared_length(by_itself, ids)
             yield (ids[:same], ids[same:]) if same else (by_itself, encode(self.tokenizer, response))
@@ -291,8 +291,8 @@ class PromptEncoder:
         ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continues}
 
         def rendered(messages: list[Message], template: str, variables: dict[str, Any]) -> tuple[str, list[CharSpan]]:
-            its = {"tokenize": False, "chat_template": template, **ends, **variables}
-            return str(self.tokenizer.apply_chat_template(messages, options.tools, **its)), []
+            arguments = {"tokenize": False, "chat_template": template, **ends, **variables}
+            return str(self.tokenizer.apply_chat_template(messages, options.tools, **arguments)), []
 
         return self._rendered(messages, options, rendered)[0]
 
@@ -301,8 +301,8 @@ class PromptEncoder:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         def rendered(messages: list[Message], template: str, variables: dict[str, Any]) -> tuple[str, list[CharSpan]]:
-            its = {"chat_template": template, "return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
-            (text,), (marks,) = cast(Any, render_jinja_template)([messages], options.tools, **its, **variables)
+            arguments = {"chat_template": template, "return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
+            (text,), (marks,) = cast(Any, render_jinja_template)([messages], options.tools, **arguments, **variables)
             return text, marks
 
         return self._rendered(messages, options, rendered)
@@ -328,8 +328,8 @@ class PromptEncoder:
             try:
                 text, marks = render(form, template, self._variables(options))
             except TemplateSyntaxError as error:
-                its = f"the chat template of tokenizer '{self.tokenizer.name_or_path}'"
-                owner = self.key if self.template else its
+                tokenizer_template = f"the chat template of tokenizer '{self.tokenizer.name_or_path}'"
+                owner = self.key if self.template else tokenizer_template
                 raise DataError(f"{owner}, line {error.lineno}: not valid Jinja: {error.message}") from error
             except (TemplateError, *REFUSALS) as error:
                 refusal = refusal or error

@@ -114,11 +114,11 @@ def set_names(paths: Sequence[str]) -> dict[str, str]:
     """
     parts = [[*Path(path).parts[:-1], Path(path).name.partition(".")[0] or Path(path).name] for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(its[-length:]) for its in parts]
+        names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return dict(zip(names, paths, strict=True))
     if paths:
-        twice = next(path for path, its in zip(paths, parts, strict=True) if parts.count(its) > 1)
+        twice = next(path for path, part in zip(paths, parts, strict=True) if parts.count(part) > 1)
         raise ValueError(f"the set {twice} is given twice, or its name differs from another's in the suffix only; name them")
     return {}
 
@@ -331,7 +331,7 @@ def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[RowOrEr
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         where = "" if Path(path).exists() else f"'{path}' is not a file or directory here; "
         reason = first_line(error.__cause__ or error)
-        endings = [its for its in JSON_SUFFIXES + PARQUET_SUFFIXES if any(Path(path).glob(f"*{its}"))]
+        endings = [suffix for suffix in JSON_SUFFIXES + PARQUET_SUFFIXES if any(Path(path).glob(f"*{suffix}"))]
         is_mixed = bool(endings) and isinstance(error, DatasetsError)
         hint = f"; to read its files one after the other give {path}/*{endings[0]}, or one of them" if is_mixed else ""
         raise DataError(f"{where}data set '{path}' (split '{split}') cannot be loaded: {reason}{hint}") from error

@@ -80,13 +80,13 @@ def _key(config: StoredRowsConfig, tokenizer: Any, validation: bool, files: list
     settings = {key: value for key, value in to_dict(config).items() if key not in UNSEEN}
     seen = [[(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in group] for group in files]
     home = Path(getattr(tokenizer, "name_or_path", "") or os.devnull)
-    own = sorted({file for pattern in TOKENIZER_PATTERNS for file in home.glob(pattern) if file.is_file()})
+    tokenizer_files = sorted({file for pattern in TOKENIZER_PATTERNS for file in home.glob(pattern) if file.is_file()})
     code = sorted(Path(__file__).parent.glob("*.py"))
-    contents = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in (*own, *code)]
+    contents = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in (*tokenizer_files, *code)]
     versions = [version(name) for name in ("tokenizers", "transformers")]
     template = read_template(config.chat_template, "data.chat_template")
-    whole = [type(config).__qualname__, validation, settings, seen, contents, versions, template]
-    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:32]
+    key_parts = [type(config).__qualname__, validation, settings, seen, contents, versions, template]
+    return hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:32]
 
 
 def _raise_error_since(since: float, lock: IO[str]) -> None:
@@ -128,12 +128,12 @@ def _make(path: Path, lock: IO[str], config: StoredRowsConfig, tokenizer: Any, v
 
 
 def _tensors(dataset: TokenDataset) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for kind in ("columns", "numbers", "row_fields"):
         for name, column in getattr(dataset, kind).items():
             parts = {"values": column.values, "lengths": column.lengths} if isinstance(column, Ragged) else {"": column}
-            found |= {f"{kind}/{name}/{part}": values.contiguous() for part, values in parts.items()}
-    return found
+            tensors |= {f"{kind}/{name}/{part}": values.contiguous() for part, values in parts.items()}
+    return tensors
 
 
 def _map_file(path: Path, empty: TokenDataset) -> TokenDataset:
@@ -193,16 +193,16 @@ def _encode(
         except DataError as error:
             count_bad_row(error, tally, config.max_bad_rows)
     while True:
-        own, ids, again = (rows, {}, []) if duplicates == "keep" else _first_of_each_id(rows, seen)
+        first_rows, ids, again = (rows, {}, []) if duplicates == "keep" else _first_of_each_id(rows, seen)
         try:
-            dataset = config.encode(own if duplicates == "drop" else rows, tokenizer)
+            dataset = config.encode(first_rows if duplicates == "drop" else rows, tokenizer)
             break
         except DataError as error:
-            at = next((i for i, row in enumerate(rows) if row.where == getattr(error, "where", None)), None)
-            if at is None:  # the error is about settings or the data as a whole
+            bad_row = next((i for i, row in enumerate(rows) if row.where == getattr(error, "where", None)), None)
+            if bad_row is None:  # the error is about settings or the data as a whole
                 raise
             count_bad_row(error, tally, config.max_bad_rows)
-            del rows[at]
+            del rows[bad_row]
     if again and duplicates == "refuse":
         raise again[0]
     seen.update(ids)
@@ -212,7 +212,7 @@ def _encode(
 
 def _first_of_each_id(rows: Sequence[Row], seen: Mapping[str, str]) -> tuple[list[Row], dict[str, str], list[DataError]]:
     """Returns the rows that have a new id or none, the place of each new id, and an error for each other row."""
-    own, ids, again = list[Row](), dict[str, str](), list[DataError]()
+    first_rows, ids, again = list[Row](), dict[str, str](), list[DataError]()
     for row in rows:
         name = row.values.get("id")
         key = json.dumps(name)
@@ -220,9 +220,9 @@ def _first_of_each_id(rows: Sequence[Row], seen: Mapping[str, str]) -> tuple[lis
             remedy = "set data.duplicates=drop to leave such rows out, or keep"
             again.append(row.error(f"the id {name!r} is also that of {first}; {remedy}"))
             continue
-        own.append(row)
+        first_rows.append(row)
         ids |= {} if name is None else {key: row.where}
-    return own, ids, again
+    return first_rows, ids, again
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
@@ -247,11 +247,14 @@ def mixture_order(sources: np.ndarray, weights: Sequence[float], seed: int, epoc
     number, bounds = len(sources), running / running[-1]  # the last is 1 to the bit, or an epoch would be a row short
     parts, places = [], []
     for source in range(len(weights)):
-        own = np.flatnonzero(sources == source)
-        begin, end = (int(at * number * bounds[source + 1]) - int(at * number * bounds[source]) for at in (epoch, epoch + 1))
-        passes = range(begin // len(own), (end - 1) // len(own) + 1)
-        rows = np.concatenate([own[epoch_order(len(own), seed + 1 + source, number, shuffle)] for number in passes])
-        parts.append(rows[begin - passes.start * len(own) :][: end - begin])
+        source_rows = np.flatnonzero(sources == source)
+        # rows of the source before this epoch, and before the next one
+        begin, end = (int(n * number * bounds[source + 1]) - int(n * number * bounds[source]) for n in (epoch, epoch + 1))
+        passes = range(begin // len(source_rows), (end - 1) // len(source_rows) + 1)
+        rows = np.concatenate(
+            [source_rows[epoch_order(len(source_rows), seed + 1 + source, number, shuffle)] for number in passes]
+        )
+        parts.append(rows[begin - passes.start * len(source_rows) :][: end - begin])
         places.append((np.arange(end - begin) + 0.5) / (end - begin))
     order = np.concatenate(parts)
     assert len(order) == number, f"{len(order)} of {number} rows"
@@ -299,9 +302,9 @@ class Loader:
         while len(indices) < size:
             if self.index == len(self.dataset):
                 self.epoch, self.index = self.epoch + 1, 0
-            taken = self._order(self.epoch)[self.index : self.index + size - len(indices)]
-            indices += taken.tolist()
-            self.index += len(taken)
+            order = self._order(self.epoch)[self.index : self.index + size - len(indices)]
+            indices += order.tolist()
+            self.index += len(order)
         row_ids = range(self.samples, self.samples + size)
         self.samples += size
         return self.dataset.batch(indices, row_ids)

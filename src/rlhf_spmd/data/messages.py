@@ -231,6 +231,8 @@ def unread_variables(where: str, variables: Mapping[str, Any], tokenizer: Any, t
     asked: tuple[list[Any] | None, ...] = (None, [{}])
     texts = {tokenizer.get_chat_template(template, tools) for tools in asked}  # a tokenizer may have one for tools
     known = set().union(*map(read_names, texts))
-    own = sorted(name for name in known if not name.endswith("_token"))  # the others are the tokenizer's: bos_token
-    does = f"it reads {', '.join(own)}" if own else "it reads none"
+    read_by_template = sorted(
+        name for name in known if not name.endswith("_token")
+    )  # the others are the tokenizer's: bos_token
+    does = f"it reads {', '.join(read_by_template)}" if read_by_template else "it reads none"
     return [f"{where}.{name} does nothing: the chat template never reads it; {does}" for name in variables if name not in known]

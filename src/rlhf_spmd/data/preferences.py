@@ -85,9 +85,9 @@ class PreferencesConfig(ResponsesConfig):
 
         They are those of ``settings``, or PKU-SafeRLHF's columns ``theirs`` if the row has those. Raises DataError.
         """
-        own = [(getattr(self, setting), f"data.{setting}") for setting in settings]
-        if own[0][0] in row or self.better not in row:
-            return own
+        columns = [(getattr(self, setting), f"data.{setting}") for setting in settings]
+        if columns[0][0] in row or self.better not in row:
+            return columns
         first = _bit(row, self.better, PKU, "0 or 1")
         return [(theirs.format(i), PKU) for i in (first, 1 - first)]
 
@@ -147,13 +147,14 @@ class UnpairedConfig(ResponsesConfig):
         return [answer_to(prompt, _response(row, self.completion_key, "data.completion_key"), row, {"desirable": label})]
 
     def checked(self, row: RowOrError) -> Row:
-        self.single(found := super().checked(row))  # here, because encode() would read all rows again after each bad one
-        return found
+        usable = super().checked(row)
+        self.single(usable)  # here, because encode() would read all rows again after each bad one
+        return usable
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
         responses = [response for row in rows for response in self.single(row)]
         partners = self._partners(responses)
-        groups = [(one, replace(one, answer=answer)) for one, answer in zip(responses, partners, strict=True)]
+        groups = [(response, replace(response, answer=answer)) for response, answer in zip(responses, partners, strict=True)]
         return GroupDataset(groups, self, tokenizer, "responses", cut_second=True)
 
     def _partners(self, responses: Sequence[Response]) -> list[str | Message]:
@@ -161,15 +162,15 @@ class UnpairedConfig(ResponsesConfig):
 
         So both labels enter the baseline as often as they occur in the data. Raises DataError.
         """
-        found = _next_with_other_prompt(responses)
+        partners = _next_with_other_prompt(responses)
         for label in (0.0, 1.0):
-            its = [at for at, response in enumerate(responses) if response.numbers["desirable"] == label]
-            if responses and len(its) == len(responses):
+            same_label = [i for i, response in enumerate(responses) if response.numbers["desirable"] == label]
+            if responses and len(same_label) == len(responses):
                 kind, key = ("desirable", "undesirable")[:: 1 if label else -1]
                 raise DataError(f"'{self.path}': all responses are {kind}; KTO needs {key} ones, too (data.label_key)")
-            for at, other in zip(its, _next_with_other_prompt([responses[at] for at in its]), strict=True):
-                found[at] = other or found[at]
-        answers = [other.answer for other in found if other]
+            for i, other in zip(same_label, _next_with_other_prompt([responses[i] for i in same_label]), strict=True):
+                partners[i] = other or partners[i]
+        answers = [other.answer for other in partners if other]
         if len(answers) < len(responses):
             raise DataError(f"'{self.path}' has one prompt only; KTO compares with responses to other prompts")
         return answers
@@ -177,16 +178,16 @@ class UnpairedConfig(ResponsesConfig):
 
 def _next_with_other_prompt(responses: Sequence[Response]) -> list[Response | None]:
     """Returns for each response the next usable one to another prompt; the first follows the last."""
-    found: list[Response | None] = [None] * len(responses)
+    partners: list[Response | None] = [None] * len(responses)
     near: Response | None = None  # the next usable response; beyond: the next with another prompt than near
     beyond: Response | None = None
-    for at in (*reversed(range(len(responses))), *reversed(range(len(responses)))):
-        here = responses[at]
-        changes = near is None or near.prompt != here.prompt
-        found[at] = near if changes else beyond
-        if not unusable((here,)):
-            near, beyond = here, near if changes else beyond
-    return found
+    for i in (*reversed(range(len(responses))), *reversed(range(len(responses)))):
+        response = responses[i]
+        changes = near is None or near.prompt != response.prompt
+        partners[i] = near if changes else beyond
+        if not unusable((response,)):
+            near, beyond = response, near if changes else beyond
+    return partners
 
 
 class GroupDataset(TokenDataset):
@@ -208,8 +209,8 @@ class GroupDataset(TokenDataset):
         cut_second: bool = False,
     ) -> None:
         self.noun = noun
-        found = [unusable(group) for group in groups]
-        usable = [group for group, reason in zip(groups, found, strict=True) if not reason]
+        reasons = [unusable(group) for group in groups]
+        usable = [group for group, reason in zip(groups, reasons, strict=True) if not reason]
         flat = [response for group in usable for response in group]
         columns = _encode(flat, config, tokenizer)
         if cut_second:
@@ -221,8 +222,8 @@ class GroupDataset(TokenDataset):
         self.tally.num_dialogues = sum(
             all(response.from_dialogue for response in group[: 1 + (not cut_second)]) for group in usable
         )
-        self.tally.left_out = dict(Counter(reason for reason in found if reason))
-        self.tally.first_left_out = next((g[0].row.where for g, reason in zip(groups, found, strict=True) if reason), "")
+        self.tally.left_out = dict(Counter(reason for reason in reasons if reason))
+        self.tally.first_left_out = next((g[0].row.where for g, reason in zip(groups, reasons, strict=True) if reason), "")
 
 
 def unusable(group: tuple[Response, ...]) -> str:
@@ -241,18 +242,18 @@ def unusable(group: tuple[Response, ...]) -> str:
 
 def common_prompt(dialogues: Sequence[Any]) -> Any:
     """Returns the beginning that two dialogues share, up to the last turn that is a response in both. Raises DataError."""
-    one, other = dialogues
-    if isinstance(one, str) and isinstance(other, str):
-        end = one.rfind(TURN, 0, shared_length(one, other))
+    chosen, rejected = dialogues
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        end = chosen.rfind(TURN, 0, shared_length(chosen, rejected))
         if end < 0:
             raise RowError(
                 f"without a prompt two texts must be dialogues that begin alike, up to a turn {TURN!r}; name the prompt's "
                 f"column as data.prompt_key if there is one"
             )
-        return one[: end + len(TURN)]
-    if isinstance(one, str) or isinstance(other, str):
+        return chosen[: end + len(TURN)]
+    if isinstance(chosen, str) or isinstance(rejected, str):
         raise RowError("of the two responses one is text and one is messages")
-    first, second = check_messages(one), check_messages(other)
+    first, second = check_messages(chosen), check_messages(rejected)
     return first[: min(shared_length(first, second), len(first) - 1, len(second) - 1)]
 
 
@@ -290,8 +291,8 @@ def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: A
     """Renders and tokenises each distinct pair once, however many rows it is in."""
     options = [[response.row.values.get(key) for key in ("tools", "chat_template_kwargs")] for response in responses]
     keys = [
-        json.dumps([_with_texts(each.prompt), _with_texts(each.answer), its])
-        for each, its in zip(responses, options, strict=True)
+        json.dumps([_with_texts(each.prompt), _with_texts(each.answer), row_options])
+        for each, row_options in zip(responses, options, strict=True)
     ]
     distinct = dict(zip(reversed(keys), reversed(responses), strict=True))  # of equal ones the first, whose row an error names
     examples = [

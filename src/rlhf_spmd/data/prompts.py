@@ -142,8 +142,8 @@ class PromptDataset(TokenDataset):
         """Decodes the row that rewards see."""
         field = cast(Ragged, self.row_fields["row"])
         begin, end = field.offsets[index : index + 2].tolist()
-        found: dict[str, Any] = json.loads(bytes(field.values[begin:end].numpy()))
-        return found
+        values: dict[str, Any] = json.loads(bytes(field.values[begin:end].numpy()))
+        return values
 
     def examples(self) -> list[dict[str, Any]]:
         """Returns the first rows, and the first row of every ``data_source``, ``environment`` and set of filled columns.
@@ -205,13 +205,13 @@ def response_limits(row: Row) -> list[int]:
 
 
 def _limits_within(row: Row, limit: int) -> list[int]:
-    least, most = response_limits(row)
-    if most > limit:
-        raise row.error(f"max_response_length={most} must be at most data.max_response_length={limit}; raise that")
-    if least > (most or limit):
-        what = "the row's" if most else "data's"
-        raise row.error(f"min_response_length={least} must be at most {what} max_response_length={most or limit}")
-    return [least, most]
+    shortest, longest = response_limits(row)
+    if longest > limit:
+        raise row.error(f"max_response_length={longest} must be at most data.max_response_length={limit}; raise that")
+    if shortest > (longest or limit):
+        what = "the row's" if longest else "data's"
+        raise row.error(f"min_response_length={shortest} must be at most {what} max_response_length={longest or limit}")
+    return [shortest, longest]
 
 
 def reward_row(row: Row, index: int, rendered: str, config: QuestionsConfig) -> dict[str, Any]:
@@ -226,5 +226,5 @@ def reward_row(row: Row, index: int, rendered: str, config: QuestionsConfig) -> 
         if prompt is not None:
             values["messages"] = prompt
         prompt = rendered
-    own = {"answer": answer, "data_source": values.get("data_source"), "id": values.get("id", index)}
-    return {**values, "prompt": prompt, **own}
+    known = {"answer": answer, "data_source": values.get("data_source"), "id": values.get("id", index)}
+    return {**values, "prompt": prompt, **known}

@@ -25,12 +25,12 @@ def strip_reasoning(tokenizer: Any, prompt: Sequence[int], response: Sequence[in
     special = Decoding(tokenizer).special_ids
     ids = [*map(int, response)]
     if closing in special:  # which text does not show
-        at = next((i for i in reversed(range(len(ids))) if ids[i] == special[closing]), -1)
-        rest = decode(tokenizer, [ids[at + 1 :]])[0]
-        closed, open_again = at >= 0, special.get(opening) in ids[at + 1 :] or opening in rest
+        end = next((i for i in reversed(range(len(ids))) if ids[i] == special[closing]), -1)
+        rest = decode(tokenizer, [ids[end + 1 :]])[0]
+        closed, open_again = end >= 0, special.get(opening) in ids[end + 1 :] or opening in rest
     else:
-        _, found, rest = decode(tokenizer, [ids])[0].rpartition(closing)
-        closed, open_again = bool(found), opening in rest
+        _, closing_tag, rest = decode(tokenizer, [ids])[0].rpartition(closing)
+        closed, open_again = bool(closing_tag), opening in rest
     if not closed and not open_again:
         open_again = begins_reasoning(decode(tokenizer, [prompt[-TAIL:]], skip_special_tokens=False)[0], opening)
     return None if open_again else rest.lstrip("\n")
@@ -53,6 +53,6 @@ def split_reasoning(text: str, begun: bool, tags: Sequence[str], ended: bool) ->
         return "", text
     thoughts, closed, answer = text.partition(closing)
     if not closed and not ended:
-        held = next((n for n in range(len(closing) - 1, 0, -1) if thoughts.endswith(closing[:n])), 0)
-        thoughts = thoughts[: len(thoughts) - held]
+        length = next((n for n in range(len(closing) - 1, 0, -1) if thoughts.endswith(closing[:n])), 0)
+        thoughts = thoughts[: len(thoughts) - length]
     return thoughts, answer

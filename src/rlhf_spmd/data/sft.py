@@ -94,8 +94,8 @@ class ResponseDataset(TokenDataset):
         super().__init__(rows, columns, ("max_length", config.max_length), ("filter_overlong", config.filter_overlong))
         self.row_fields["response_mask"] = ragged([learnt[i][2] for i in self.kept], torch.bool)
         self.tally.num_cut = num_cut
-        self.tally.left_out = {reason: len(its) for reason, its in left_out.items() if its}
-        self.tally.first_left_out = next((row.where for its in left_out.values() for row in its), "")
+        self.tally.left_out = {reason: len(dropped) for reason, dropped in left_out.items() if dropped}
+        self.tally.first_left_out = next((row.where for dropped in left_out.values() for row in dropped), "")
 
 
 def _cut(pair: MaskedPair, limit: int, side: str) -> MaskedPair:

@@ -44,13 +44,13 @@ def _tokenizer_class(directory: Path) -> Any:
     ``AutoTokenizer`` would choose the general class for the families below anyway, but it imports torch's compiler and
     a model server first, which costs each rank more than a second.
     """
-    said: dict[str, dict[str, Any]] = {}
+    files: dict[str, dict[str, Any]] = {}
     for name in ("config.json", "tokenizer_config.json"):
         with suppress(OSError, ValueError):
-            said[name] = parse_json((directory / name).read_bytes())
-    own = said.get("tokenizer_config.json", {})
-    general = own.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend") and "auto_map" not in own
-    family = said.get("config.json", {}).get("model_type")
+            files[name] = parse_json((directory / name).read_bytes())
+    settings = files.get("tokenizer_config.json", {})
+    general = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend") and "auto_map" not in settings
+    family = files.get("config.json", {}).get("model_type")
     if general and family in ("llama", "qwen3", "qwen3_moe") and (directory / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
@@ -88,8 +88,8 @@ def prompt_texts(tokenizer: Any, prompts: Sequence[list[int]]) -> list[str]:
     if tokenizer is None:
         return [""] * len(prompts)
     begin, _ = added_ids(tokenizer)
-    own = [ids[len(begin) * (ids[: len(begin)] == begin) :] for ids in prompts]
-    return [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in own]
+    without_start = [ids[len(begin) * (ids[: len(begin)] == begin) :] for ids in prompts]
+    return [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in without_start]
 
 
 @lru_cache(maxsize=8)
@@ -97,16 +97,16 @@ def added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Returns the special tokens that the tokenizer puts before and after a text."""
     alone, word = _word_before(tokenizer)
     dressed = list(tokenizer(word)["input_ids"])
-    for at in range(len(dressed) - len(alone) + 1):
-        if alone and dressed[at : at + len(alone)] == alone:
-            return dressed[:at], dressed[at + len(alone) :]
+    for start in range(len(dressed) - len(alone) + 1):
+        if alone and dressed[start : start + len(alone)] == alone:
+            return dressed[:start], dressed[start + len(alone) :]
     end = dressed[-1:] if dressed[-1:] == [tokenizer.eos_token_id] else []
     return dressed[: len(dressed) - len(end)], end
 
 
-def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Returns how many first characters, tokens or messages are the same."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
 
 
 @lru_cache(maxsize=8)
@@ -225,19 +225,19 @@ def turn_frame(tokenizer: Any, template: str | None = None, **arguments: Any) ->
     try:
         asked = tokenizer.apply_chat_template(question, add_generation_prompt=False, **options)
         prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, **options)
-        whole = tokenizer.apply_chat_template(answered, add_generation_prompt=False, **options)
+        conversation = tokenizer.apply_chat_template(answered, add_generation_prompt=False, **options)
     except (TemplateError, *REFUSALS):
         return NO_TURN
-    before, _, after = whole.partition(PROBE)
+    before, _, after = conversation.partition(PROBE)
     # some vocabularies have runs of blanks among their added tokens
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     places = [(after.find(text), -len(text), text) for text in added if text in after]
     opening = before[len(prompt) :] if before.startswith(prompt) else ""
-    thoughts = _thoughts(asked, prompt, whole)
+    thoughts = _thoughts(asked, prompt, conversation)
     if not places:
         return TurnFrame(opening, after, "", None, *thoughts)
-    at, _, text = min(places)
-    stop = at + len(text)
+    start, _, text = min(places)
+    stop = start + len(text)
     return TurnFrame(opening, after[:stop], after[stop:], added[text], *thoughts)
 
 
@@ -262,5 +262,5 @@ def end_token_ids(tokenizer: Any, template: str | None = None) -> tuple[int, ...
     """
     if tokenizer is None:
         return ()
-    found = {getattr(tokenizer, "eos_token_id", None), turn_frame(tokenizer, template).end_id}
-    return tuple(sorted(token for token in found if token is not None))
+    ends = {getattr(tokenizer, "eos_token_id", None), turn_frame(tokenizer, template).end_id}
+    return tuple(sorted(token for token in ends if token is not None))

@@ -77,8 +77,8 @@ class AccessRules:
 
     def check_token(self, headers: Mapping[str, str]) -> None:
         """Raises Refusal for a missing or wrong bearer token."""
-        given, wanted = headers.get("authorization", ""), f"Bearer {self.token}"
-        if self.token is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
+        header, expected = headers.get("authorization", ""), f"Bearer {self.token}"
+        if self.token is not None and not hmac.compare_digest(header.encode(), expected.encode()):
             raise Refusal(401, "the bearer token is missing or wrong", "invalid_api_key")
 
 
@@ -274,17 +274,17 @@ class ServedConnection(H11Protocol):
             self.timeout_keep_alive_task = self.loop.call_at(due, self.timeout_keep_alive_handler)
 
 
-async def _read(request: Request, most: int) -> bytes:
-    """The body of a request. Raises Refusal if it has more than ``most`` bytes, by its header or in fact, or is too slow."""
+async def _read(request: Request, max_bytes: int) -> bytes:
+    """The body of a request. Raises Refusal if it has more than ``max_bytes`` bytes, by its header or in fact, or is too slow."""
     length, body = request.headers.get("content-length", "0"), bytearray()
-    too_long = Refusal(413, f"a request has at most max_body_bytes={most} bytes")
-    if int(length) > most:  # h11 has seen that it is a number
+    too_long = Refusal(413, f"a request has at most max_body_bytes={max_bytes} bytes")
+    if int(length) > max_bytes:  # h11 has seen that it is a number
         raise too_long
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 body += part
-                if len(body) > most:
+                if len(body) > max_bytes:
                     raise too_long
     except TimeoutError as error:
         raise Refusal(408, f"the request has not come within {BODY_S:.0f} s") from error

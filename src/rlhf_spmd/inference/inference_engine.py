@@ -82,12 +82,12 @@ def build_generator(ready: LoadedModel, world: World) -> Generator:
     """
     config, layout = ready.config, ready.layout
     mesh, dtype = build_mesh(world, range(world.size), layout), config.model.torch_dtype(world.device)
-    whole = layout.whole_experts
-    decoder = Decoder(ready.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device, whole_experts=whole)
+    whole_experts = layout.whole_experts
+    decoder = Decoder(ready.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device, whole_experts=whole_experts)
     if (directory := base_directory(config.model.path, ready.checkpoint)) is not None:
         load_pretrained(decoder, directory)
-    held = RoleState(decoder.shards, dict(decoder.named_parameters()))
-    load_from_checkpoint(ready.spec, held, config.model.path, ready.checkpoint, world)
+    weights = RoleState(decoder.shards, dict(decoder.named_parameters()))
+    load_from_checkpoint(ready.spec, weights, config.model.path, ready.checkpoint, world)
     attention = config.generation.attention, config.model.attention
     backend = choose_backend(*attention, dtype, world.device, "generation.attention", ready.spec)
     generation = replace(config.generation, attention=backend)
@@ -143,10 +143,10 @@ class InferenceEngine:
             requests = [request for group in waiting for request in group]
             yield generator.generate(requests, sampling, seed, 0, self.tick, environments if requests else None)
             return
-        most = max(IN_FLIGHT * generator.config.max_num_seqs // len(waiting[0]), 1) if waiting else 0
+        max_groups = max(IN_FLIGHT * generator.config.max_num_seqs // len(waiting[0]), 1) if waiting else 0
         limits = GenerationLimits(fraction=HANDED_OUT, seconds=HANDED_OUT_S)
         while waiting or generator.kept:
-            room = most - len({row.request.group_id for row in generator.kept})
+            room = max_groups - len({row.request.group_id for row in generator.kept})
             requests = [request for _ in range(min(room, len(waiting))) for request in waiting.popleft()]
             yield generator.generate_until(requests, sampling, seed, 0, limits, 0, self.tick)
 

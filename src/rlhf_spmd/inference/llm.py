@@ -73,11 +73,11 @@ class LLM:
         ``sampling_params``: for all prompts, or a list for each. ``use_tqdm``: a bar counts the responses, on a terminal.
         Collective as :class:`LLM` says.
         """
-        given = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # an array
-        given = [given] if isinstance(given, str | Mapping) or is_ids(given) else given
-        if not isinstance(given, Sequence):
+        prompt_list = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # an array
+        prompt_list = [prompt_list] if isinstance(prompt_list, str | Mapping) or is_ids(prompt_list) else prompt_list
+        if not isinstance(prompt_list, Sequence):
             raise ValueError(f"prompts are a {type(prompts).__name__}: give a text, token ids, a mapping, or a list of these")
-        return self._answer(self.processor.encode(given), sampling_params, use_tqdm)
+        return self._answer(self.processor.encode(prompt_list), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -108,21 +108,20 @@ class LLM:
         self, prompts: Sequence[Prompt], params: Params, use_tqdm: bool, ends: Sequence[int] = ()
     ) -> list[RequestOutput]:
         """``ends``: the end tokens of a chat template that is not the tokenizer's."""
-        each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
-        if wrong := [type(one).__name__ for one in each if not isinstance(one, SamplingParams)]:
+        params_of = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        if wrong := [type(value).__name__ for value in params_of if not isinstance(value, SamplingParams)]:
             raise ValueError(f"sampling_params are a {wrong[0]}: give SamplingParams, or a list of them")
-        if len(each) != len(prompts):
+        if len(params_of) != len(prompts):
             raise ValueError(
-                f"sampling_params: {len(each)} of them for {len(prompts)} prompts; give one for all, or one for each"
+                f"sampling_params: {len(params_of)} of them for {len(prompts)} prompts; give one for all, or one for each"
             )
         if ends:
-            stops = [[*(one.stop_token_ids or ()), *(() if one.ignore_eos else ends)] for one in each]
-            each = [replace(one, stop_token_ids=stop) for one, stop in zip(each, stops, strict=True)]
-        asked = self.processor.requests(prompts, each)
+            stops = [[*(value.stop_token_ids or ()), *(() if value.ignore_eos else ends)] for value in params_of]
+            params_of = [replace(value, stop_token_ids=stop) for value, stop in zip(params_of, stops, strict=True)]
+        asked = self.processor.requests(prompts, params_of)
         engine = self.processor.engine
         shown = use_tqdm and engine.world.rank == 0 and sys.stderr.isatty()
-        total = (
-            sum(len(each.requests) for each in asked) if engine.mesh.layout.dp == 1 else None
-        )  # other replicas' do not count
+        # the bar counts this replica's responses, so only one replica has a total
+        total = sum(len(each.requests) for each in asked) if engine.mesh.layout.dp == 1 else None
         with tqdm(total=total, unit=" responses", disable=not shown) as bar:
             return self.processor.generate(asked, bar.update)

@@ -89,11 +89,11 @@ def find_weights(path: str) -> tuple[str, Path | None]:
     checkpoint whose run does not name the model that it started from.
     """
     here = named_checkpoint(Path(path))
-    whole = committed(here)
+    complete = committed(here)
     exported = (here / EXPORT_DIR / "config.json").is_file() and (here / CONFIG_FILE).is_file()
-    if exported and (not whole or exported_checkpoint(here) == whole[0].path.name):
+    if exported and (not complete or exported_checkpoint(here) == complete[0].path.name):
         return str(here / EXPORT_DIR), None
-    checkpoint = here if (here / COMMIT).is_file() else whole[0].path if whole else None
+    checkpoint = here if (here / COMMIT).is_file() else complete[0].path if complete else None
     if (here / "config.json").is_file() or checkpoint is None:
         return path, None
     written = checkpoint.parent.parent / CONFIG_FILE
@@ -109,11 +109,11 @@ def read_weights(config: Config, launch: Launch, generation_ep: int = 1) -> tupl
 
     The checkpoint has the weights if they are not in the model's directory. Local: no communication. Raises ValueError, one line.
     """
-    given = Path(config.model.path)
+    named = Path(config.model.path)
     directory, checkpoint = find_weights(config.model.path)
-    if launch.rank == 0 and (given / CONFIG_FILE).is_file():
-        of = (checkpoint.name if checkpoint else exported_checkpoint(given)) or "an unknown checkpoint"
-        print(f"model.path={given}: the weights of {of}, from {checkpoint or directory}", file=sys.stderr)
+    if launch.rank == 0 and (named / CONFIG_FILE).is_file():
+        source = (checkpoint.name if checkpoint else exported_checkpoint(named)) or "an unknown checkpoint"
+        print(f"model.path={named}: the weights of {source}, from {checkpoint or directory}", file=sys.stderr)
     config = replace(config, model=replace(config.model, path=local_directory(directory, "model.path")))
     spec = read_spec(config.model.path)
     layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
@@ -133,7 +133,7 @@ def base_directory(directory: str, checkpoint: Path | None) -> str | None:
     return directory if checkpoint is None or find_adapters(checkpoint, ROLE) is not None else None
 
 
-def load_from_checkpoint(spec: ModelSpec, held: RoleState, directory: str, checkpoint: Path | None, world: World) -> None:
+def load_from_checkpoint(spec: ModelSpec, weights: RoleState, directory: str, checkpoint: Path | None, world: World) -> None:
     """Loads the checkpoint, if there is one, into this rank's weights, in their dtype.
 
     Adapters are added to the weights of ``directory``, which were loaded before.
@@ -143,14 +143,14 @@ def load_from_checkpoint(spec: ModelSpec, held: RoleState, directory: str, check
         return
     adapters = find_adapters(checkpoint, ROLE)
     if adapters is not None:
-        adapters.add_to(spec, held, Path(directory))
+        adapters.add_to(spec, weights, Path(directory))
         return
     dtype = DTYPES[read_manifest(checkpoint).dtype_of(ROLE)]
-    stored = {name: torch.empty(value.shape, dtype=dtype) for name, value in held.tensors.items()}
+    stored = {name: torch.empty(value.shape, dtype=dtype) for name, value in weights.tensors.items()}
     beside = frozenset([spec.names.second_head])  # an actor that is also the critic has one
-    load_checkpoint(checkpoint, ROLE, RoleState(held.shards, stored), world.all, beside)
+    load_checkpoint(checkpoint, ROLE, RoleState(weights.shards, stored), world.all, beside)
     with torch.no_grad():
-        for name, value in held.tensors.items():
+        for name, value in weights.tensors.items():
             value.copy_(stored.pop(name))
 
 

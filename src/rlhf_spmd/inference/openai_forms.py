@@ -146,17 +146,17 @@ def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, Sam
         if key in asked:
             raise ValueError(f"{key} {'are' if key.endswith('s') else 'is'} not supported yet; leave the field out")
     shaping = {each.name for each in fields(AnswerFormat)} - {"generates"}
-    given = {key: value for key, value in asked.items() if key not in OTHER and key not in shaping}
-    if bad := [key for key in INTERNAL if key in given]:
+    settings = {key: value for key, value in asked.items() if key not in OTHER and key not in shaping}
+    if bad := [key for key in INTERNAL if key in settings]:
         raise ValueError(f"unknown key '{bad[0]}'")
     if chat:
-        given["max_tokens"] = given.pop("max_completion_tokens", given.get("max_tokens"))
-        likeliest = given.pop("top_logprobs", 0)
-        given["logprobs"] = likeliest if given.pop("logprobs", False) else None
+        settings["max_tokens"] = settings.pop("max_completion_tokens", settings.get("max_tokens"))
+        likeliest = settings.pop("top_logprobs", 0)
+        settings["logprobs"] = likeliest if settings.pop("logprobs", False) else None
     answer: AnswerFormat = _read(AnswerFormat, {key: value for key, value in asked.items() if key in shaping})
-    if type(most := given.get("max_tokens")) is int and most == 0:  # neither false nor 0.0
-        answer, given["max_tokens"] = replace(answer, generates=False), 1
-    params: SamplingParams = _read(SamplingParams, given)
+    if type(max_tokens := settings.get("max_tokens")) is int and max_tokens == 0:  # neither false nor 0.0
+        answer, settings["max_tokens"] = replace(answer, generates=False), 1
+    params: SamplingParams = _read(SamplingParams, settings)
     if answer.echo and chat:
         raise ValueError("echo=true is for /v1/completions: a chat's prompt is its messages")
     if answer.chat_template_kwargs and not chat:
@@ -166,8 +166,8 @@ def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, Sam
     return answer, replace(params, prompt_logprobs=params.logprobs if answer.echo else None)
 
 
-def _read(schema: Any, given: Mapping[str, Any]) -> Any:
-    return read_section(schema, given, strict=True)
+def _read(schema: Any, values: Mapping[str, Any]) -> Any:
+    return read_section(schema, values, strict=True)
 
 
 @dataclass(frozen=True)
@@ -204,14 +204,14 @@ def choice_of(index: int, delta: TextDelta, chat: bool, to_bytes: ToBytes, part:
 
 def _completion_logprobs(entries: Sequence[Entry], offsets: Sequence[int]) -> dict[str, Any]:
     """``top_logprobs`` also has the token itself. Of tokens with the same text it has the likeliest."""
-    own = [next(iter(entry.values())) for entry in entries]
-    best = [[token, *(each for _, each in reversed(_ranked(entry)))] for token, entry in zip(own, entries, strict=True)]
+    drawn = [next(iter(entry.values())) for entry in entries]
+    best = [[token, *(each for _, each in reversed(_ranked(entry)))] for token, entry in zip(drawn, entries, strict=True)]
     return {
-        "tokens": [token.decoded_token for token in own],
-        "token_logprobs": [_finite(token.logprob) for token in own],
+        "tokens": [token.decoded_token for token in drawn],
+        "token_logprobs": [_finite(token.logprob) for token in drawn],
         "top_logprobs": [
             None if isnan(token.logprob) else {each.decoded_token: _finite(each.logprob) for each in tokens}
-            for token, tokens in zip(own, best, strict=True)
+            for token, tokens in zip(drawn, best, strict=True)
         ],
         "text_offset": [*offsets],
     }
@@ -227,7 +227,7 @@ def _chat_logprobs(entries: Sequence[Entry], to_bytes: ToBytes) -> dict[str, Any
 
     first = [next(iter(entry.items())) for entry in entries]
     ranked = [[named(token, each) for token, each in _ranked(entry)] for entry in entries]
-    return {"content": [{**named(*own), "top_logprobs": top} for own, top in zip(first, ranked, strict=True)]}
+    return {"content": [{**named(*drawn), "top_logprobs": top} for drawn, top in zip(first, ranked, strict=True)]}
 
 
 def _ranked(entry: Entry) -> list[tuple[int, Logprob]]:

@@ -58,7 +58,7 @@ class Journal:
 
     def read(self, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], dict[str, Any]]:
         """Returns rows that earlier starts of the job have finished, among ``places``: (set, row id)."""
-        found: dict[tuple[int, int], dict[str, Any]] = {}
+        rows: dict[tuple[int, int], dict[str, Any]] = {}
         for path in sorted(self.directory.glob("*.jsonl")):
             with path.open(encoding="utf-8", errors="replace") as lines:
                 lines.readline()
@@ -66,8 +66,8 @@ class Journal:
                     if line.endswith("\n"):
                         number, row_id, row = json.loads(line)
                         if (number, row_id) in places:
-                            found[number, row_id] = row
-        return found
+                            rows[number, row_id] = row
+        return rows
 
     def append(self, records: Sequence[tuple[tuple[int, int], Any]]) -> None:
         """Writes and flushes ``records``, so that they survive a kill of this process. Raises WriteError."""

@@ -70,7 +70,7 @@ class PromptSet:
     """Checked prompts.
 
     - key: the configuration key of the reward, for messages
-    - given: the prompts as the file has them; rows: as rewards see them; prompts: as token ids
+    - source_prompts: the prompts as the file has them; rows: as rewards see them; prompts: as token ids
     - limits: least and most tokens of each prompt's responses
     - errors: by number, the prompts that are not answered and why
     """
@@ -79,7 +79,7 @@ class PromptSet:
     key: str
     sampling: SamplingConfig
     reward: RewardConfig
-    given: list[Any]
+    source_prompts: list[Any]
     rows: list[dict[str, Any]]
     prompts: list[list[int]]
     limits: list[tuple[int, int]]
@@ -89,8 +89,8 @@ class PromptSet:
         """``n`` requests for each prompt that is answered, in order."""
         n = self.sampling.n
         return [
-            [Request(i * n + j, i, prompt, most, least) for j in range(n)]
-            for i, (prompt, (least, most)) in enumerate(zip(self.prompts, self.limits, strict=True))
+            [Request(i * n + j, i, prompt, longest, shortest) for j in range(n)]
+            for i, (prompt, (shortest, longest)) in enumerate(zip(self.prompts, self.limits, strict=True))
             if i not in self.errors
         ]
 
@@ -142,7 +142,7 @@ def check_set(
     ends = build_stop_criteria(sampling, spec.eos_token_ids, decoding(tokenizer), where)
     drawable = drawable_ids(spec.vocab_size, spec.eos_token_ids, decoding(tokenizer))
     sampling.check_ids(spec.vocab_size, drawable, ends.token_ids, any(least for least, _ in limits), where)
-    longest = max(len(prompt) + most for prompt, (_, most) in zip(prompts, limits, strict=True))
+    longest = max(len(prompt) + longest_response for prompt, (_, longest_response) in zip(prompts, limits, strict=True))
     config.generation.check_model("generation", spec)
     config.generation.check_row("generation", longest, f"the longest row may have {longest} tokens")
     seen = [reward_row(row, i, encoded[i][1], config.data) for i, row in enumerate(rows)]
@@ -151,20 +151,20 @@ def check_set(
             raise ValueError(f"{key}.{setting}={value}: here responses are scored by a function; leave it out")
     reward.check_no_model(key)
     reward.check_rows(key, seen, [row.where for row in rows])
-    given = [row.get(config.data.prompt_key, "") if config.data.prompt_key in row else None for row in rows]
-    return PromptSet(name, key, sampling, reward, given, seen, prompts, limits, errors)
+    source_prompts = [row.get(config.data.prompt_key, "") if config.data.prompt_key in row else None for row in rows]
+    return PromptSet(name, key, sampling, reward, source_prompts, seen, prompts, limits, errors)
 
 
 def limits_of(row: Row, room: int, sampling: SamplingConfig) -> tuple[int, int]:
     """Least and most tokens of a response: the row's own limits or the common ones, and at most ``room``. Raises DataError."""
-    least, own = response_limits(row)
-    most = min(room, own or sampling.max_response_length or room)
-    if least > most:
+    shortest, row_limit = response_limits(row)
+    longest = min(room, row_limit or sampling.max_response_length or room)
+    if shortest > longest:
         raise row.error(
-            f"min_response_length={least} must be at most {most}, which max_response_length (the row's, else "
+            f"min_response_length={shortest} must be at most {longest}, which max_response_length (the row's, else "
             "sampling's) and the model's context leave"
         )
-    return least, most
+    return shortest, longest
 
 
 def job_of(config: Any, checkpoint: Path | None, sets: Sequence[PromptSet]) -> str:
@@ -272,8 +272,8 @@ class PromptSetRun:
                     ]
                     if engine.leads and ended:
                         records += scored.result() if scored else []
-                        taken = [completion for group in ended for completion in sorted(group, key=lambda c: c.row_id)]
-                        scored = pool.submit(self._write_down, taken)
+                        complete = [completion for group in ended for completion in sorted(group, key=lambda c: c.row_id)]
+                        scored = pool.submit(self._write_down, complete)
                 records += scored.result() if scored else []
                 self.scorer.close()  # its processes end with the thread that started them
         except NotFinite as error:
@@ -326,9 +326,9 @@ class PromptSetRun:
             scored = self.scorer.score(prompts, [answer or "" for answer in answers], ids)
             for row, text, verdict, completion in zip(rows, texts, scored, completions, strict=True):
                 row |= {"response": text, **verdict} | ({"score": None} if completion.failure else {})
-        made = [((self.number, completion.row_id), row) for completion, row in zip(completions, rows, strict=True)]
-        self.ready.journal.append(made)
-        return made
+        written = [((self.number, completion.row_id), row) for completion, row in zip(completions, rows, strict=True)]
+        self.ready.journal.append(written)
+        return written
 
 
 class RewardScorer:
@@ -367,9 +367,9 @@ class RewardScorer:
             action = f"{self.set.key}.function {reward.function!r} failed; {self.set.key}.{reward.after_failure}"
             print(f"{action}: {error}", file=sys.stderr)
             self.reported = True
-        for at, (i, score) in enumerate(zip(chosen, result.scores, strict=True)):
+        for place, (i, score) in enumerate(zip(chosen, result.scores, strict=True)):
             scores[i]["score"] = None if score is None else reward.weight * score
-            scores[i] |= {"extracted": result.answers[at]} if at in result.answers else {}
+            scores[i] |= {"extracted": result.answers[place]} if place in result.answers else {}
         return scores
 
 

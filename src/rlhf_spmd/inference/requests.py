@@ -125,33 +125,33 @@ class RequestProcessor:
         prompt may fill the context. Local; any thread may call.
         Raises ValueError or DataError, one line.
         """
-        given = [p.get("prompt_token_ids", p.get("prompt")) if isinstance(p, Mapping) else p for p in prompts]
-        given = [p.tolist() if hasattr(p, "tolist") else p for p in given]  # an array
-        names = [f"prompt {number}" for number in range(len(given))]
+        inputs = [p.get("prompt_token_ids", p.get("prompt")) if isinstance(p, Mapping) else p for p in prompts]
+        inputs = [p.tolist() if hasattr(p, "tolist") else p for p in inputs]  # an array
+        names = [f"prompt {number}" for number in range(len(inputs))]
 
         def check_room(length: int, name: str) -> None:
             if self.longest - length < generates:
                 answer = ", one of which is the response's" if generates else ""
                 raise ValueError(f"{name} has {length} tokens, and a row may have {self.longest}{answer}")
 
-        for name, prompt in zip(names, given, strict=True):
+        for name, prompt in zip(names, inputs, strict=True):
             if is_ids(prompt):  # first: reading millions of ids takes seconds
                 check_room(len(prompt), name)
-        texts = [i for i, p in enumerate(given) if not is_ids(p)]
-        read: dict[int, Prompt] = {i: (list(p), None) for i, p in enumerate(given) if is_ids(p)}
+        texts = [i for i, p in enumerate(inputs) if not is_ids(p)]
+        read: dict[int, Prompt] = {i: (list(p), None) for i, p in enumerate(inputs) if is_ids(p)}
         if texts:
             tokenizer = self.tokenizer or load_tokenizer(self.path)
             encoding = EncodingConfig(chat_template=template, chat_template_kwargs=dict(variables or {}))
             encoding.check("chat")
             encoder = PromptEncoder(tokenizer, encoding, "")
-            most = self.longest * longest_token(tokenizer)
-            encoded = encoder.encode([given[i] for i in texts], [names[i] for i in texts], most_characters=most)
+            max_characters = self.longest * longest_token(tokenizer)
+            encoded = encoder.encode([inputs[i] for i in texts], [names[i] for i in texts], most_characters=max_characters)
             read |= zip(texts, encoded, strict=True)
         for i, name in enumerate(names):
             with named_row(name):
                 check_ids(read[i][0], self.spec.vocab_size, "prompt_token_ids")
             check_room(len(read[i][0]), name)
-        return [read[i] for i in range(len(given))]
+        return [read[i] for i in range(len(inputs))]
 
     def requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[PromptRequest]:
         """The requests for ``prompts``, as :meth:`encode` returns them. Numbers the responses. Local. Raises ValueError, one line."""
@@ -165,15 +165,17 @@ class RequestProcessor:
         if (params.prompt_logprobs or 0) > drawable:
             raise ValueError(f"{where}.prompt_logprobs={params.prompt_logprobs}: the model's vocabulary has {drawable} tokens")
         room = self.longest - len(ids)
-        most = min(params.max_tokens or room, room)
-        if params.min_tokens > most:
-            raise ValueError(f"{where}.min_tokens={params.min_tokens}: must be at most {most}, the tokens that are left")
+        max_new_tokens = min(params.max_tokens or room, room)
+        if params.min_tokens > max_new_tokens:
+            raise ValueError(
+                f"{where}.min_tokens={params.min_tokens}: must be at most {max_new_tokens}, the tokens that are left"
+            )
         processors = tuple(params.logits_processors or ())
         if processors and (config.steps_per_sync or 1) > 1:
             raise ValueError(f"{where}.logits_processors need steps_per_sync=1: they see drawn tokens")
         first, self._num_rows = self._num_rows, self._num_rows + params.n
         keys = [None if params.seed is None else (params.seed, j) for j in range(params.n)]
-        limits = most, params.min_tokens, params.overrides
+        limits = max_new_tokens, params.min_tokens, params.overrides
         requests = [Request(first + j, first, ids, *limits, key, processors) for j, key in enumerate(keys)]
         return PromptRequest(text, ids, params, sampling, stop, requests)
 
@@ -199,8 +201,8 @@ class RequestProcessor:
         scored = dict(zip(many, prompt_log_probs(engine.generator, prompts, [*many.values()], at_once), strict=True))
         records = []
         for i in mine if engine.leads else ():
-            made = [self.record(asked[i], ended[request.row_id]) for request in asked[i].requests]
-            records.append((i, [made, scored.get(i)]))
+            responses = [self.record(asked[i], ended[request.row_id]) for request in asked[i].requests]
+            records.append((i, [responses, scored.get(i)]))
         gathered = gather_records(engine.world, records, "generate:results")
         shared = engine.world.all.broadcast_json(gathered, "generate:results")
         return [self.output(each, *record) for each, (_, record) in zip(asked, shared, strict=True)]
@@ -223,7 +225,7 @@ class RequestProcessor:
 
     def text_of(self, asked: PromptRequest, ids: Sequence[int], stopped: bool) -> tuple[str, int | str | None]:
         """The text of a response or of its beginning, and what stopped it: a stop string, a token id, or None."""
-        params, whole, stops = asked.params, asked.params.include_stop_str_in_output, asked.sampling.stop
+        params, keeps_stop, stops = asked.params, asked.params.include_stop_str_in_output, asked.sampling.stop
         token = ids[-1] if stopped and ids[-1] in asked.stop.token_ids else None
         ended = None if token in self.engine.generator.eos_ids and not params.ignore_eos else token
         decoding = self.engine.generator.decoding
@@ -232,9 +234,9 @@ class RequestProcessor:
         plain = partial(self._decode, skips=params.skip_special_tokens)
         if stopped and token is None:
             (text, _), (_, stop) = (StopStrings(stops, each).cut(ids) for each in (plain, decoding))
-            return text + stop * whole, stop
+            return text + stop * keeps_stop, stop
         special = {token: stop for stop, token in special_stops(stops, decoding.special_ids, "").items()}
-        return plain(ids if whole or token is None else ids[:-1]), None if ended is None else special.get(ended, ended)
+        return plain(ids if keeps_stop or token is None else ids[:-1]), None if ended is None else special.get(ended, ended)
 
     def _decode(self, ids: Sequence[int], skips: bool) -> str:
         return "" if self.tokenizer is None else decode(self.tokenizer, [ids], skips)[0]
@@ -268,7 +270,7 @@ def prompt_log_probs(
     """
     decoder = generator.decoder
     lengths, device = [len(ids) for ids in prompts], decoder.head_weight.device
-    found: list[Entries] = [[] for _ in prompts]
+    entries_of_prompts: list[Entries] = [[] for _ in prompts]
     chunk = max(decoder.ops.chunk_logits // decoder.head_weight.shape[0], 64)
     for rows in micro_batches_by_tokens(lengths, max([max_tokens, *lengths])):
         packed, sizes = torch.tensor([token for i in rows for token in prompts[i]], device=device), [lengths[i] for i in rows]
@@ -282,5 +284,5 @@ def prompt_log_probs(
             values = log_probs_of(decoder, logits, ids)
             entries += [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
         for i, end in zip(rows, accumulate(sizes), strict=True):
-            found[i] = [entry[: 1 + many[i]] for entry in entries[end - lengths[i] : end - 1]]
-    return found
+            entries_of_prompts[i] = [entry[: 1 + many[i]] for entry in entries[end - lengths[i] : end - 1]]
+    return entries_of_prompts

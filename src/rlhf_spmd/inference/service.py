@@ -260,7 +260,7 @@ class Service:
         Collective over the world: every rank of it must call, in program order.
         """
         generator, prompts = self.engine.generator, list[tuple[ServedRequest, int]]()
-        left = most = generator.config.max_num_batched_tokens
+        left = max_tokens = generator.config.max_num_batched_tokens
         turns = deque(served for served in self.running.values() if served.unscored)
         while turns and left > 0:
             served = turns.popleft()
@@ -275,8 +275,8 @@ class Service:
         asked = [served.asked[number] for served, number in prompts]
 
         def score() -> None:
-            many = [each.params.prompt_logprobs or 0 for each in asked]
-            entries = prompt_log_probs(generator, [each.prompt_ids for each in asked], many, most)
+            num_likeliest = [each.params.prompt_logprobs or 0 for each in asked]
+            entries = prompt_log_probs(generator, [each.prompt_ids for each in asked], num_likeliest, max_tokens)
             for (served, number), each, scored in zip(prompts, asked, entries, strict=True):
                 if any(value != value for entry in scored for _, value in entry):
                     raise NotFinite(each.requests[0].row_id)
@@ -352,11 +352,15 @@ class Service:
         if len(served.ended) < len(served.rows):
             return
         del self.running[served.number]
-        made, prompts = (
+        num_generated, num_prompt_tokens = (
             sum(len(output.token_ids) for output in served.ended.values()),
             sum(len(asked.prompt_ids) for asked in served.asked),
         )
-        usage = {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}
+        usage = {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt_tokens + num_generated,
+        }
         if not served.format.stream:
             wholes = [
                 self._delta(served, row, StreamProgress(), served.ended[row].text, served.ended[row].logprobs)
@@ -380,8 +384,7 @@ class Service:
             text, entries, noted, first = self._text(asked, kept.token_ids), None, kept.token_logprobs, sent.tokens
             if asked.params.logprobs is not None:
                 top = (noted.top_ids[first:], noted.top_log_probs[first:]) if noted.top_ids.shape[1] else None
-                found = entries_of(kept.token_ids[first:], noted.log_probs_t1[first:].double(), top)
-                entries = self.processor.named(found)
+                entries = self.processor.named(entries_of(kept.token_ids[first:], noted.log_probs_t1[first:].double(), top))
         else:
             return
         is_news = row in served.ended or len(text) > len(sent.text) or (sent.first and served.format.echo)
@@ -398,7 +401,7 @@ class Service:
         ``text``: the response's whole text so far; ``entries``: the log-probs of its new tokens.
         """
         asked, ended = served.asked[served.rows[row]], served.ended.get(row)
-        new, told, offsets, reasoning = text[len(sent.text) :], entries, list[int](), None
+        new, shown_entries, offsets, reasoning = text[len(sent.text) :], entries, list[int](), None
         if served.chat and self.reasoning_tags is not None:
             begun = begins_reasoning(self._prompt(asked), self.reasoning_tags[0])
             parts = split_reasoning(text, begun, self.reasoning_tags, ended is not None)
@@ -408,15 +411,15 @@ class Service:
             echoed = len(self._prompt(asked)) if served.format.echo else 0
             if sent.offsets is None:
                 sent.offsets = TextOffsets(partial(self._decode, asked.params.skip_special_tokens), echoed)
-            offsets = [min(at, echoed + len(text)) for at in sent.offsets.add([next(iter(entry)) for entry in entries])]
+            offsets = [min(offset, echoed + len(text)) for offset in sent.offsets.add([next(iter(entry)) for entry in entries])]
         if sent.first and served.format.echo:
             new = self._prompt(asked) + new
             if entries is not None:
                 scored = served.scored[served.rows[row]]
-                told, offsets = [*scored, *entries], [*self._prompt_offsets(asked), *offsets]
+                shown_entries, offsets = [*scored, *entries], [*self._prompt_offsets(asked), *offsets]
         sent.text, sent.tokens, sent.first, sent.ended = text, sent.tokens + len(entries or ()), False, ended is not None
         finish, stop = (ended.finish_reason, ended.stop_reason) if ended else (None, None)
-        return TextDelta(new, told, offsets, finish, stop, reasoning)
+        return TextDelta(new, shown_entries, offsets, finish, stop, reasoning)
 
     def _prompt(self, asked: PromptRequest) -> str:
         return prompt_texts(self.processor.tokenizer, [asked.prompt_ids])[0] if asked.prompt is None else asked.prompt
@@ -430,16 +433,16 @@ class Service:
         before = len(begin) * (asked.prompt_ids[: len(begin)] == begin)
         ids, decode_on = asked.prompt_ids[before:], partial(self._decode, False)
         offsets = TextOffsets(decode_on, len(self._prompt(asked)) - len(decode_on(ids))).add(ids)
-        return [0] * before + [max(at, 0) for at in offsets]
+        return [0] * before + [max(offset, 0) for offset in offsets]
 
     def _decode(self, skips: bool, ids: Sequence[int]) -> str:
         return "" if self.processor.tokenizer is None else decode(self.processor.tokenizer, [ids], skips)[0]
 
     def _text(self, asked: PromptRequest, ids: Sequence[int]) -> str:
         """The text of an unfinished response, without what may be the beginning of a character or of a stop string."""
-        held = max(map(len, asked.sampling.stop), default=1) - 1
+        reserve = max(map(len, asked.sampling.stop), default=1) - 1
         text = self.processor.text_of(asked, ids, stopped=False)[0].rstrip(UNFINISHED)
-        return text[: max(len(text) - held, 0)]
+        return text[: max(len(text) - reserve, 0)]
 
     def _choice(self, served: ServedRequest, index: int, delta: TextDelta, part: str | None = None) -> dict[str, Any]:
         return choice_of(index, delta, served.chat, partial(token_bytes, self.processor.tokenizer), part)
