@@ -135,7 +135,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
 
 
 def check_results(file: Path, job: str) -> None:
-    """Raises ValueError if there are results of another job, which this one would replace."""
+    """Raise ValueError if there are results of another job, which this one would replace."""
     try:
         job_there = parse_json(file.read_text(encoding="utf-8")).get("job") if file.exists() else job
     except (ValueError, AttributeError):
@@ -145,7 +145,7 @@ def check_results(file: Path, job: str) -> None:
 
 
 def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
-    """All sets by name. A file of ``data.path`` is named by the shortest end of its path that is unique. Raises ValueError."""
+    """Return all sets by name. A file of ``data.path`` is named by the shortest end of its path that is unique. Raises ValueError."""
     sets = dict(config.sets)
     for name, path in set_names(list_paths(config.data.path or [])).items():
         if name in sets:
@@ -157,7 +157,7 @@ def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
 
 
 def merged(common: Any, changes: Mapping[str, Any], where: str) -> Any:
-    """``common`` with a set's own keys. Raises ConfigError, one line."""
+    """Return ``common`` with a set's own keys. Raises ConfigError, one line."""
     try:
         section = read_section(type(common), {**to_dict(common), **to_dict(changes)})
     except ConfigError as error:
@@ -188,7 +188,7 @@ def evaluate(ready: InferJob, world: World, tick: Callable[[], None] = lambda: N
 
 
 def output_rows(prompts: PromptSet, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of ``rows.jsonl``. ``results``: the result of each row, empty for prompts that are not answered.
+    """Return the rows of ``rows.jsonl``. ``results``: the result of each row, empty for prompts that are not answered.
 
     These score 0, if the reward is for them.
     """
@@ -210,7 +210,7 @@ def output_rows(prompts: PromptSet, results: Sequence[dict[str, Any]]) -> list[d
 
 
 def measure_set(prompts: PromptSet, rows: Sequence[dict[str, Any]], pass_score: float) -> dict[str, Any]:
-    """The results ``<set>/...`` of all prompts, and ``<set>/<data_source>/...`` if there are several sources.
+    """Return the results ``<set>/...`` of all prompts, and ``<set>/<data_source>/...`` if there are several sources.
 
     A prompt with a response that the reward does not score counts only in ``num_unscored``. ``num_unanswered`` counts prompts
     without room in the model's context.
@@ -251,7 +251,7 @@ def measure_set(prompts: PromptSet, rows: Sequence[dict[str, Any]], pass_score: 
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The results as text, with a line per set and a column per measure."""
+    """Return the results as text, with a line per set and a column per measure."""
     names = dict.fromkeys(key.rpartition("/")[0] for key in results)
     columns = sorted({key.rpartition("/")[2] for key in results}, key=_order)
     lines = [["set", *columns]]

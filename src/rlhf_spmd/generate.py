@@ -132,7 +132,7 @@ def keep_earlier(out: str) -> None:
 
 
 def output_rows(ready: InferJob, results: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The output for all rows. ``results``: the result of each row, empty for prompts that are not answered."""
+    """Return the output for all rows. ``results``: the result of each row, empty for prompts that are not answered."""
     prompts = ready.sets[0]
     for row_id, row in enumerate(results):
         number = row_id // prompts.sampling.n
@@ -152,7 +152,7 @@ def output_rows(ready: InferJob, results: Sequence[dict[str, Any]]) -> Iterator[
 
 
 def kept_rows(ready: InferJob, results: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
-    """The best responses to each prompt, or the best and the worst, with the prompt as it was given.
+    """Return the best responses to each prompt, or the best and the worst, with the prompt as it was given.
 
     Of equal scores the first counts. A prompt whose responses all have the same score makes no pair. Prints how many prompts
     give nothing. Raises ValueError if all do.
@@ -191,7 +191,7 @@ def kept_rows(ready: InferJob, results: Sequence[dict[str, Any]], keep: str | in
 
 
 def response_text(ready: InferJob, row: dict[str, Any]) -> str | None:
-    """The text of a response, without the stop string that ended it unless that is wanted. None without a tokenizer."""
+    """Return the text of a response, without the stop string that ended it unless that is wanted. None without a tokenizer."""
     decode, sampling, token_ids = decoding(ready.tokenizer), ready.config.sampling, row["response_ids"]
     if decode is None:
         return None

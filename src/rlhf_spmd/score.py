@@ -67,7 +67,7 @@ class ScoreJob(LoadedModel):
 
     @property
     def must_match(self) -> dict[str, str]:
-        """What must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
+        """Return what must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
         tokens = [zlib.crc32(self.batch[key].values.numpy()) for key in ID_KEYS]
         return {"set of rows": str([len(self.ids), *tokens]), **super().must_match}
 
@@ -94,7 +94,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Score
 
 
 def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec: ModelSpec) -> None:
-    """Raises DataError for a row beyond the model's context, ValueError for one beyond the micro-batch's budget."""
+    """Raise DataError for a row beyond the model's context, ValueError for one beyond the micro-batch's budget."""
     size = f"{row.where}: prompt({prompt}) + response({response}) = {prompt + response} tokens"
     if prompt + response > spec.max_position_embeddings:
         raise DataError(
@@ -143,7 +143,7 @@ def score(ready: ScoreJob, world: World) -> None:
 
 
 def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int) -> list[tuple[int, list[float]]]:
-    """(row id, log-probs of its response tokens) on the last stage; nothing on the others.
+    """Return (row id, log-probs of its response tokens) on the last stage; nothing on the others.
 
     Collective over the pool: every rank of it must call, in program order.
     """

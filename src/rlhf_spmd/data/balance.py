@@ -22,7 +22,7 @@ def partition_by_tokens(
     speeds: Sequence[float] = (),
     counts: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns the part of each row, int64 [rows], with token sums as equal as possible.
+    """Return the part of each row, int64 [rows], with token sums as equal as possible.
 
     An item is a row, or all rows of one group if ``groups`` (one id per row) is given; groups are never split. Every
     part gets the same number of items; if they do not divide evenly, some parts get one more. With fewer items than
@@ -57,7 +57,7 @@ def partition_with_prefixes(
     speeds: Sequence[float] = (),
     limits: tuple[int, int] = (0, 0),
 ) -> np.ndarray:
-    """Like :func:`partition_by_tokens`, for groups whose rows share their first ``common`` tokens [rows], such as a
+    """Return parts as :func:`partition_by_tokens`, for groups whose rows share their first ``common`` tokens [rows], such as a
     prompt.
 
     A part computes a shared prefix once for as many rows as fit into ``limits``, the tokens and rows of a micro-batch
@@ -85,7 +85,7 @@ def partition_with_prefixes(
 def computed_tokens(
     parts: np.ndarray, items: np.ndarray, lengths: np.ndarray, common: np.ndarray, fits: np.ndarray | int
 ) -> np.ndarray:
-    """Returns the tokens that each row adds to the work of its part, int64 [rows].
+    """Return the tokens that each row adds to the work of its part, int64 [rows].
 
     If a part has several rows of one item, only every ``fits``-th row adds its ``common`` tokens.
     """
@@ -98,7 +98,7 @@ def computed_tokens(
 
 
 def greedy_partition(sizes: Sequence[int], num_parts: int, decided: Sequence[int | None] = ()) -> list[int]:
-    """The part of each item: in order, each goes to the part that has least so far. ``decided``: parts that are already decided."""
+    """Return the part of each item: in order, each goes to the part that has least so far, unless its part is ``decided``."""
     loads, parts = [0] * num_parts, list[int]()
     for size, part in itertools.zip_longest(sizes, decided):
         parts.append(loads.index(min(loads)) if part is None else part)
@@ -107,7 +107,7 @@ def greedy_partition(sizes: Sequence[int], num_parts: int, decided: Sequence[int
 
 
 def fill_by_speed(number: int, speeds: Sequence[float] | np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Adds equal items to ``counts`` int64 [parts] until there are ``number``; each part ends near its share by speed.
+    """Add equal items to ``counts`` int64 [parts] until there are ``number``; each part ends near its share by speed.
 
     A part that already holds more than its share gets nothing.
     """
@@ -117,7 +117,7 @@ def fill_by_speed(number: int, speeds: Sequence[float] | np.ndarray, counts: np.
 
 
 def _shares(number: int, speeds: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Splits ``number`` into integers proportional to ``speeds``, int64 [parts]."""
+    """Split ``number`` into integers proportional to ``speeds``, int64 [parts]."""
     ends = np.cumsum(np.asarray(speeds, dtype=np.float64))
     return np.diff(np.rint(ends / ends[-1] * number).astype(np.int64), prepend=0)
 
@@ -129,7 +129,7 @@ def micro_batches_by_tokens(
     where: str = "ppo_max_token_len_per_gpu",
     item: str = "row",
 ) -> list[list[int]]:
-    """Packs rows into micro-batches of at most ``max_tokens`` tokens; the largest comes first, rows ascend inside each.
+    """Pack rows into micro-batches of at most ``max_tokens`` tokens; the largest comes first, rows ascend inside each.
 
     First-fit decreasing gives their number; their tokens are balanced where the budget allows. Ranks of one group pass
     the largest of their numbers as ``num_micro_batches``: rows are then spread further, and empty lists fill up the
@@ -165,7 +165,7 @@ def micro_batches_by_tokens(
 def micro_batches_by_count(
     lengths: Sequence[int], rows_per_micro_batch: int, num_micro_batches: int | None = None
 ) -> list[list[int]]:
-    """Cuts rows in order into micro-batches of ``rows_per_micro_batch``; empty lists fill up to ``num_micro_batches``."""
+    """Cut rows in order into micro-batches of ``rows_per_micro_batch``; empty lists fill up to ``num_micro_batches``."""
     assert rows_per_micro_batch >= 1, f"{rows_per_micro_batch} rows per micro-batch"
     num_rows = len(lengths)
     bins = [list(range(i, min(i + rows_per_micro_batch, num_rows))) for i in range(0, num_rows, rows_per_micro_batch)]
@@ -185,7 +185,7 @@ def cut_micro_batches(
     number: int | None = None,
     where: str = "ppo_max_token_len_per_gpu",
 ) -> list[list[int]]:
-    """Returns the rows of each micro-batch, ascending, the most expensive micro-batch first.
+    """Return the rows of each micro-batch, ascending, the most expensive micro-batch first.
 
     They are cut by ``max_rows`` rows if given, else by tokens. Rows of a group (``groups``, one id per row) share
     ``common`` tokens, which a micro-batch computes once. ``keep_groups`` keeps groups together. Otherwise three cuts
@@ -224,7 +224,7 @@ def cut_micro_batches(
 
 
 def _runs(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cuts ``rows`` in order into runs of at most ``max_tokens`` tokens; a longer row is a run of its own."""
+    """Cut ``rows`` in order into runs of at most ``max_tokens`` tokens; a longer row is a run of its own."""
     runs: list[list[int]] = []
     tokens = max_tokens + 1
     for row in rows:
@@ -237,7 +237,7 @@ def _runs(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[
 
 
 def _deal(weights: Sequence[int], room: list[int], extra: int, loads: Sequence[int]) -> list[int]:
-    """Returns the part of each weight, heaviest given first: always the lightest part that has room, lower number first.
+    """Return the part of each weight, heaviest given first: always the lightest part that has room, lower number first.
 
     Part ``i`` starts with ``held[i]`` tokens (negative: it lacks so many) and has room for ``room[i]`` weights;
     ``extra`` parts, whichever need it first, get room for one more. A heap entry packs tokens and part into one
@@ -259,7 +259,7 @@ def _deal(weights: Sequence[int], room: list[int], extra: int, loads: Sequence[i
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Returns first-fit bins of the rows in ``order``."""
+    """Return first-fit bins of the rows in ``order``."""
     free = np.full(len(order), max_tokens)
     bins: list[list[int]] = []
     for row in order:

@@ -25,7 +25,7 @@ MaskedPair = tuple[list[int], list[int], list[bool]]  # prompt ids, response ids
 
 
 def end_ids(tokenizer: Any, append_eos: bool) -> list[int]:
-    """Returns the end token of a response if wanted. Raises DataError if the tokenizer has none."""
+    """Return the end token of a response if wanted. Raises DataError if the tokenizer has none."""
     if append_eos and tokenizer.eos_token_id is None:
         raise DataError(f"tokenizer '{tokenizer.name_or_path}' has no eos token; set data.append_eos=false")
     return [int(tokenizer.eos_token_id)] if append_eos else []
@@ -45,7 +45,7 @@ class Conversation:
 
 
 def conversation(prompt: Any, response: Any, options: ChatOptions = NO_OPTIONS) -> Conversation:
-    """Returns a prompt (text or messages) with its response (text or messages), or messages without a response.
+    """Return a prompt (text or messages) with its response (text or messages), or messages without a response.
 
     A response to a prompt that ends with the assistant's message continues that message. Raises DataError.
     """
@@ -78,7 +78,7 @@ class Example:
 
 
 def encode_examples(examples: Sequence[Example], config: EncodingConfig, tokenizer: Any, append_eos: bool) -> list[MaskedPair]:
-    """Returns the tokens of each example's prompt and response, which ends as its template ends a turn.
+    """Return the tokens of each example's prompt and response, which ends as its template ends a turn.
 
     Texts without a template end with the tokenizer's end token if ``append_eos``. Raises DataError.
     """
@@ -109,7 +109,7 @@ def encode_examples(examples: Sequence[Example], config: EncodingConfig, tokeniz
 
 
 def _text(example: Example) -> str:
-    """Returns the response to a text prompt as text. Raises DataError if text cannot hold it."""
+    """Return the response to a text prompt as text. Raises DataError if text cannot hold it."""
     if isinstance(example.response, str):
         return example.response
     message = single_answer(example.response)
@@ -122,7 +122,7 @@ def _text(example: Example) -> str:
 
 
 def single_answer(response: Any) -> Message:
-    """Returns the one message of the assistant that a response is. Raises DataError."""
+    """Return the one message of the assistant that a response is. Raises DataError."""
     messages = check_messages(response)
     if (roles := [message["role"] for message in messages]) != ["assistant"]:
         raise RowError(
@@ -159,7 +159,7 @@ class ConversationEncoder:
         self._special = Decoding(self.tokenizer).special_ids
 
     def encode(self, talk: Conversation, closes: bool = True) -> tuple[list[int], list[bool]]:
-        """Returns token ids and the mask of those to learn. ``closes``: the last turn is closed. Raises DataError."""
+        """Return token ids and the mask of those to learn. ``closes``: the last turn is closed. Raises DataError."""
         messages = self.encoder.with_system(talk.messages)
         first = talk.first + len(messages) - len(talk.messages)
         turns = [n for n, each in enumerate(messages) if n >= first and each["role"] == "assistant" and "weight" not in each]
@@ -184,7 +184,7 @@ class ConversationEncoder:
         return ids, mask
 
     def encode_pair(self, talk: Conversation, end: list[int], closes: bool = True) -> MaskedPair:
-        """Splits the conversation into prompt and response; the response spans the first to the last token to learn.
+        """Split the conversation into prompt and response; the response spans the first to the last token to learn.
 
         ``end`` is appended if the template writes no end of its own. Raises DataError.
         """
@@ -214,7 +214,7 @@ class _Rendering:
         self.frame: TurnFrame = encoder.frame_of(talk.options)
 
     def marked(self, turns: Sequence[int]) -> tuple[str, list[CharSpan]]:
-        """Returns the text and what the template marks in the messages ``turns``. Raises DataError."""
+        """Return the text and what the template marks in the messages ``turns``. Raises DataError."""
         text, marks = self.encoder.marked_parts(self.messages, self.options)
         if [n for n, message in enumerate(self.messages) if message["role"] == "assistant"] != [*turns]:
             bounds = [(self._num_marks(n), self._num_marks(n + 1, len(marks))) for n in turns]
@@ -227,13 +227,13 @@ class _Rendering:
         return text, spans
 
     def _num_marks(self, number: int, of_all: int = 0) -> int:
-        """Returns how many parts the template marks in the messages before ``number``; ``of_all``: in all messages."""
+        """Return how many parts the template marks in the messages before ``number``; ``of_all``: in all messages."""
         if number in (0, len(self.messages)):
             return of_all if number else 0
         return len(self.encoder.marked_parts(self.messages[:number], self.options)[1])
 
     def unmarked(self, turns: Sequence[int]) -> tuple[str, list[CharSpan]]:
-        """Returns the text and the assistant's messages ``turns`` in it. Raises DataError."""
+        """Return the text and the assistant's messages ``turns`` in it. Raises DataError."""
         text = self._apply(self.messages, False)
         if [*turns] == [len(self.messages) - 1] and not self.talk.begun:
             text = self._behind_prompt(text)
@@ -249,7 +249,7 @@ class _Rendering:
         return self.encoder.apply_template(messages, add_generation_prompt, self.options)
 
     def _before(self, number: int) -> str:
-        """Returns what is rendered before the assistant speaks in message ``number``."""
+        """Return what is rendered before the assistant speaks in message ``number``."""
         if self.talk.begun and number == self.first:
             begun = {key: value for key, value in self.messages[number].items() if key not in ("tool_calls", *THOUGHTS)}
             messages = [*self.messages[:number], {**begun, "content": self.talk.begun}]
@@ -266,7 +266,7 @@ class _Rendering:
         return len(before)
 
     def _turn_end(self, number: int, start: int, text: str) -> int:
-        """Returns where message ``number`` ends in the text, with the token that ends it."""
+        """Return where message ``number`` ends in the text, with the token that ends it."""
         if number == len(self.messages) - 1:
             return self._end(text, start, max(start, len(text.removesuffix(self.frame.rest))))
         through = self._apply(self.messages[: number + 1], False).removesuffix(self.frame.rest)
@@ -288,12 +288,12 @@ class _Rendering:
         return closing_start + len(self.frame.closing)
 
     def _end(self, text: str, start: int, end: int) -> int:
-        """Returns ``end`` without the blanks behind a token that ends the turn."""
+        """Return ``end`` without the blanks behind a token that ends the turn."""
         said = text[start:end].rstrip()
         return start + len(said) if said.endswith(self.special) else end
 
     def _behind_prompt(self, text: str) -> str:
-        """Returns the text with the last message behind the generation prompt, if the template does not write it there.
+        """Return the text with the last message behind the generation prompt, if the template does not write it there.
 
         Templates of reasoning models open ``<think>`` in the generation prompt, or write an empty pair of tags there;
         they drop thoughts, and the data may repeat the tag. Raises DataError if thoughts would be opened and not closed,
@@ -327,12 +327,12 @@ class _Rendering:
         return before + said.removeprefix("\n" * frame.thoughts.endswith("\n"))
 
     def _thoughts(self, message: Message) -> str:
-        """Returns the thoughts in a message's field, or before its closing tag."""
+        """Return the thoughts in a message's field, or before its closing tag."""
         thoughts, closed, _ = str(message["content"]).partition(f"</{self.frame.tag}>")
         return (thoughts_of(message) or thoughts.replace(f"<{self.frame.tag}>", "") * bool(closed)).strip()
 
     def _check_thoughts(self, number: int, said: str) -> None:
-        """Raises DataError for thoughts that are not closed, opened twice, or left out by the template."""
+        """Raise DataError for thoughts that are not closed, opened twice, or left out by the template."""
         frame = self.frame
         if frame.opens_thoughts and not self.talk.begun and number:
             thoughts, closed, _ = said.partition(f"</{frame.tag}>")
@@ -347,7 +347,7 @@ class _Rendering:
             )
 
     def check_calls(self, turns: Sequence[int]) -> None:
-        """Raises DataError if the template leaves out calls of the messages ``turns``, or the content beside them."""
+        """Raise DataError if the template leaves out calls of the messages ``turns``, or the content beside them."""
         probed, texts = [*self.messages], dict[str, str]()
         for number in turns:
             message = self.messages[number]

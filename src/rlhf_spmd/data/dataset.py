@@ -44,31 +44,31 @@ class RowsConfig(EncodingConfig):
         self.check_path(where)
 
     def check_path(self, where: str) -> None:
-        """Raises ValueError without a path."""
+        """Raise ValueError without a path."""
         if not self.path:
             raise ValueError(f"{where}.path must be given: a jsonl or parquet file, or the name of a data set")
 
     def sources(self, validation: bool = False) -> list[str]:
-        """Returns a name for each source of rows."""
+        """Return a name for each source of rows."""
         return list_paths(self.path)
 
     def stream(self, validation: bool = False) -> Iterator[RowOrError]:
-        """Yields all rows; a row that cannot be used is yielded as its error. Raises DataError for anything but a row."""
+        """Yield all rows; a row that cannot be used is yielded as its error. Raises DataError for anything but a row."""
         return stream_rows(self.path, self.split, self.subset)
 
     def read(self, validation: bool = False) -> list[Row]:
-        """Returns all rows. Raises DataError."""
+        """Return all rows. Raises DataError."""
         return list(map(row_or_raise, self.stream(validation)))
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
-        """Returns some of the rows (or none) as a data set of this kind, for :func:`joined`.
+        """Return some of the rows (or none) as a data set of this kind, for :func:`joined`.
 
         The error of a row begins with the row's place.
         """
         raise AssertionError(f"{type(self).__name__} does not say what its rows are")
 
     def tokenize(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
-        """Returns the rows as a data set of this kind. Raises DataError."""
+        """Return the rows as a data set of this kind. Raises DataError."""
         return joined([self.encode(rows, tokenizer)])
 
 
@@ -87,7 +87,7 @@ class StoredRowsConfig(RowsConfig):
     one_chunk: ClassVar[bool] = False
 
     def checked(self, row: RowOrError) -> Row:
-        """Returns the row if it looks usable before it is tokenised. Raises DataError."""
+        """Return the row if it looks usable before it is tokenised. Raises DataError."""
         return row_or_raise(row)
 
 
@@ -139,7 +139,7 @@ class DatasetConfig(StoredRowsConfig):
         return list(self.val_sets.values()) if validation else list_paths(self.path)
 
     def stream(self, validation: bool = False) -> Iterator[RowOrError]:
-        """Yields the training rows, or the validation rows."""
+        """Yield the training rows, or the validation rows."""
         if validation:
             assert self.val_path is not None, "there are no validation rows without val_path"
             sets = enumerate(self.sources(validation=True))
@@ -166,7 +166,7 @@ class DatasetConfig(StoredRowsConfig):
 
     @property
     def val_sets(self) -> dict[str, str]:
-        """Returns the path of each validation set by its name. Raises ValueError."""
+        """Return the path of each validation set by its name. Raises ValueError."""
         return self.val_path if isinstance(self.val_path, dict) else set_names(list_paths(self.val_path or []))
 
 
@@ -191,7 +191,7 @@ class RowTally:
     bad: list[str] = field(default_factory=list)
 
     def add(self, other: RowTally) -> None:
-        """Adds the counts of the rows that follow."""
+        """Add the counts of the rows that follow."""
         self.num_overlong += other.num_overlong
         self.num_dialogues += other.num_dialogues
         self.num_cut += other.num_cut
@@ -200,7 +200,7 @@ class RowTally:
         self.left_out = dict(Counter(self.left_out) + Counter(other.left_out))
 
     def describe(self) -> str:
-        """Returns the counts in words, with a comma before each."""
+        """Return the counts in words, with a comma before each."""
         text = f", {self.num_dialogues} cut from whole dialogues at their last turn" if self.num_dialogues else ""
         text += f", {self.num_overlong} over-long ones dropped" if self.num_overlong else ""
         text += f", {self.num_cut} over-long ones cut" if self.num_cut else ""
@@ -260,7 +260,7 @@ class TokenDataset:
         self.numbers = {name: torch.tensor(column, dtype=torch.float64)[entries] for name, column in (numbers or {}).items()}
 
     def check(self) -> None:
-        """Raises DataError if a row is too long and may not be dropped, or if no row is left."""
+        """Raise DataError if a row is too long and may not be dropped, or if no row is left."""
         tally, limit = self.tally, f"data.{self.limit[0]}={self.limit[1]}"
         if tally.num_overlong and not self.drop[1]:
             raise DataError(
@@ -277,7 +277,7 @@ class TokenDataset:
             )
 
     def warnings(self) -> list[str]:
-        """Returns a line about the bad rows, if there are any, and one if many are dropped for their length."""
+        """Return a line about the bad rows, if there are any, and one if many are dropped for their length."""
         tally, name = self.tally, f"data.{self.limit[0]}={self.limit[1]}"
         rows = "1 row cannot be used and is" if tally.num_bad == 1 else f"{tally.num_bad} rows cannot be used and are"
         lines = [f"{rows} left out; the first: {'; '.join(tally.bad)}"] if tally.num_bad else []
@@ -289,7 +289,7 @@ class TokenDataset:
         return lines
 
     def digest(self) -> str:
-        """Returns a fingerprint of the rows."""
+        """Return a fingerprint of the rows."""
         digest = hashlib.sha256()
         fields = (*self.columns.values(), *self.numbers.values(), *(self.row_fields[name] for name in sorted(self.row_fields)))
         for column in fields:
@@ -302,21 +302,21 @@ class TokenDataset:
 
     @property
     def sources(self) -> Tensor:
-        """The path that each row comes from, int64 [rows]."""
+        """Return the path that each row comes from, int64 [rows]."""
         return cast(Tensor, self.row_fields["source"])
 
     @property
     def ranks(self) -> Tensor:
-        """Places in a curriculum, float64 [rows]."""
+        """Return places in a curriculum, float64 [rows]."""
         return cast(Tensor, self.row_fields["rank"])
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each entry over all columns, int64 [rows * group_size]."""
+        """Return the tokens of each entry over all columns, int64 [rows * group_size]."""
         return torch.stack([column.lengths for column in self.columns.values()]).sum(0)
 
     def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
-        """Returns rows by index; each is its own group, whose j-th row has the id ``row_id * group_size + j``."""
+        """Return rows by index; each is its own group, whose j-th row has the id ``row_id * group_size + j``."""
         groups = torch.tensor(list(row_ids), dtype=torch.int64)
         rows = torch.tensor(list(indices), dtype=torch.int64)
         fields = {name: take_rows(self.row_fields[name], rows) for name in self.batch_fields if name in self.row_fields}
@@ -331,7 +331,7 @@ class TokenDataset:
         return Batch(ids, groups.repeat_interleave(self.group_size), fields)
 
     def keep(self, name: str, entries: Tensor, numbers: Tensor) -> None:
-        """Stores a further number for ``entries``; a batch has the field if all its rows know it."""
+        """Store a further number for ``entries``; a batch has the field if all its rows know it."""
         empty = torch.full((len(self) * self.group_size,), torch.nan, dtype=torch.float64)
         self.known.setdefault(name, empty)[entries.long()] = numbers
 
@@ -342,7 +342,7 @@ class TokenDataset:
 
 
 def joined(parts: Sequence[TokenDataset], bad: RowTally | None = None) -> TokenDataset:
-    """Concatenates data sets. ``bad`` counts the rows that are in none of them. Raises DataError."""
+    """Concatenate data sets. ``bad`` counts the rows that are in none of them. Raises DataError."""
     dataset, full = copy.copy(parts[0]), [part for part in parts if len(part)] or parts[:1]
     dataset.tally = bad or RowTally()
     for part in parts:

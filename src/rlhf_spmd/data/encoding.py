@@ -77,12 +77,12 @@ class EncodingConfig:
                 raise ValueError(f"{where}.template_date={self.template_date!r} must be a day, such as 2026-01-31") from error
 
     def asks_for_date(self, tokenizer: Any) -> bool:
-        """True if a template writes today's date. Raises DataError for a template's file."""
+        """Return True if a template writes today's date. Raises DataError for a template's file."""
         template = read_template(self.chat_template, "data.chat_template")
         return "strftime_now" in str(template or getattr(tokenizer, "chat_template", None))
 
     def warnings(self, where: str, tokenizer: Any) -> list[str]:
-        """Returns a line for each variable that the template never reads. Raises DataError for a template's file."""
+        """Return a line for each variable that the template never reads. Raises DataError for a template's file."""
         template = read_template(self.chat_template, f"{where}.chat_template")
         return unread_variables(f"{where}.chat_template_kwargs".lstrip("."), self.chat_template_kwargs, tokenizer, template)
 
@@ -102,11 +102,11 @@ class PromptEncoder:
 
     @property
     def frame(self) -> TurnFrame:
-        """How the template opens and closes a turn of the assistant."""
+        """Return how the template opens and closes a turn of the assistant."""
         return self.frame_of(NO_OPTIONS)
 
     def frame_of(self, options: ChatOptions) -> TurnFrame:
-        """Returns how the template opens and closes a turn of the assistant with the row's variables."""
+        """Return how the template opens and closes a turn of the assistant with the row's variables."""
         variables = self._variables(options)
         key = json.dumps(variables, sort_keys=True)
         if key not in self._frames:
@@ -117,7 +117,7 @@ class PromptEncoder:
         return {**self.config.chat_template_kwargs, **options.variables}
 
     def render(self, prompt: Any, options: ChatOptions = NO_OPTIONS) -> tuple[str, bool]:
-        """Returns the text to tokenise, and whether the template wrote it, special tokens included.
+        """Return the text to tokenise, and whether the template wrote it, special tokens included.
 
         A last message of the assistant is the beginning of its answer, which the response continues.
         """
@@ -141,7 +141,7 @@ class PromptEncoder:
         return self.apply_template(messages, not continues, options, continues), True
 
     def with_system(self, messages: list[Message]) -> list[Message]:
-        """Returns ``messages``, with the system prompt if they have none. Raises DataError if messages are not allowed."""
+        """Return ``messages``, with the system prompt if they have none. Raises DataError if messages are not allowed."""
         if self.config.apply_chat_template is False:
             raise RowError("the prompt is chat messages, but data.apply_chat_template=false")
         if self.config.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
@@ -155,7 +155,7 @@ class PromptEncoder:
         options: Sequence[ChatOptions] = (),
         most_characters: int | None = None,
     ) -> list[tuple[list[int], str]]:
-        """Returns token ids and rendered text of each prompt; they are tokenised in batches.
+        """Return token ids and rendered text of each prompt; they are tokenised in batches.
 
         ``options``: tools and variables of each prompt. A prompt that is going to be dropped for its length returns
         only its first ids. Raises DataError before tokenising if a text is longer than ``most_characters``, because
@@ -178,7 +178,7 @@ class PromptEncoder:
         return encoded
 
     def first_part(self, text: str) -> str:
-        """Returns enough of a text to tell whether the prompt is dropped for its length: tokenising megabytes takes
+        """Return enough of a text to tell whether the prompt is dropped for its length: tokenising megabytes takes
         minutes.
 
         Returns the whole text if nothing is dropped, or if the first part has few tokens (one token may stand for many
@@ -193,7 +193,7 @@ class PromptEncoder:
         return part if cut else text
 
     def tokenize(self, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
-        """Yields the token ids of each text.
+        """Yield the token ids of each text.
 
         ``special_tokens`` prepends the tokenizer's own start tokens, unless the text begins with them. End tokens are
         never added: a prompt goes on, and a response's end has its own setting.
@@ -205,7 +205,7 @@ class PromptEncoder:
                 yield ids if ids[: len(begin)] == begin else [*begin, *ids]
 
     def tokenize_pairs(self, pairs: Sequence[tuple[str, str]], special_tokens: bool) -> Iterator[tuple[list[int], list[int]]]:
-        """Yields the token ids of each prompt and response, tokenised as one text.
+        """Yield the token ids of each prompt and response, tokenised as one text.
 
         A tokenizer may merge the prompt's last characters with the response's first. The prompt keeps the ids that it
         has both alone and in the whole text, so a token across the border belongs to the response. If that leaves no
@@ -220,7 +220,7 @@ class PromptEncoder:
             yield (ids[:same], ids[same:]) if same else (by_itself, encode(self.tokenizer, response))
 
     def between_turns(self, messages: Sequence[Any], options: ChatOptions = NO_OPTIONS) -> str:
-        """Returns what the template writes between two texts of the assistant, with ``messages`` in between.
+        """Return what the template writes between two texts of the assistant, with ``messages`` in between.
 
         Raises DataError, also if the template leaves the messages out.
         """
@@ -241,7 +241,7 @@ class PromptEncoder:
         return written
 
     def _behind_calls(self, results: Sequence[Message], options: ChatOptions) -> str:
-        """Returns what a template that refuses ``results`` without calls writes behind the calls, with the token that ends these.
+        """Return what a template that refuses ``results`` without calls writes behind the calls, with the token that ends these.
 
         Raises DataError if the template refuses the calls too, or ends them with no added token.
         """
@@ -259,7 +259,7 @@ class PromptEncoder:
         return answered[len(alone) - len(ending) :]
 
     def source(self, options: ChatOptions) -> str:
-        """Returns the template for a row's tools, with ``template_date`` in it. Raises DataError if there is none."""
+        """Return the template for a row's tools, with ``template_date`` in it. Raises DataError if there is none."""
         if self.template is None and not getattr(self.tokenizer, "chat_template", None):
             remedy = "give LLM.chat its chat_template, send text to /v1/completions"
             remedy = f"set {self.key} to a Jinja file" if "." in self.key else remedy
@@ -283,7 +283,7 @@ class PromptEncoder:
         options: ChatOptions = NO_OPTIONS,
         continues: bool = False,
     ) -> str:
-        """Returns the rendered text. Raises DataError.
+        """Return the rendered text. Raises DataError.
 
         ``add_generation_prompt``: ends where an answer begins. ``continues``: ends where the last message ends, without
         what closes its turn.
@@ -297,7 +297,7 @@ class PromptEncoder:
         return self._rendered(messages, options, rendered)[0]
 
     def marked_parts(self, messages: Sequence[Message], options: ChatOptions) -> tuple[str, list[CharSpan]]:
-        """Returns the rendered text, and what ``{% generation %}`` marks in it. Raises DataError."""
+        """Return the rendered text, and what ``{% generation %}`` marks in it. Raises DataError."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         def rendered(messages: list[Message], template: str, variables: dict[str, Any]) -> tuple[str, list[CharSpan]]:
@@ -313,7 +313,7 @@ class PromptEncoder:
         options: ChatOptions,
         render: Callable[[list[Message], str, dict[str, Any]], tuple[str, list[CharSpan]]],
     ) -> tuple[str, list[CharSpan]]:
-        """Returns what ``render`` returns. Arguments of calls are objects, or text if the template cannot encode them."""
+        """Return what ``render`` returns. Arguments of calls are objects, or text if the template cannot encode them."""
         from jinja2 import TemplateError, TemplateSyntaxError
 
         template, arguments = self.source(options), all_arguments(messages)
@@ -349,7 +349,7 @@ class PromptEncoder:
 
 
 def check_ids(ids: Any, vocab_size: int | None, key: str) -> list[int]:
-    """Returns token ids from the data: a non-empty list of integers in [0, vocab_size). Raises DataError."""
+    """Return token ids from the data: a non-empty list of integers in [0, vocab_size). Raises DataError."""
     if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise RowError(f"'{key}' must be a non-empty list of token ids")
     if min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
@@ -360,7 +360,7 @@ def check_ids(ids: Any, vocab_size: int | None, key: str) -> list[int]:
 
 
 def read_template(setting: str | None, key: str) -> str | None:
-    """Returns the Jinja text that ``key`` gives directly or as a file. Raises DataError."""
+    """Return the Jinja text that ``key`` gives directly or as a file. Raises DataError."""
     if setting is None:
         return None
     if "{" in setting:

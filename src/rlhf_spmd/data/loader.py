@@ -50,7 +50,7 @@ TELL_S = 30.0  # between two progress lines of the process that makes it
 
 
 def load_dataset(config: StoredRowsConfig, tokenizer: Any, validation: bool = False) -> TokenDataset:
-    """Returns the data set of :func:`build_dataset`, from the cached file if ``cache_dir`` is set. Rows from the hub are
+    """Return the data set of :func:`build_dataset`, from the cached file if ``cache_dir`` is set. Rows from the hub are
     not cached.
 
     Local: no communication; processes of any jobs may call it at once. Raises DataError, one line.
@@ -76,7 +76,7 @@ def load_dataset(config: StoredRowsConfig, tokenizer: Any, validation: bool = Fa
 
 
 def _key(config: StoredRowsConfig, tokenizer: Any, validation: bool, files: list[list[Path]]) -> str:
-    """Returns the name of the cached file."""
+    """Return the name of the cached file."""
     settings = {key: value for key, value in to_dict(config).items() if key not in UNSEEN}
     seen = [[(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in group] for group in files]
     home = Path(getattr(tokenizer, "name_or_path", "") or os.devnull)
@@ -98,7 +98,7 @@ def _raise_error_since(since: float, lock: IO[str]) -> None:
 
 
 def _make(path: Path, lock: IO[str], config: StoredRowsConfig, tokenizer: Any, validation: bool) -> None:
-    """Builds the data set and writes it to ``path``; an error goes into the lock's file for the processes that wait."""
+    """Build the data set and write it to ``path``; an error goes into the lock's file for the processes that wait."""
     for left in path.parent.glob(f".{path.name}.*.tmp"):  # left by a killed process
         left.unlink(missing_ok=True)
     last = time.monotonic()
@@ -137,7 +137,7 @@ def _tensors(dataset: TokenDataset) -> dict[str, Tensor]:
 
 
 def _map_file(path: Path, empty: TokenDataset) -> TokenDataset:
-    """Returns the file's data set; its tensors are views of the file. ``empty``: a data set of its kind without rows."""
+    """Return the file's data set; its tensors are views of the file. ``empty``: a data set of its kind without rows."""
     with safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     empty.columns, empty.numbers, empty.row_fields = {}, {}, {}
@@ -150,7 +150,7 @@ def _map_file(path: Path, empty: TokenDataset) -> TokenDataset:
 
 
 def count_bad_row(error: DataError, tally: RowTally, limit: int) -> None:
-    """Counts a row that cannot be used. Raises DataError above the limit."""
+    """Count a row that cannot be used. Raises DataError above the limit."""
     tally.num_bad += 1
     if len(tally.bad) < SHOWN_ROWS:
         tally.bad.append(str(error))
@@ -163,7 +163,7 @@ def count_bad_row(error: DataError, tally: RowTally, limit: int) -> None:
 def build_dataset(
     config: StoredRowsConfig, tokenizer: Any, validation: bool = False, tick: Callable[[int], None] = lambda rows: None
 ) -> TokenDataset:
-    """Returns the rows of ``config`` as tokens. ``tick`` receives the number of rows so far.
+    """Return the rows of ``config`` as tokens. ``tick`` receives the number of rows so far.
 
     Raises DataError, one line, for more bad rows than ``max_bad_rows``, or for an error outside single rows.
     """
@@ -185,7 +185,7 @@ def _encode(
     duplicates: str,
     seen: dict[str, str],
 ) -> TokenDataset:
-    """Encodes a chunk. ``seen`` maps each id to the place of its first usable row, so a bad row blocks no other."""
+    """Encode a chunk. ``seen`` maps each id to the place of its first usable row, so a bad row blocks no other."""
     rows: list[Row] = []
     for row in chunk:
         try:
@@ -211,7 +211,7 @@ def _encode(
 
 
 def _first_of_each_id(rows: Sequence[Row], seen: Mapping[str, str]) -> tuple[list[Row], dict[str, str], list[DataError]]:
-    """Returns the rows that have a new id or none, the place of each new id, and an error for each other row."""
+    """Return the rows that have a new id or none, the place of each new id, and an error for each other row."""
     first_rows, ids, again = list[Row](), dict[str, str](), list[DataError]()
     for row in rows:
         name = row.values.get("id")
@@ -226,7 +226,7 @@ def _first_of_each_id(rows: Sequence[Row], seen: Mapping[str, str]) -> tuple[lis
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """Returns the order of an epoch, int64 [num_rows].
+    """Return the order of an epoch, int64 [num_rows].
 
     Sorts raw Philox words, because numpy guarantees their stream, but not that of ``Generator.permutation``.
     """
@@ -237,7 +237,7 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarr
 
 
 def mixture_order(sources: np.ndarray, weights: Sequence[float], seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """Returns the order of an epoch of weighted sources, int64 [rows]; it has as many rows as all sources together.
+    """Return the order of an epoch of weighted sources, int64 [rows]; it has as many rows as all sources together.
 
     The i-th source gets the share of its weight. A source goes through all its rows before it repeats one, across
     epochs too. Without ``shuffle`` the sources alternate evenly. ``sources`` int64 [rows] is the source of each row.
@@ -296,7 +296,7 @@ class Loader:
                 )
 
     def next_batch(self, size: int | None = None) -> Batch:
-        """Returns ``size`` rows (default ``batch_size``) and moves the cursor."""
+        """Return ``size`` rows (default ``batch_size``) and moves the cursor."""
         size = self.batch_size if size is None else size
         indices: list[int] = []
         while len(indices) < size:
@@ -310,13 +310,13 @@ class Loader:
         return self.dataset.batch(indices, row_ids)
 
     def rows(self, row_ids: Sequence[int]) -> Batch:
-        """Returns rows that were given before, by id: sample i of the run is row i modulo the data's length of its epoch."""
+        """Return rows that were given before, by id: sample i of the run is row i modulo the data's length of its epoch."""
         places = (divmod(row_id, len(self.dataset)) for row_id in row_ids)
         return self.dataset.batch([int(self._order(epoch)[index]) for epoch, index in places], row_ids)
 
     @property
     def epochs(self) -> float:
-        """Passes over the data so far."""
+        """Return the passes over the data so far."""
         return self.epoch + self.index / len(self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
@@ -330,7 +330,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state``, with its order. Warns if the data have changed since."""
+        """Continue from ``state``, with its order. Warns if the data have changed since."""
         if state["fingerprint"] != self.dataset.fingerprint:
             warnings.warn(
                 f"the training data changed since the checkpoint ({state['rows']} rows then, {len(self.dataset)} now); "
@@ -355,7 +355,7 @@ class Loader:
 
 
 def build_loader(dataset: TokenDataset, config: DatasetConfig, run_seed: int) -> Loader:
-    """Returns the training order of the configuration. Raises DataError if there are too few rows."""
+    """Return the training order of the configuration. Raises DataError if there are too few rows."""
     weights = config.path if isinstance(config.path, dict) else None
     curriculum = config.curriculum_epochs if config.curriculum_key is not None else 0
     seed = run_seed if config.seed is None else config.seed
@@ -363,7 +363,7 @@ def build_loader(dataset: TokenDataset, config: DatasetConfig, run_seed: int) ->
 
 
 def validation_batches(dataset: TokenDataset, batch_size: int | None = None) -> Iterator[Batch]:
-    """Yields every row once, in order; the last batch may be smaller. Row ids are positions in the data set."""
+    """Yield every row once, in order; the last batch may be smaller. Row ids are positions in the data set."""
     size = len(dataset) if batch_size is None else batch_size
     for start in range(0, len(dataset), size):
         rows = range(len(dataset))[start : start + size]

@@ -44,7 +44,7 @@ NO_OPTIONS = ChatOptions()
 
 
 def chat_options(row: Row, tools: list[Any] | None = None) -> ChatOptions:
-    """Returns the row's columns ``tools``, by default the configuration's ``tools``, and ``chat_template_kwargs``.
+    """Return the row's columns ``tools``, by default the configuration's ``tools``, and ``chat_template_kwargs``.
 
     Both may be JSON text. Tools that are an empty text are none. Raises DataError.
     """
@@ -66,7 +66,7 @@ def chat_options(row: Row, tools: list[Any] | None = None) -> ChatOptions:
 
 
 def row_weight(row: Row) -> int:
-    """Returns the row's own ``weight``, 0 or 1, by default 1: a row of weight 0 is not learnt. Raises DataError."""
+    """Return the row's own ``weight``, 0 or 1, by default 1: a row of weight 0 is not learnt. Raises DataError."""
     weight = row.values.get("weight")
     if weight not in (None, 0, 1):
         raise row.error(f"weight={weight!r} must be 0, which leaves the row out, or 1")
@@ -74,7 +74,7 @@ def row_weight(row: Row) -> int:
 
 
 def check_messages(prompt: Any) -> list[Message]:
-    """Returns the messages of a list, each as :func:`normalise_message` returns it. Raises DataError."""
+    """Return the messages of a list, each as :func:`normalise_message` returns it. Raises DataError."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
         raise RowError(f"a prompt must be text or a list of chat messages, not {type(prompt).__name__}")
     if not prompt:
@@ -83,7 +83,7 @@ def check_messages(prompt: Any) -> list[Message]:
 
 
 def normalise_message(message: Any, number: int = 0) -> Message:
-    """Returns ``{"role": ..., "content": text}`` with the message's other fields, as chat templates read them.
+    """Return ``{"role": ..., "content": text}`` with the message's other fields, as chat templates read them.
 
     Fields that are None are left out. Text parts of the content are joined. A message of the assistant that only calls
     tools has the content "". OpenAI's older ``function_call`` is a call like others. Arguments of calls are objects.
@@ -126,7 +126,7 @@ def _joined(parts: Sequence[Any], number: int) -> str:
 
 
 def _calls(value: Any, name: str) -> list[Message]:
-    """Returns the calls of a message with their arguments as objects; ``name`` stands before what is wrong."""
+    """Return the calls of a message with their arguments as objects; ``name`` stands before what is wrong."""
     calls = _parsed(value, name)
     if calls is not None and not isinstance(calls, list):
         raise RowError(f"{name} must be a list of calls, not {type(calls).__name__}")
@@ -154,7 +154,7 @@ def _call(call: Any, name: str) -> Message:
 
 
 def _parsed(value: Any, name: str) -> Any:
-    """Returns the value of JSON text; another value as it is. Raises DataError."""
+    """Return the value of JSON text; another value as it is. Raises DataError."""
     if not isinstance(value, str):
         return value
     try:
@@ -164,7 +164,7 @@ def _parsed(value: Any, name: str) -> Any:
 
 
 def with_arguments(messages: Sequence[Message], written: Callable[[Mapping[str, Any]], Any]) -> list[Message]:
-    """Returns the messages with ``written(arguments)`` in place of the arguments of each call."""
+    """Return the messages with ``written(arguments)`` in place of the arguments of each call."""
 
     def rewritten(call: Message) -> Message:
         function = call.get("function", call)
@@ -178,27 +178,27 @@ def with_arguments(messages: Sequence[Message], written: Callable[[Mapping[str, 
 
 
 def argument_text(arguments: Mapping[str, Any]) -> str:
-    """Returns the arguments of a call as JSON text, as the data have it if they have text."""
+    """Return the arguments of a call as JSON text, as the data have it if they have text."""
     return arguments.text if isinstance(arguments, Arguments) else json.dumps(arguments, ensure_ascii=False)
 
 
 def all_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Returns the arguments of all calls."""
+    """Return the arguments of all calls."""
     return [call.get("function", call)["arguments"] for message in messages for call in message.get("tool_calls", ())]
 
 
 def thoughts_of(message: Message) -> str:
-    """Returns the thoughts that a message has in a field of their own, "" without."""
+    """Return the thoughts that a message has in a field of their own, "" without."""
     return next((message[key] for key in THOUGHTS if message.get(key)), "")
 
 
 def is_text(message: Message) -> bool:
-    """True if the message's content is all that the assistant says in it."""
+    """Return True if the message's content is all that the assistant says in it."""
     return not message.get("tool_calls") and not thoughts_of(message).strip() and "weight" not in message
 
 
 def check_variables(where: str, variables: Mapping[str, Any]) -> None:
-    """Raises ValueError for a name that is not text or that the trainer sets, and for a value that JSON cannot hold."""
+    """Raise ValueError for a name that is not text or that the trainer sets, and for a value that JSON cannot hold."""
     for name, value in variables.items():
         if not isinstance(name, str):
             raise ValueError(f"{where}: the name {name!r} must be text, as in {{enable_thinking: false}}")
@@ -211,7 +211,7 @@ def check_variables(where: str, variables: Mapping[str, Any]) -> None:
 
 
 def read_names(template: str) -> set[str]:
-    """Returns the variables that a template reads, without those that transformers passes. Returns none for text that is no
+    """Return the variables that a template reads, without those that transformers passes. Returns none for text that is no
     template."""
     from jinja2 import Environment, TemplateError, meta
 
@@ -223,7 +223,7 @@ def read_names(template: str) -> set[str]:
 
 
 def unread_variables(where: str, variables: Mapping[str, Any], tokenizer: Any, template: str | None = None) -> list[str]:
-    """Returns a warning for each variable that the template never reads. ``template``: in place of the tokenizer's."""
+    """Return a warning for each variable that the template never reads. ``template``: in place of the tokenizer's."""
     if not variables or tokenizer is None:
         return []
     if template is None and not getattr(tokenizer, "chat_template", None):

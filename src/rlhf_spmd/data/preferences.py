@@ -60,7 +60,7 @@ class PreferencesConfig(ResponsesConfig):
     better: ClassVar[str] = "better_response_id"  # PKU-SafeRLHF's column: index of the chosen response
 
     def pair(self, row: Row) -> tuple[Response, Response]:
-        """Returns the chosen and the rejected response. Raises DataError."""
+        """Return the chosen and the rejected response. Raises DataError."""
         keys = self.columns(row, ("chosen_key", "rejected_key"), "response_{}")
         texts = [_response(row, *key) for key in keys]
         with named_row(row.where):
@@ -81,7 +81,7 @@ class PreferencesConfig(ResponsesConfig):
         return chosen, rejected
 
     def columns(self, row: Row, settings: tuple[str, str], theirs: str) -> list[tuple[str, str]]:
-        """Returns the columns of the chosen and rejected response, each with the setting that names it.
+        """Return the columns of the chosen and rejected response, each with the setting that names it.
 
         They are those of ``settings``, or PKU-SafeRLHF's columns ``theirs`` if the row has those. Raises DataError.
         """
@@ -138,7 +138,7 @@ class UnpairedConfig(ResponsesConfig):
     one_chunk: ClassVar[bool] = True  # any row may be another's second response
 
     def single(self, row: Row) -> list[Response]:
-        """Returns the row's response, or both of a pair. Raises DataError."""
+        """Return the row's response, or both of a pair. Raises DataError."""
         pairs = PreferencesConfig(path=self.path, prompt_key=self.prompt_key)
         if self.completion_key not in row and (pairs.chosen_key in row or pairs.better in row):
             return [replace(response, numbers={"desirable": response.numbers["chosen"]}) for response in pairs.pair(row)]
@@ -158,7 +158,7 @@ class UnpairedConfig(ResponsesConfig):
         return GroupDataset(groups, self, tokenizer, "responses", cut_second=True)
 
     def _partners(self, responses: Sequence[Response]) -> list[str | Message]:
-        """Returns for each response the next completion to another prompt, of the same label if there is one.
+        """Return for each response the next completion to another prompt, of the same label if there is one.
 
         So both labels enter the baseline as often as they occur in the data. Raises DataError.
         """
@@ -177,7 +177,7 @@ class UnpairedConfig(ResponsesConfig):
 
 
 def _next_with_other_prompt(responses: Sequence[Response]) -> list[Response | None]:
-    """Returns for each response the next usable one to another prompt; the first follows the last."""
+    """Return for each response the next usable one to another prompt; the first follows the last."""
     partners: list[Response | None] = [None] * len(responses)
     near: Response | None = None  # the next usable response; beyond: the next with another prompt than near
     beyond: Response | None = None
@@ -227,7 +227,7 @@ class GroupDataset(TokenDataset):
 
 
 def unusable(group: tuple[Response, ...]) -> str:
-    """Returns why a group teaches nothing, "" if it does."""
+    """Return why a group teaches nothing, "" if it does."""
     if not row_weight(group[0].row):
         return "weight is 0"
     texts = [response.answer for response in group if isinstance(response.answer, str)]
@@ -241,7 +241,7 @@ def unusable(group: tuple[Response, ...]) -> str:
 
 
 def common_prompt(dialogues: Sequence[Any]) -> Any:
-    """Returns the beginning that two dialogues share, up to the last turn that is a response in both. Raises DataError."""
+    """Return the beginning that two dialogues share, up to the last turn that is a response in both. Raises DataError."""
     chosen, rejected = dialogues
     if isinstance(chosen, str) and isinstance(rejected, str):
         end = chosen.rfind(TURN, 0, shared_length(chosen, rejected))
@@ -258,7 +258,7 @@ def common_prompt(dialogues: Sequence[Any]) -> Any:
 
 
 def whole_prompt(prompt: Any, responses: list[Any]) -> Any:
-    """Returns the common beginning of two message dialogues if it ends with the given text prompt, else ``prompt``."""
+    """Return the common beginning of two message dialogues if it ends with the given text prompt, else ``prompt``."""
     if isinstance(prompt, str) and all(isinstance(response, list) and len(response) > 1 for response in responses):
         messages = common_prompt(responses)
         if messages and messages[-1].get("content") == prompt:
@@ -267,7 +267,7 @@ def whole_prompt(prompt: Any, responses: list[Any]) -> Any:
 
 
 def answer_to(prompt: Any, response: Any, row: Row, numbers: dict[str, float]) -> Response:
-    """Returns a response from the data: text, the assistant's message, or a dialogue that continues the prompt.
+    """Return a response from the data: text, the assistant's message, or a dialogue that continues the prompt.
 
     Only a dialogue is cut, never a text that happens to begin like the prompt. Raises DataError.
     """
@@ -288,7 +288,7 @@ def answer_to(prompt: Any, response: Any, row: Row, numbers: dict[str, float]) -
 
 
 def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: Any) -> dict[str, list[list[int]]]:
-    """Renders and tokenises each distinct pair once, however many rows it is in."""
+    """Render and tokenise each distinct pair once, however many rows it is in."""
     options = [[response.row.values.get(key) for key in ("tools", "chat_template_kwargs")] for response in responses]
     keys = [
         json.dumps([_with_texts(each.prompt), _with_texts(each.answer), row_options])
@@ -305,7 +305,7 @@ def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: A
 
 
 def _with_texts(said: Any) -> Any:
-    """Returns a text, or messages with the JSON text of their arguments, which some templates write as it is."""
+    """Return a text, or messages with the JSON text of their arguments, which some templates write as it is."""
     if isinstance(said, str) or not said:
         return said
     return with_arguments(check_messages([said] if isinstance(said, dict) else said), argument_text)

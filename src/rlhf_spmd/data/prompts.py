@@ -78,7 +78,7 @@ class ValidationPromptsConfig(StoredRowsConfig, PromptsConfig):
 
     @property
     def val_sets(self) -> dict[str, str]:
-        """Returns the path of each set by its name. Raises ValueError."""
+        """Return the path of each set by its name. Raises ValueError."""
         return set_names(list_paths(self.path))
 
 
@@ -139,14 +139,14 @@ class PromptDataset(TokenDataset):
         self.row_fields |= {"row": encode_json(seen), "kind": torch.tensor([_kind(row) for row in seen], dtype=torch.int64)}
 
     def row(self, index: int) -> dict[str, Any]:
-        """Decodes the row that rewards see."""
+        """Decode the row that rewards see."""
         field = cast(Ragged, self.row_fields["row"])
         begin, end = field.offsets[index : index + 2].tolist()
         values: dict[str, Any] = json.loads(bytes(field.values[begin:end].numpy()))
         return values
 
     def examples(self) -> list[dict[str, Any]]:
-        """Returns the first rows, and the first row of every ``data_source``, ``environment`` and set of filled columns.
+        """Return the first rows, and the first row of every ``data_source``, ``environment`` and set of filled columns.
 
         Checks look at these instead of at every row.
         """
@@ -154,7 +154,7 @@ class PromptDataset(TokenDataset):
         return [self.row(i) for i in sorted({*range(min(len(self), NUM_FIRST)), *first.tolist()})]
 
     def examples_by_path(self) -> list[list[dict[str, Any]]]:
-        """Returns for each path the first row of every kind (``data_source``, ``environment``, filled columns)."""
+        """Return for each path the first row of every kind (``data_source``, ``environment``, filled columns)."""
         path, kind = self.sources.numpy(), cast(Tensor, self.row_fields["kind"]).numpy()
         _, first = np.unique(np.stack([path, kind]), axis=1, return_index=True)
         return [[self.row(i) for i in first.tolist() if path[i] == number] for number in np.unique(path)]
@@ -166,14 +166,14 @@ def _kind(row: Mapping[str, Any]) -> int:
 
 
 def has_ids(row: Row, config: RowsConfig) -> bool:
-    """True if ``prompt_ids`` are the row's prompt, so no tokenizer is needed."""
+    """Return True if ``prompt_ids`` are the row's prompt, so no tokenizer is needed."""
     return config.prompt_key not in row and "prompt_ids" in row
 
 
 def encode_prompts(
     rows: Sequence[Row], config: RowsConfig, tokenizer: Any, vocab_size: int | None
 ) -> list[tuple[list[int], str]]:
-    """Returns token ids and text of each row's prompt: messages are rendered, given ids are decoded.
+    """Return token ids and text of each row's prompt: messages are rendered, given ids are decoded.
 
     Raises DataError, also for ids beyond ``vocab_size``.
     """
@@ -196,7 +196,7 @@ def encode_prompts(
 
 
 def response_limits(row: Row) -> list[int]:
-    """Returns the row's own ``min_response_length`` and ``max_response_length``, 0 for none. Raises DataError."""
+    """Return the row's own ``min_response_length`` and ``max_response_length``, 0 for none. Raises DataError."""
     for key, least in LIMITS.items():
         value = row.values.get(key)  # a parquet column with nulls holds floats
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1 or value < least):
@@ -215,7 +215,7 @@ def _limits_within(row: Row, limit: int) -> list[int]:
 
 
 def reward_row(row: Row, index: int, rendered: str, config: QuestionsConfig) -> dict[str, Any]:
-    """Returns what rewards see of a row: its columns, ``prompt`` (text), ``answer``, ``data_source`` and ``id`` (else
+    """Return what rewards see of a row: its columns, ``prompt`` (text), ``answer``, ``data_source`` and ``id`` (else
     ``index``)."""
     values = dict(row.values)
     prompt = row.get(config.prompt_key, "data.prompt_key") if config.prompt_key in row else None

@@ -11,12 +11,12 @@ TAIL = 32  # tokens of a prompt's end that may hold an opening tag
 
 
 def begins_reasoning(text: str, opening: str) -> bool:
-    """True if a prompt ends with the opening tag, as generation prompts of some reasoning models do."""
+    """Return True if a prompt ends with the opening tag, as generation prompts of some reasoning models do."""
     return text.rstrip().endswith(opening)
 
 
 def strip_reasoning(tokenizer: Any, prompt: Sequence[int], response: Sequence[int], tags: Sequence[str]) -> str | None:
-    """Returns the text after the last closing tag, without the line breaks that begin it; None if reasoning is not closed.
+    """Return the text after the last closing tag, without the line breaks that begin it; None if reasoning is not closed.
 
     A response without any tag is its own answer, unless ``prompt`` ends with the opening tag. ``prompt`` and
     ``response`` are token ids; ``tags`` are (opening, closing).
@@ -37,7 +37,7 @@ def strip_reasoning(tokenizer: Any, prompt: Sequence[int], response: Sequence[in
 
 
 def split_reasoning(text: str, begun: bool, tags: Sequence[str], ended: bool) -> tuple[str, str]:
-    """Returns the reasoning and the answer in a response, or in its beginning, as vLLM's reasoning parsers split it: at the
+    """Return the reasoning and the answer in a response, or in its beginning, as vLLM's reasoning parsers split it: at the
     first closing tag.
 
     ``begun``: the prompt ends with the opening tag. A response that neither begins with it nor follows one is all answer.

@@ -99,7 +99,7 @@ class ResponseDataset(TokenDataset):
 
 
 def _cut(pair: MaskedPair, limit: int, side: str) -> MaskedPair:
-    """Returns ``limit`` tokens of a longer row. The first is prompt even where the cut is in the response: nothing predicts it."""
+    """Return ``limit`` tokens of a longer row. The first is prompt even where the cut is in the response: nothing predicts it."""
     prompt, response, mask = pair
     if len(prompt) + len(response) <= limit:
         return pair
@@ -117,7 +117,7 @@ def has_ids(row: Row) -> bool:
 def encode_pairs(
     rows: Sequence[Row], config: PromptResponseConfig, tokenizer: Any, vocab_size: int | None
 ) -> list[tuple[list[int], list[int]]]:
-    """Returns (prompt ids, response ids) of each row: given ids, or its text's ids, which nothing ends.
+    """Return (prompt ids, response ids) of each row: given ids, or its text's ids, which nothing ends.
 
     After chat messages a response is its text alone; one that is a message is what the template writes of it, without
     what closes its turn. Raises DataError, also for ids beyond ``vocab_size``.
@@ -136,7 +136,7 @@ def encode_pairs(
 def _or_ids(
     rows: Sequence[Row], tokenizer: Any, vocab_size: int | None, encode: Callable[[Sequence[Row]], list[MaskedPair]]
 ) -> list[MaskedPair]:
-    """Returns what the rows give as ids, and what ``encode`` returns for the others. Raises DataError."""
+    """Return what the rows give as ids, and what ``encode`` returns for the others. Raises DataError."""
 
     def ids(row: Row) -> MaskedPair:
         with named_row(row.where):
@@ -155,7 +155,7 @@ def _encode(rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> list[Mask
 
 
 def _example(row: Row, config: PromptResponseConfig) -> Example:
-    """Returns the row's prompt and response, or its whole conversation. Raises DataError."""
+    """Return the row's prompt and response, or its whole conversation. Raises DataError."""
     key = config.response_key if config.response_key in row else "completion"
     response = row.get(key, "data.response_key") if key in row else None
     asked = config.prompt_key if config.prompt_key in row or "messages" not in row else "messages"
@@ -182,7 +182,7 @@ def _example(row: Row, config: PromptResponseConfig) -> Example:
 
 
 def _hint(row: Row, config: PromptResponseConfig) -> str:
-    """Returns what may be meant by a row without a prompt, "" if nothing is known."""
+    """Return what may be meant by a row without a prompt, "" if nothing is known."""
     shares = row.values.get("conversations")
     if isinstance(shares, list) and shares and isinstance(shares[0], dict) and "from" in shares[0]:
         return "; ShareGPT's 'from' and 'value' are not read: give 'messages' with 'role' and 'content'"
@@ -190,7 +190,7 @@ def _hint(row: Row, config: PromptResponseConfig) -> str:
 
 
 def _last_message(example: Example) -> Example:
-    """Returns a whole conversation as the prompt and the last message, the response. Raises DataError."""
+    """Return a whole conversation as the prompt and the last message, the response. Raises DataError."""
     if example.response is None:
         messages = check_messages(example.prompt)
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
@@ -203,7 +203,10 @@ def _last_message(example: Example) -> Example:
 
 
 def _encode_texts(rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> list[MaskedPair]:
-    """The first token is the prompt, because nothing predicts it: the tokenizer's start token if it adds one."""
+    """Return the tokens of each row's text. Raises DataError.
+
+    The first token is the prompt, because nothing predicts it: the tokenizer's start token if it adds one.
+    """
     if not rows:
         return []
     key, end = str(config.text_key), end_ids(tokenizer, config.append_eos)

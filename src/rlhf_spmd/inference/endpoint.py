@@ -62,7 +62,7 @@ class AccessRules:
     max_queued_requests: int = 1024
 
     def check_source(self, headers: Mapping[str, str], bound: str) -> None:
-        """Raises Refusal. ``bound``: the address that the endpoint listens at.
+        """Raise Refusal. ``bound``: the address that the endpoint listens at.
 
         If it is a loopback address, a web page whose host name resolves to it (DNS rebinding) must not be answered.
         """
@@ -76,7 +76,7 @@ class AccessRules:
             raise Refusal(403, f"Origin: {origin!r} is not among allowed_origins={[*self.origins]}")
 
     def check_token(self, headers: Mapping[str, str]) -> None:
-        """Raises Refusal for a missing or wrong bearer token."""
+        """Raise Refusal for a missing or wrong bearer token."""
         header, expected = headers.get("authorization", ""), f"Bearer {self.token}"
         if self.token is not None and not hmac.compare_digest(header.encode(), expected.encode()):
             raise Refusal(401, "the bearer token is missing or wrong", "invalid_api_key")
@@ -275,7 +275,7 @@ class ServedConnection(H11Protocol):
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """The body of a request. Raises Refusal if it has more than ``max_bytes`` bytes, by its header or in fact, or is too slow."""
+    """Return the body of a request. Raises Refusal if it is longer than ``max_bytes``, by its header or in fact, or too slow."""
     length, body = request.headers.get("content-length", "0"), bytearray()
     too_long = Refusal(413, f"a request has at most max_body_bytes={max_bytes} bytes")
     if int(length) > max_bytes:  # h11 has seen that it is a number
@@ -292,7 +292,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 async def _unless_gone(request: Request, awaited: Any) -> Any:
-    """The result of ``awaited``. Raises ClientDisconnect if the client goes away before."""
+    """Return the result of ``awaited``. Raises ClientDisconnect if the client goes away before."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -61,7 +61,7 @@ GENERATION_RULES: Rules = (
 
 
 def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, model: ModelConfig, launch: Launch) -> None:
-    """Raises ValueError if the device lacks memory for ``num_pages`` (at least one), or if there is no device."""
+    """Raise ValueError if the device lacks memory for ``num_pages`` (at least one), or if there is no device."""
     device, pages = choose_device(launch), generation.num_pages or 1
     layers, planes = -(-spec.num_hidden_layers // layout.pp), 2 if spec.latent is None else 1
     numbers = min(planes * math.prod(cache_shape(kind, 0, layout.tp)) for kind in spec.kinds_of_heads())
@@ -76,7 +76,7 @@ def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, m
 
 
 def build_generator(ready: LoadedModel, world: World) -> Generator:
-    """Builds the generator of ``ready`` and loads its weights. The configuration has ``generation``.
+    """Build the generator of ``ready`` and load its weights. The configuration has ``generation``.
 
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
     """
@@ -113,11 +113,11 @@ class InferenceEngine:
 
     @property
     def leads(self) -> bool:
-        """True on the first rank of a replica. All its ranks have the same completions; this one reports them."""
+        """Return True on the first rank of a replica. All its ranks have the same completions; this one reports them."""
         return self.mesh.replica.rank == 0
 
     def own_groups(self, groups: Sequence[Sequence[Request]]) -> list[int]:
-        """Returns indices of the groups that this replica generates; tokens are balanced over replicas. Local.
+        """Return indices of the groups that this replica generates; tokens are balanced over replicas. Local.
 
         The longest rows come first: pages that are allocated for them have room for all that follow.
         """
@@ -132,7 +132,7 @@ class InferenceEngine:
         seed: int,
         environments: Environments | None = None,
     ) -> Iterator[list[Completion]]:
-        """Yields the completions of this replica's ``groups``, some at a time as they end. Raises NotFinite.
+        """Yield the completions of this replica's ``groups``, some at a time as they end. Raises NotFinite.
 
         Rows with environments, and rows that move between replicas, end together. Collective over the replica, with
         ``rebalance_steps`` over the world: every rank of it must call, in program order, a replica's with the same arguments.
@@ -152,13 +152,13 @@ class InferenceEngine:
 
 
 def own_rows(tokens: Sequence[int], mesh: Mesh) -> list[int]:
-    """Returns indices of the rows that this rank's replica computes. ``tokens``: of each row, balanced over replicas."""
+    """Return indices of the rows that this rank's replica computes. ``tokens``: of each row, balanced over replicas."""
     parts = partition_by_tokens(tokens, mesh.layout.dp)
     return [number for number, part in enumerate(parts.tolist()) if part == mesh.dp_rank]
 
 
 def gather_records(world: World, records: Sequence[tuple[Any, Any]], label: str) -> list[tuple[Any, Any]] | None:
-    """Returns on rank 0 all ranks' records (position of a row, its result as JSON) by position; None elsewhere.
+    """Return on rank 0 all ranks' records (position of a row, its result as JSON) by position; None elsewhere.
 
     Collective over the world: every rank of it must call, in program order.
     """

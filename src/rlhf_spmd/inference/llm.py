@@ -64,7 +64,7 @@ class LLM:
         self.processor = RequestProcessor(ready, join_world())
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of transformers, or None if the model has none."""
+        """Return the tokenizer of transformers, or None if the model has none."""
         return self.processor.tokenizer
 
     def generate(self, prompts: Any, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:

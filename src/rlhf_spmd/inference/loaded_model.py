@@ -73,7 +73,7 @@ class LoadedModel:
 
     @property
     def must_match(self) -> dict[str, str]:
-        """Values that must be equal on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
+        """Return values that must be equal on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
         sources = base_directory(self.config.model.path, self.checkpoint), self.checkpoint
         return {"set of weights": str([weights_digest(Path(source)) for source in sources if source is not None])}
 
@@ -82,7 +82,7 @@ Config = TypeVar("Config", bound=LoadedConfig)
 
 
 def find_weights(path: str) -> tuple[str, Path | None]:
-    """Returns the directory of the model's configuration and tokenizer, and the checkpoint with its weights, or None.
+    """Return the directory of the model's configuration and tokenizer, and the checkpoint with its weights, or None.
 
     ``path`` is a Hugging Face directory, a run's directory, or one of its checkpoints. A run's directory stands for its newest
     checkpoint. The run's export is read instead if it was made from that checkpoint, or if there is none. Raises ValueError for a
@@ -105,7 +105,7 @@ def find_weights(path: str) -> tuple[str, Path | None]:
 
 
 def read_weights(config: Config, launch: Launch, generation_ep: int = 1) -> tuple[Config, ModelSpec, Layout, Path | None]:
-    """Returns the configuration with the model's full path, the architecture, the layout, and the checkpoint or None.
+    """Return the configuration with the model's full path, the architecture, the layout, and the checkpoint or None.
 
     The checkpoint has the weights if they are not in the model's directory. Local: no communication. Raises ValueError, one line.
     """
@@ -129,12 +129,12 @@ def read_weights(config: Config, launch: Launch, generation_ep: int = 1) -> tupl
 
 
 def base_directory(directory: str, checkpoint: Path | None) -> str | None:
-    """Returns the directory whose weights are loaded before :func:`load_from_checkpoint`; None if the checkpoint has all weights."""
+    """Return the directory whose weights are loaded before :func:`load_from_checkpoint`; None if the checkpoint has all weights."""
     return directory if checkpoint is None or find_adapters(checkpoint, ROLE) is not None else None
 
 
 def load_from_checkpoint(spec: ModelSpec, weights: RoleState, directory: str, checkpoint: Path | None, world: World) -> None:
-    """Loads the checkpoint, if there is one, into this rank's weights, in their dtype.
+    """Load the checkpoint, if there is one, into this rank's weights, in their dtype.
 
     Adapters are added to the weights of ``directory``, which were loaded before.
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
@@ -155,7 +155,7 @@ def load_from_checkpoint(spec: ModelSpec, weights: RoleState, directory: str, ch
 
 
 def not_finite(row: int, name: Any, model: ModelConfig) -> FloatingPointError:
-    """Returns the error for row number ``row``, whose id in the input is ``name``."""
+    """Return the error for row number ``row``, whose id in the input is ``name``."""
     return FloatingPointError(
         f"row {row} (id {name!r}) has log-probs that are not finite; check the weights in {model.path}, or set model.dtype=float32"
     )

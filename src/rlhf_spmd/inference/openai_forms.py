@@ -55,14 +55,14 @@ class Refusal(ValueError):
 
 
 def refused(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and the JSON of an answer to a request that failed with ``error``."""
+    """Return the HTTP status and the JSON of an answer to a request that failed with ``error``."""
     status = getattr(error, "status", 400 if isinstance(error, ValueError) else 500)
     kind = "invalid_request_error" if status < 500 else "server_error"
     return status, {"error": {"message": str(error), "type": kind, "param": None, "code": getattr(error, "code", None)}}
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """A request's JSON object. Raises ValueError if it is none, too deep, or has text that is not Unicode."""
+    """Return a request's JSON object. Raises ValueError if it is none, too deep, or has text that is not Unicode."""
 
     def depth(value: Any) -> int:
         inner = value.values() if isinstance(value, dict) else value
@@ -84,7 +84,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
 
 def check_sizes(body: Mapping[str, Any], vocab_size: int, longest: int) -> None:
-    """Raises ValueError for a field that is longer than it can be, before it is read: that would hold up other requests.
+    """Raise ValueError for a field that is longer than it can be, before it is read: that would hold up other requests.
 
     ``longest``: tokens of a prompt and its response.
     """
@@ -100,7 +100,7 @@ def check_sizes(body: Mapping[str, Any], vocab_size: int, longest: int) -> None:
 
 
 def prompts_of(body: Mapping[str, Any], chat: bool) -> list[Any]:
-    """The prompts of a request. Raises ValueError for messages that are no list of objects."""
+    """Return the prompts of a request. Raises ValueError for messages that are no list of objects."""
     if not chat:
         prompt = body.get("prompt")
         return [prompt] if not isinstance(prompt, list) or is_ids(prompt) else prompt
@@ -137,7 +137,7 @@ class AnswerFormat:
 
 
 def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, SamplingParams]:
-    """How a request is to be answered and sampled. Raises ValueError, also for fields that are not supported.
+    """Return how a request is to be answered and sampled. Raises ValueError, also for fields that are not supported.
 
     ``max_tokens`` may be 0 with ``echo``; the sampling parameters then have 1.
     """
@@ -189,7 +189,7 @@ class TextDelta:
 
 
 def choice_of(index: int, delta: TextDelta, chat: bool, to_bytes: ToBytes, part: str | None = None) -> dict[str, Any]:
-    """The ``choice`` of an OpenAI answer. ``part``: the "first" or a "later" one of a stream; None: a whole response."""
+    """Return the ``choice`` of an OpenAI answer. ``part``: the "first" or a "later" one of a stream; None: a whole response."""
     content: dict[str, Any] = {"text": delta.text}
     if chat:
         role = {} if part == "later" else {"role": "assistant"}
@@ -231,7 +231,7 @@ def _chat_logprobs(entries: Sequence[Entry], to_bytes: ToBytes) -> dict[str, Any
 
 
 def _ranked(entry: Entry) -> list[tuple[int, Logprob]]:
-    """The likeliest tokens in order."""
+    """Return the likeliest tokens in order."""
     return sorted(((token, each) for token, each in entry.items() if each.rank), key=lambda each: each[1].rank or 0)
 
 
@@ -252,7 +252,7 @@ class TextOffsets:
         self._open: list[int] = []  # the tokens so far of an incomplete character
 
     def add(self, ids: Sequence[int]) -> list[int]:
-        """Where the next tokens begin."""
+        """Return where the next tokens begin."""
         offsets = []
         for token in ids:
             offsets.append(self.length)

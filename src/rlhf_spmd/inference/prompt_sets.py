@@ -86,7 +86,7 @@ class PromptSet:
     errors: dict[int, str]
 
     def requests(self) -> list[list[Request]]:
-        """``n`` requests for each prompt that is answered, in order."""
+        """Return ``n`` requests for each prompt that is answered, in order."""
         n = self.sampling.n
         return [
             [Request(i * n + j, i, prompt, longest, shortest) for j in range(n)]
@@ -106,7 +106,7 @@ class InferJob(LoadedModel):
 
     @property
     def must_match(self) -> dict[str, str]:
-        """What must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
+        """Return what must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
         return {"model, set of prompts or setting": self.journal.job}
 
 
@@ -119,7 +119,7 @@ def check_set(
     reward: RewardConfig,
     model: tuple[ModelSpec, Any],
 ) -> PromptSet:
-    """The prompts of a set for ``model`` (its architecture and tokenizer). Raises ValueError or DataError, one line.
+    """Return the prompts of a set for ``model`` (its architecture and tokenizer). Raises ValueError or DataError, one line.
 
     A prompt that leaves no room in the model's context gets an entry in ``errors``; if none leaves room, DataError is raised.
     """
@@ -156,7 +156,7 @@ def check_set(
 
 
 def limits_of(row: Row, room: int, sampling: SamplingConfig) -> tuple[int, int]:
-    """Least and most tokens of a response: the row's own limits or the common ones, and at most ``room``. Raises DataError."""
+    """Return the least and most tokens of a response: the row's limits, else the common ones, and at most ``room``. Raises DataError."""
     shortest, row_limit = response_limits(row)
     longest = min(room, row_limit or sampling.max_response_length or room)
     if shortest > longest:
@@ -168,7 +168,7 @@ def limits_of(row: Row, room: int, sampling: SamplingConfig) -> tuple[int, int]:
 
 
 def job_of(config: Any, checkpoint: Path | None, sets: Sequence[PromptSet]) -> str:
-    """A hash of what decides the rows: samples of the weight files, the prompts, the settings and the reward function's file.
+    """Return a hash of what decides the rows: samples of the weight files, the prompts, the settings and the reward function's file.
 
     Copies of a model on several nodes give the same hash.
     """
@@ -182,7 +182,7 @@ def job_of(config: Any, checkpoint: Path | None, sets: Sequence[PromptSet]) -> s
 
 
 def code_of(asked: PromptSet) -> str | None:
-    """A hash of the file that defines the set's reward function; None without a reward."""
+    """Return a hash of the file that defines the set's reward function; None without a reward."""
     if asked.reward.function is None:
         return None
     function = inspect.unwrap(asked.reward.bind(asked.key).function)
@@ -244,7 +244,7 @@ class PromptSetRun:
         self.num_before = 0
 
     def answer(self, before: Mapping[Place, dict[str, Any]]) -> list[Record]:
-        """The records of this replica's rows on its first rank, and none elsewhere. ``before``: those of earlier starts.
+        """Return the records of this replica's rows on its first rank, and none elsewhere. ``before``: those of earlier starts.
 
         Collective over the replica, with environments over the world: every rank of it must call, in program order.
         """
@@ -282,7 +282,7 @@ class PromptSetRun:
         return records if engine.leads else []
 
     def _check_failures(self, completions: Sequence[Completion], before: Sequence[Record]) -> None:
-        """Raises EnvironmentFailure on rank 0 if the environment failed in too many rows of the set; other ranks then wait for the end.
+        """Raise EnvironmentFailure on rank 0 if the environment failed in too many rows of the set; other ranks then wait for the end.
 
         ``completions`` and ``before``, the records of earlier starts, are all rows of this replica.
 
@@ -300,7 +300,7 @@ class PromptSetRun:
         world.all.barrier("generate:judged")  # before any rank writes rows to the journal
 
     def _seen(self, completion: Completion) -> dict[str, Any]:
-        """What the reward sees of the completion's row."""
+        """Return what the reward sees of the completion's row."""
         number, reward = completion.row_id // self.set.sampling.n, self.set.reward
         if completion.mask is None:
             return self.set.rows[number]
@@ -344,7 +344,7 @@ class RewardScorer:
             self.runner.close()
 
     def score(self, prompts: Sequence[dict[str, Any]], texts: Sequence[str], ids: Sequence[list[int]]) -> list[dict[str, Any]]:
-        """For each response its ``score``, None if the reward does not score the row, and, if the reward reads answers, the one
+        """Return for each response its ``score``, None if the reward does not score the row, and, if the reward reads answers, the one
         that it has ``extracted``, None for none. Raises RewardError."""
         reward = self.set.reward
         scores: list[dict[str, Any]] = [{"score": None} for _ in texts]
@@ -374,7 +374,7 @@ class RewardScorer:
 
 
 def record(completion: Completion, keeps_tokens: bool) -> dict[str, Any]:
-    """A completion as JSON. ``keeps_tokens``: with its token ids and log-probs, not only their number.
+    """Return a completion as JSON. ``keeps_tokens``: with its token ids and log-probs, not only their number.
 
     A failure of its environment is kept in any case, for the verdict of a later start."""
     row: dict[str, Any] = {"length": len(completion.token_ids), "finish_reason": completion.finish_reason}

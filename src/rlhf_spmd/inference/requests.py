@@ -96,7 +96,7 @@ class PromptRequest:
 
 
 def is_ids(prompt: Any) -> bool:
-    """Whether ``prompt`` is a list of token ids, not a text and not messages."""
+    """Return True if ``prompt`` is a list of token ids, not a text and not messages."""
     return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Integral)
 
 
@@ -119,7 +119,7 @@ class RequestProcessor:
         variables: Mapping[str, Any] | None = None,
         generates: bool = True,
     ) -> list[Prompt]:
-        """The token ids of texts, token ids, chat messages, or mappings with ``prompt`` or ``prompt_token_ids``.
+        """Return the token ids of texts, token ids, chat messages, or mappings with ``prompt`` or ``prompt_token_ids``.
 
         Messages are rendered by ``template``, by default the tokenizer's, with its ``variables``. Without ``generates`` a
         prompt may fill the context. Local; any thread may call.
@@ -154,7 +154,7 @@ class RequestProcessor:
         return [read[i] for i in range(len(inputs))]
 
     def requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[PromptRequest]:
-        """The requests for ``prompts``, as :meth:`encode` returns them. Numbers the responses. Local. Raises ValueError, one line."""
+        """Return the requests for prompts that :meth:`encode` returned. Numbers the responses. Local. Raises ValueError, one line."""
         return [self._request(*prompt, each) for prompt, each in zip(prompts, params, strict=True)]
 
     def _request(self, ids: list[int], text: str | None, params: SamplingParams) -> PromptRequest:
@@ -182,7 +182,7 @@ class RequestProcessor:
     def generate(
         self, asked: Sequence[PromptRequest], ended_more: Callable[[int], Any] = lambda count: None
     ) -> list[RequestOutput]:
-        """The outputs in the order of ``asked``. ``ended_more`` gets the number of this replica's responses that have just ended.
+        """Return the outputs in the order of ``asked``. ``ended_more`` hears how many responses of this replica have just ended.
 
         Collective over the world: every rank of it must call, in program order, with the same arguments. Raises NotFinite.
         """
@@ -208,7 +208,7 @@ class RequestProcessor:
         return [self.output(each, *record) for each, (_, record) in zip(asked, shared, strict=True)]
 
     def record(self, asked: PromptRequest, completion: Completion) -> dict[str, Any]:
-        """A completion as JSON, which the replica sends to the other ranks."""
+        """Return a completion as JSON, which the replica sends to the other ranks."""
         ids, log_probs, entries = completion.token_ids, completion.log_probs_t1.double(), None
         if asked.params.logprobs is not None:
             entries = entries_of(ids, log_probs, completion.top_log_probs)
@@ -217,14 +217,14 @@ class RequestProcessor:
         return {"text": text, "token_ids": ids, "cumulative_logprob": float(log_probs.sum()), **more}
 
     def output(self, asked: PromptRequest, records: Sequence[dict[str, Any]], prompt: Entries | None = None) -> RequestOutput:
-        """vLLM's output from the records of all responses; ``prompt``: the log-probs of its tokens."""
+        """Return vLLM's output from the records of all responses; ``prompt``: the log-probs of its tokens."""
         named = [record | {"logprobs": record["logprobs"] and self.named(record["logprobs"])} for record in records]
         outputs = [CompletionOutput(j, **fields) for j, fields in enumerate(named)]
         first = None if prompt is None else [None, *self.named(prompt)]
         return RequestOutput(str(asked.requests[0].row_id), asked.prompt, asked.prompt_ids, first, outputs)
 
     def text_of(self, asked: PromptRequest, ids: Sequence[int], stopped: bool) -> tuple[str, int | str | None]:
-        """The text of a response or of its beginning, and what stopped it: a stop string, a token id, or None."""
+        """Return the text of a response or of its beginning, and what stopped it: a stop string, a token id, or None."""
         params, keeps_stop, stops = asked.params, asked.params.include_stop_str_in_output, asked.sampling.stop
         token = ids[-1] if stopped and ids[-1] in asked.stop.token_ids else None
         ended = None if token in self.engine.generator.eos_ids and not params.ignore_eos else token
@@ -242,7 +242,7 @@ class RequestProcessor:
         return "" if self.tokenizer is None else decode(self.tokenizer, [ids], skips)[0]
 
     def named(self, entries: Entries) -> list[dict[int, Logprob]]:
-        """``entries`` with the rank and the text of each token."""
+        """Return ``entries`` with the rank and the text of each token."""
         texts, named = self._texts, list[dict[int, Logprob]]()
         for token in {token for entry in entries for token, _ in entry}.difference(texts):
             texts[token] = self._decode([token], skips=False)
@@ -253,7 +253,7 @@ class RequestProcessor:
 
 
 def entries_of(token_ids: Sequence[int], log_probs: Tensor, top: Sequence[Tensor] | None) -> Entries:
-    """The entries of a response. ``log_probs`` [tokens]; ``top``: ids and log-probs of the likeliest, [tokens, how many] each."""
+    """Return the entries of a response. ``log_probs`` [tokens]; ``top``: ids and log-probs of the likeliest, [tokens, number] each."""
     entries: Entries = [[pair] for pair in zip(token_ids, log_probs.tolist(), strict=True)]
     for entry, *likeliest in zip(entries, *(part.tolist() for part in top or ()), strict=True):
         entry += zip(*likeliest, strict=True)
@@ -263,7 +263,7 @@ def entries_of(token_ids: Sequence[int], log_probs: Tensor, top: Sequence[Tensor
 def prompt_log_probs(
     generator: Generator, prompts: Sequence[Sequence[int]], many: Sequence[int], max_tokens: int
 ) -> list[Entries]:
-    """The entries of all tokens of the prompts but the first, at temperature 1, as training computes them.
+    """Return the entries of all tokens of the prompts but the first, at temperature 1, as training computes them.
 
     ``many``: for each prompt, how many of the likeliest tokens; ``max_tokens``: about how many tokens to compute at once.
     Collective over tp: every rank of it must call, in program order, with the same arguments.

@@ -76,11 +76,11 @@ class SamplingParams:
 
     @property
     def overrides(self) -> SamplingOverrides:
-        """The fields in which rows of one call may differ."""
+        """Return the fields in which rows of one call may differ."""
         return SamplingOverrides(self.temperature, self.top_p, self.top_k, self.min_p)
 
     def of_call(self) -> SamplingConfig:
-        """The fields that all rows of one generator call share."""
+        """Return the fields that all rows of one generator call share."""
         shared = {key: value for key in SHARED if (value := getattr(self, key)) is not None}
         return SamplingConfig(**shared, stop=[self.stop] if isinstance(self.stop, str) else self.stop or [])
 

@@ -93,12 +93,12 @@ class ServedRequest:
 
 
 def fit_together(num_rows: int, longest: int, sampling: SamplingConfig) -> bool:
-    """Whether the log-probs of so many rows, of at most ``longest`` tokens each, are at most MOST_LOG_PROBS."""
+    """Return True if the log-probs of so many rows, of at most ``longest`` tokens each, are at most MOST_LOG_PROBS."""
     return num_rows * longest * (1 + sampling.logprobs) <= MOST_LOG_PROBS
 
 
 def longest_of(requests: Iterable[Request]) -> int:
-    """The most tokens that one of these rows may get; 0 without rows."""
+    """Return the most tokens that one of these rows may get; 0 without rows."""
     return max((request.max_new_tokens for request in requests), default=0)
 
 
@@ -137,7 +137,7 @@ class Service:
         processor.longest = self.engine.generator.reserve_pages(processor.longest)
 
     def read(self, raw: bytes, chat: bool) -> dict[str, Any]:
-        """A request with its prompts as token ids, as JSON. Raises ValueError or DataError.
+        """Return a request with its prompts as token ids, as JSON. Raises ValueError or DataError.
 
         Local; any thread may call, so that no other request waits while a long text is tokenised.
         """
@@ -155,7 +155,7 @@ class Service:
         return {"chat": chat, "body": rest, "prompts": read}
 
     def turn(self) -> bool:
-        """Take what has arrived, and generate for a moment. Returns whether the service goes on.
+        """Take what has arrived, and generate for a moment. Return True while the service goes on.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -174,7 +174,7 @@ class Service:
         return True
 
     def _arrived(self) -> list[Arrival]:
-        """What has arrived (rank 0). Waits if there is nothing to do."""
+        """Return what has arrived (rank 0). Wait if there is nothing to do."""
         arrived: list[Arrival] = []
         with suppress(Empty):
             if not self.running and not self.waiting and not self.told_to_end():
@@ -184,7 +184,7 @@ class Service:
         return arrived
 
     def _state(self) -> str:
-        """The state from now on (rank 0)."""
+        """Return the state from now on (rank 0)."""
         if not self.told_to_end():
             return "on"
         if self.state == "on":
@@ -213,7 +213,7 @@ class Service:
             self.running[number] = served
 
     def _job(self, number: int, chat: bool, body: Mapping[str, Any], prompts: Sequence[Prompt]) -> ServedRequest:
-        """Raises ValueError."""
+        """Return the request while it is answered. Raises ValueError."""
         format, params = read_request(body, chat)
         asked = self.processor.requests(prompts, [params] * len(prompts))
         served = ServedRequest(number, chat, format, asked)
@@ -228,7 +228,7 @@ class Service:
         return served
 
     def _admit(self) -> list[Request]:
-        """The rows that start now: one of each request in turn, so that a request with many rows does not hold up the others.
+        """Return the rows that start now: one of each request in turn, so that a request with many rows does not hold up the others.
 
         Rows in flight are sampled alike. A request with another ``sampling`` waits until they have ended, and none overtakes it.
         """
@@ -304,11 +304,11 @@ class Service:
                 self._fail([served], error)
 
     def _is_shared(self, error: Exception) -> bool:
-        """Whether every rank has met ``error``, so that all drop the same request."""
+        """Return True if every rank has met ``error``, so that all drop the same request."""
         return self.engine.world.size == 1 or isinstance(error, OF_REQUESTS)
 
     def _attempt(self, work: Callable[[], T], newcomers: Sequence[ServedRequest]) -> T | None:
-        """The result of ``work``. If it fails, the request that the error names, or else the ``newcomers``, are answered with it.
+        """Return the result of ``work``. If it fails, the request that the error names, else the ``newcomers``, get the error.
 
         Raises what no newcomer can have caused, and what the other ranks may not have met.
         """
@@ -396,7 +396,7 @@ class Service:
     def _delta(
         self, served: ServedRequest, row: int, sent: StreamProgress, text: str, entries: Sequence[Entry] | None
     ) -> TextDelta:
-        """What is new in a response since ``sent``, which is updated.
+        """Return what is new in a response since ``sent``, which is updated.
 
         ``text``: the response's whole text so far; ``entries``: the log-probs of its new tokens.
         """
@@ -425,7 +425,7 @@ class Service:
         return prompt_texts(self.processor.tokenizer, [asked.prompt_ids])[0] if asked.prompt is None else asked.prompt
 
     def _prompt_offsets(self, asked: PromptRequest) -> list[int]:
-        """Where each prompt token begins in the prompt's text.
+        """Return where each prompt token begins in the prompt's text.
 
         The text has neither the special tokens that a tokenizer starts each text with, nor the blank that some put before it.
         """
@@ -439,7 +439,7 @@ class Service:
         return "" if self.processor.tokenizer is None else decode(self.processor.tokenizer, [ids], skips)[0]
 
     def _text(self, asked: PromptRequest, ids: Sequence[int]) -> str:
-        """The text of an unfinished response, without what may be the beginning of a character or of a stop string."""
+        """Return the text of an unfinished response, without what may be the beginning of a character or of a stop string."""
         reserve = max(map(len, asked.sampling.stop), default=1) - 1
         text = self.processor.text_of(asked, ids, stopped=False)[0].rstrip(UNFINISHED)
         return text[: max(len(text) - reserve, 0)]
