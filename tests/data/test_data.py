@@ -367,19 +367,6 @@ def test_duplicates_by_id(tmp_path: Path, tokenizer: Any) -> None:
     assert built(far, duplicates="drop") == ([str(i) for i in range(300)], ", 300 duplicates left out"), "over chunks"
 
 
-@pytest.mark.parametrize("between", [0, 300], ids=["one chunk", "two"])
-def test_a_bad_row_is_no_first_of_its_id(tmp_path: Path, tokenizer: Any, between: int) -> None:
-    """A good one with the same id stays, whichever comes first, and neither ends the run."""
-    many = [{"prompt": "5"}] * between
-    rows = [{"prompt": "1", "id": 1}, {"prompt": "", "id": 2}, *many, {"prompt": "2", "id": 2}, {"prompt": "", "id": 1}]
-    for duplicates, num_bad, more in (("refuse", 2, []), ("drop", 1, [{"prompt": "3", "id": 1}])):
-        path = write(tmp_path / "a.jsonl", *rows, *more)
-        data = build_dataset(DataConfig(path=path, duplicates=duplicates, max_bad_rows=num_bad), tokenizer)
-        assert isinstance(data, PromptDataset) and len(data) == 2 + between
-        assert [data.row(i)["prompt"] for i in (0, 1 + between)] == ["1", "2"]
-        assert (data.tally.num_bad, data.tally.num_duplicates) == (num_bad, 2 * (duplicates == "drop"))
-
-
 def test_verl_s_parquet_has_its_answer(tmp_path: Path, tokenizer: Any) -> None:
     """The columns that verl's preprocessing of GSM8K writes, nested as it writes them; the built-in reward reads them."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")

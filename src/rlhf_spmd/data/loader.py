@@ -17,10 +17,9 @@ import fcntl
 import hashlib
 import json
 import os
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import islice
@@ -38,7 +37,7 @@ from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.data.dataset import DatasetConfig, RowTally, StoredRowsConfig, TokenDataset, joined
 from rlhf_spmd.data.encoding import NAMED_TEMPLATES, read_template
-from rlhf_spmd.data.files import DataError, Row, RowOrError, local_files
+from rlhf_spmd.data.files import DataError, Row, RowError, RowOrError, local_files
 
 CHUNK_ROWS = 256
 SHOWN_ROWS = 3  # bad rows that an error names
@@ -46,7 +45,6 @@ SHOWN_ROWS = 3  # bad rows that an error names
 ORDER = ("train_batch_size", "val_batch_size", "gen_batch_size", "shuffle", "seed", "epochs", "curriculum_epochs")
 UNSEEN = (*ORDER, "path", "val_path", "cache_dir")
 TOKENIZER_PATTERNS = ("*token*", "vocab*", "merges*", "*.model", "*.jinja", f"{NAMED_TEMPLATES}/*", "config.json")
-TELL_S = 30.0  # between two progress lines of the process that makes it
 
 
 def load_dataset(config: StoredRowsConfig, tokenizer: Any, validation: bool = False) -> TokenDataset:
@@ -101,17 +99,9 @@ def _make(path: Path, lock: IO[str], config: StoredRowsConfig, tokenizer: Any, v
     """Build the data set and write it to ``path``; an error goes into the lock's file for the processes that wait."""
     for left in path.parent.glob(f".{path.name}.*.tmp"):  # left by a killed process
         left.unlink(missing_ok=True)
-    last = time.monotonic()
-
-    def tick(rows: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > TELL_S:
-            last = time.monotonic()
-            print(f"data.cache_dir: {rows} rows so far for {path}", file=sys.stderr, flush=True)
-
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
-        dataset = build_dataset(config, tokenizer, validation, tick)
+        dataset = build_dataset(config, tokenizer, validation)
         metadata = {"tally": json.dumps(dataclasses.asdict(dataset.tally)), "fingerprint": dataset.fingerprint}
         save_file(_tensors(dataset), temporary, metadata)
         temporary.chmod(os.fstat(lock.fileno()).st_mode & 0o777)  # as the umask says; safetensors lets only the owner read
@@ -160,69 +150,53 @@ def count_bad_row(error: DataError, tally: RowTally, limit: int) -> None:
         raise DataError(more) if limit else error
 
 
-def build_dataset(
-    config: StoredRowsConfig, tokenizer: Any, validation: bool = False, tick: Callable[[int], None] = lambda rows: None
-) -> TokenDataset:
-    """Return the rows of ``config`` as tokens. ``tick`` receives the number of rows so far.
+def build_dataset(config: StoredRowsConfig, tokenizer: Any, validation: bool = False) -> TokenDataset:
+    """Return the rows of ``config`` as tokens.
 
     Raises DataError, one line, for more bad rows than ``max_bad_rows``, or for an error outside single rows.
     """
-    tally, parts, done, seen = RowTally(), list[TokenDataset](), 0, dict[str, str]()
+    tally = RowTally()
+    parts: list[TokenDataset] = []
+    places: dict[str, str] = {}
     duplicates = config.duplicates if isinstance(config, DatasetConfig) and not validation else "keep"
     rows = config.stream(validation)
     while chunk := list(islice(rows, None if config.one_chunk else CHUNK_ROWS)):
-        parts.append(_encode(config, chunk, tokenizer, tally, duplicates, seen))
-        done += len(chunk)
-        tick(done)
+        parts.append(_encode(config, _rows_of(config, chunk, duplicates, places, tally), tokenizer, tally))
     return joined(parts or [config.encode([], tokenizer)], tally)
 
 
-def _encode(
-    config: StoredRowsConfig,
-    chunk: Sequence[RowOrError],
-    tokenizer: Any,
-    tally: RowTally,
-    duplicates: str,
-    seen: dict[str, str],
-) -> TokenDataset:
-    """Encode a chunk. ``seen`` maps each id to the place of its first usable row, so a bad row blocks no other."""
-    rows: list[Row] = []
-    for row in chunk:
+def _rows_of(
+    config: StoredRowsConfig, chunk: Sequence[RowOrError], duplicates: str, places: dict[str, str], tally: RowTally
+) -> list[Row]:
+    """Return the rows that look usable, of rows with one id the first. ``places``: of the ids so far. Raises DataError."""
+    rows = []
+    for row_or_error in chunk:
         try:
-            rows.append(config.checked(row))
+            row = config.checked(row_or_error)
         except DataError as error:
             count_bad_row(error, tally, config.max_bad_rows)
-    while True:
-        first_rows, ids, again = (rows, {}, []) if duplicates == "keep" else _first_of_each_id(rows, seen)
-        try:
-            dataset = config.encode(first_rows if duplicates == "drop" else rows, tokenizer)
-            break
-        except DataError as error:
-            bad_row = next((i for i, row in enumerate(rows) if row.where == getattr(error, "where", None)), None)
-            if bad_row is None:  # the error is about settings or the data as a whole
-                raise
-            count_bad_row(error, tally, config.max_bad_rows)
-            del rows[bad_row]
-    if again and duplicates == "refuse":
-        raise again[0]
-    seen.update(ids)
-    tally.num_duplicates += len(again)
-    return dataset
-
-
-def _first_of_each_id(rows: Sequence[Row], seen: Mapping[str, str]) -> tuple[list[Row], dict[str, str], list[DataError]]:
-    """Return the rows that have a new id or none, the place of each new id, and an error for each other row."""
-    first_rows, ids, again = list[Row](), dict[str, str](), list[DataError]()
-    for row in rows:
+            continue
         name = row.values.get("id")
         key = json.dumps(name)
-        if name is not None and (first := ids.get(key) or seen.get(key)):
+        if name is None or duplicates == "keep" or key not in places:
+            rows.append(row)
+            places[key] = row.where
+        elif duplicates == "drop":
+            tally.num_duplicates += 1
+        else:
             remedy = "set data.duplicates=drop to leave such rows out, or keep"
-            again.append(row.error(f"the id {name!r} is also that of {first}; {remedy}"))
-            continue
-        first_rows.append(row)
-        ids |= {} if name is None else {key: row.where}
-    return first_rows, ids, again
+            raise row.error(f"the id {name!r} is also that of {places[key]}; {remedy}")
+    return rows
+
+
+def _encode(config: StoredRowsConfig, rows: list[Row], tokenizer: Any, tally: RowTally) -> TokenDataset:
+    """Encode a chunk without its bad rows. Raises DataError if there are too many, or for an error outside single rows."""
+    while True:
+        try:
+            return config.encode(rows, tokenizer)
+        except RowError as error:
+            count_bad_row(error, tally, config.max_bad_rows)
+            del rows[next(i for i, row in enumerate(rows) if row.where == error.where)]
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:

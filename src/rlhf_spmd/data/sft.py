@@ -159,10 +159,7 @@ def _example(row: Row, config: PromptResponseConfig) -> Example:
     key = config.response_key if config.response_key in row else "completion"
     response = row.get(key, "data.response_key") if key in row else None
     asked = config.prompt_key if config.prompt_key in row or "messages" not in row else "messages"
-    try:
-        prompt = row.get(asked, "data.prompt_key")
-    except RowError as error:
-        raise RowError(f"{error}{_hint(row, config)}".removeprefix(f"{row.where}: "), row.where) from error
+    prompt = row.get(asked, "data.prompt_key")
     if response is None and asked == PromptResponseConfig.prompt_key and isinstance(prompt, list):
         last = prompt[-1] if prompt else None
         if isinstance(last, dict) and last.get("role") != "assistant":  # a prompt whose answers have other names
@@ -179,14 +176,6 @@ def _example(row: Row, config: PromptResponseConfig) -> Example:
     if (response is not None and not isinstance(response, str | list)) or (isinstance(prompt, str) and response is None):
         raise row.error(f"'{config.response_key}' must be text, not {type(response).__name__}")
     return Example(prompt, response, row)
-
-
-def _hint(row: Row, config: PromptResponseConfig) -> str:
-    """Return what may be meant by a row without a prompt, "" if nothing is known."""
-    shares = row.values.get("conversations")
-    if isinstance(shares, list) and shares and isinstance(shares[0], dict) and "from" in shares[0]:
-        return "; ShareGPT's 'from' and 'value' are not read: give 'messages' with 'role' and 'content'"
-    return "; set data.text_key=text to learn all of it" if isinstance(config, SftConfig) and "text" in row else ""
 
 
 def _last_message(example: Example) -> Example:

@@ -156,7 +156,7 @@ def check_set(
 
 
 def limits_of(row: Row, room: int, sampling: SamplingConfig) -> tuple[int, int]:
-    """Return the least and most tokens of a response: the row's limits, else the common ones, and at most ``room``. Raises DataError."""
+    """Return the least and most tokens of a response: the row's limits, else the common ones, at most ``room``. Raises DataError."""
     shortest, row_limit = response_limits(row)
     longest = min(room, row_limit or sampling.max_response_length or room)
     if shortest > longest:
