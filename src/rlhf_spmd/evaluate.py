@@ -29,14 +29,11 @@ from rlhf_spmd.config.schema import PART, ConfigError, read_section
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import list_paths, read_rows, set_names
 from rlhf_spmd.data.prompts import QuestionsConfig
-from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
-from rlhf_spmd.inference.inference_engine import check_cache
+from rlhf_spmd.inference.inference_engine import read_generating_model
 from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
-from rlhf_spmd.inference.loaded_model import read_weights
 from rlhf_spmd.inference.output_files import Journal, check_out, other_job, write_rows
 from rlhf_spmd.inference.prompt_sets import AnswerConfig, InferJob, PromptSet, answer, check_set, job_of
-from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
@@ -114,11 +111,8 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     if launch.rank == 0:
         for file in (RESULTS_FILE, ROWS_FILE):
             check_out(Path(config.out) / file, *(section.path for section in sets.values()))
-    config, spec, layout, checkpoint = read_weights(config, launch, config.generation.ep)
-    check_cache(spec, layout, config.generation, config.model, launch)
-    tokenizer = load_tokenizer(config.model.path)
-    spec = join_ends(spec, tokenizer, read_template(config.data.chat_template, "data.chat_template"))
-    say_warnings(launch, config.data.warnings("data", tokenizer))
+    loaded = read_generating_model(config, launch, True, read_template(config.data.chat_template, "data.chat_template"))
+    say_warnings(launch, config.data.warnings("data", loaded.tokenizer))
     checked = []
     for name, section in sets.items():
         data = config.data
@@ -126,12 +120,12 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
             section.path, section.split or data.split, section.subset or data.subset, section.max_samples or data.max_samples
         )
         key = f"sets.{name}.reward" if section.reward else "reward"
-        checked.append(check_set(name, key, rows, config, *chosen[name], (spec, tokenizer)))
-    job = job_of(config, checkpoint, checked)
+        checked.append(check_set(name, key, rows, config, *chosen[name], loaded))
+    job = job_of(loaded.config, loaded.checkpoint, checked)
     if launch.rank == 0:
         check_results(Path(config.out) / RESULTS_FILE, job)
     journal = Journal(Path(config.out) / "part", job, config.out, checks=launch.rank == 0)
-    return InferJob(config, spec, layout, checkpoint, tokenizer, checked, journal, keeps_tokens=False)
+    return InferJob(**vars(loaded), sets=checked, journal=journal, keeps_tokens=False)
 
 
 def check_results(file: Path, job: str) -> None:
@@ -166,7 +160,7 @@ def merged(common: Any, changes: Mapping[str, Any], where: str) -> Any:
     return section
 
 
-def evaluate(ready: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
+def evaluate(job: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
     """Answer all sets, write ``out`` on rank 0 and print the table there.
 
     Collective over the world: every rank of it must call. Raises FloatingPointError if a log-prob is not finite.
@@ -174,14 +168,14 @@ def evaluate(ready: InferJob, world: World, tick: Callable[[], None] = lambda: N
     results: dict[str, Any] = {}
 
     def write(results_of_sets: list[list[dict[str, Any]]]) -> None:
-        rows = [output_rows(prompts, row_results) for prompts, row_results in zip(ready.sets, results_of_sets, strict=True)]
-        for prompts, scored in zip(ready.sets, rows, strict=True):
-            results.update(measure_set(prompts, scored, ready.config.pass_score))
-        out = Path(ready.config.out)
+        rows = [output_rows(prompts, row_results) for prompts, row_results in zip(job.sets, results_of_sets, strict=True)]
+        for prompts, scored in zip(job.sets, rows, strict=True):
+            results.update(measure_set(prompts, scored, job.config.pass_score))
+        out = Path(job.config.out)
         write_rows(str(out / ROWS_FILE), (row for scored in rows for row in scored))
-        atomic_write_json(out / RESULTS_FILE, {**results, "job": ready.journal.job})
+        atomic_write_json(out / RESULTS_FILE, {**results, "job": job.journal.job})
 
-    line = answer(ready, world, tick, write)
+    line = answer(job, world, tick, write)
     if line is not None:
         print(table(results))
         print(line, file=sys.stderr)
@@ -275,7 +269,7 @@ def _cell(value: Any) -> str:
 
 
 keys, main = inference_program(
-    "evaluate", __doc__, EvaluateConfig, prepare, lambda ready, world, board: evaluate(ready, world, board.tick)
+    "evaluate", __doc__, EvaluateConfig, prepare, lambda job, world, board: evaluate(job, world, board.tick)
 )
 
 

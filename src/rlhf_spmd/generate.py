@@ -32,16 +32,14 @@ from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import list_paths
 from rlhf_spmd.data.prompts import has_ids
-from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
+from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environment_key, named_environments, tools_of
 from rlhf_spmd.generation import StopStrings
 from rlhf_spmd.generation.stopping import special_stops
-from rlhf_spmd.inference.inference_engine import check_cache
+from rlhf_spmd.inference.inference_engine import read_generating_model
 from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
-from rlhf_spmd.inference.loaded_model import read_weights
 from rlhf_spmd.inference.output_files import Journal, check_out, write_rows
 from rlhf_spmd.inference.prompt_sets import AnswerConfig, InferJob, answer, check_set, job_of
-from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 
@@ -92,34 +90,32 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     config = read_config(GenerateConfig, path, overrides)
     if launch.rank == 0:
         check_out(Path(config.out), *list_paths(config.data.path))
-    config, spec, layout, checkpoint = read_weights(config, launch, config.generation.ep)
-    check_cache(spec, layout, config.generation, config.model, launch)
     rows = config.data.read()
     has_text = not all(has_ids(row, config.data) for row in rows)
     environments = named_environments(config.environment, config.environments)
     config = replace(config, data=replace(config.data, tools=tools_of(environments, config.data.tools)))
     needed = has_text or bool(config.sampling.stop or environments) or config.reward.function is not None
-    tokenizer = load_tokenizer(config.model.path, required=needed)
-    spec = join_ends(spec, tokenizer, read_template(config.data.chat_template, "data.chat_template"))
-    say_warnings(launch, config.data.warnings("data", tokenizer))
-    prompts = check_set("", "reward", rows, config, config.sampling, config.reward, (spec, tokenizer))
+    loaded = read_generating_model(config, launch, needed, read_template(config.data.chat_template, "data.chat_template"))
+    say_warnings(launch, config.data.warnings("data", loaded.tokenizer))
+    prompts = check_set("", "reward", rows, config, config.sampling, config.reward, loaded)
     check_rows(environments, prompts.rows, [row.where for row in rows], scored=True)
-    journal = Journal(Path(f"{config.out}.part"), job_of(config, checkpoint, [prompts]), config.out, checks=launch.rank == 0)
-    return InferJob(config, spec, layout, checkpoint, tokenizer, [prompts], journal, environments)
+    name = job_of(loaded.config, loaded.checkpoint, [prompts])
+    journal = Journal(Path(f"{config.out}.part"), name, config.out, checks=launch.rank == 0)
+    return InferJob(**vars(loaded), sets=[prompts], journal=journal, environments=environments)
 
 
-def generate(ready: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
+def generate(job: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
     """Answer all prompts and write the file on rank 0. ``tick`` is called after each step of the generator.
 
     Collective over the world: every rank of it must call. Raises FloatingPointError if a log-prob is not finite.
     """
 
     def write(sets: list[list[dict[str, Any]]]) -> None:
-        chosen = output_rows(ready, sets[0]) if ready.config.keep == "all" else kept_rows(ready, sets[0], ready.config.keep)
-        keep_earlier(ready.config.out)
-        write_rows(ready.config.out, chosen)
+        chosen = output_rows(job, sets[0]) if job.config.keep == "all" else kept_rows(job, sets[0], job.config.keep)
+        keep_earlier(job.config.out)
+        write_rows(job.config.out, chosen)
 
-    line = answer(ready, world, tick, write)
+    line = answer(job, world, tick, write)
     if line is not None:
         print(line, file=sys.stderr)
 
@@ -131,9 +127,9 @@ def keep_earlier(out: str) -> None:
         print(f"the earlier {out} is now {out}.before", file=sys.stderr)
 
 
-def output_rows(ready: InferJob, results: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def output_rows(job: InferJob, results: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Return the output for all rows. ``results``: the result of each row, empty for prompts that are not answered."""
-    prompts = ready.sets[0]
+    prompts = job.sets[0]
     for row_id, row in enumerate(results):
         number = row_id // prompts.sampling.n
         row_values = prompts.rows[number]
@@ -144,20 +140,20 @@ def output_rows(ready: InferJob, results: Sequence[dict[str, Any]]) -> Iterator[
             "prompt_ids": prompts.prompts[number],
         }
         if row:
-            text = response_text(ready, row)
+            text = response_text(job, row)
             yield {**named, **{key: value for key, value in row.items() if key not in ("response", "length")}, "text": text}
         else:
             empty: dict[str, Any] = {"response_ids": [], "log_probs": [], "text": None, "finish_reason": None}
             yield {**named, **empty, "error": prompts.errors[number]}
 
 
-def kept_rows(ready: InferJob, results: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
+def kept_rows(job: InferJob, results: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
     """Return the best responses to each prompt, or the best and the worst, with the prompt as it was given.
 
     Of equal scores the first counts. A prompt whose responses all have the same score makes no pair. Prints how many prompts
     give nothing. Raises ValueError if all do.
     """
-    prompts, rows, none = ready.sets[0], [], 0
+    prompts, rows, none = job.sets[0], [], 0
     n = prompts.sampling.n
     for number, source_prompt in enumerate(prompts.source_prompts):
         scored = [row for row in results[number * n : (number + 1) * n] if row and row["score"] is not None]
@@ -171,11 +167,11 @@ def kept_rows(ready: InferJob, results: Sequence[dict[str, Any]], keep: str | in
         none += not ranked or (keep == "pairs" and ranked[0]["score"] == ranked[-1]["score"])
         if keep == "pairs" and ranked and ranked[0]["score"] > ranked[-1]["score"]:
             best, worst = ranked[0], next(row for row in ranked if row["score"] == ranked[-1]["score"])
-            pair = {"chosen": response_text(ready, best), "rejected": response_text(ready, worst)}
+            pair = {"chosen": response_text(job, best), "rejected": response_text(job, worst)}
             rows.append({**named, **pair, "chosen_score": best["score"], "rejected_score": worst["score"]})
         elif keep != "pairs":
             best_rows = ranked[: 1 if keep == "best" else int(keep)]
-            rows += [{**named, "response": response_text(ready, row), "score": row["score"]} for row in best_rows]
+            rows += [{**named, "response": response_text(job, row), "score": row["score"]} for row in best_rows]
     why = "have no two responses with different scores" if keep == "pairs" else "have no response with a score"
     if not rows:
         raise ValueError(f"keep={keep}: all {none} prompts {why}; there is nothing to write")
@@ -190,9 +186,9 @@ def kept_rows(ready: InferJob, results: Sequence[dict[str, Any]], keep: str | in
     return rows
 
 
-def response_text(ready: InferJob, row: dict[str, Any]) -> str | None:
+def response_text(job: InferJob, row: dict[str, Any]) -> str | None:
     """Return the text of a response, without the stop string that ended it unless that is wanted. None without a tokenizer."""
-    decode, sampling, token_ids = decoding(ready.tokenizer), ready.config.sampling, row["response_ids"]
+    decode, sampling, token_ids = decoding(job.tokenizer), job.config.sampling, row["response_ids"]
     if decode is None:
         return None
     if row["finish_reason"] != "stop" or not sampling.stop:
@@ -204,7 +200,7 @@ def response_text(ready: InferJob, row: dict[str, Any]) -> str | None:
 
 
 keys, main = inference_program(
-    "generate", __doc__, GenerateConfig, prepare, lambda ready, world, board: generate(ready, world, board.tick)
+    "generate", __doc__, GenerateConfig, prepare, lambda job, world, board: generate(job, world, board.tick)
 )
 
 

@@ -105,33 +105,33 @@ def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec
         raise ValueError(f"{size}, more than max_token_len_per_gpu={config.max_token_len_per_gpu}{shared}; raise it")
 
 
-def score(ready: ScoreJob, world: World) -> None:
+def score(job: ScoreJob, world: World) -> None:
     """Score all rows and write the file on rank 0.
 
     Collective over the world: every rank of it must call. Raises FloatingPointError if a log-prob is not finite.
     """
     started = time.perf_counter()
-    config, layout, model = ready.config, ready.layout, ready.config.model
+    config, layout, model = job.config, job.layout, job.config.model
     mesh = build_mesh(world, range(world.size), layout)
     dtype = model.torch_dtype(world.device)
-    source = base_directory(model.path, ready.checkpoint)
-    engine = TrainEngine(ready.spec, source, "lm", mesh, None, dtype=dtype, device=world.device, attention=model.attention)
+    source = base_directory(model.path, job.checkpoint)
+    engine = TrainEngine(job.spec, source, "lm", mesh, None, dtype=dtype, device=world.device, attention=model.attention)
     weights = RoleState(engine.param_shards(), engine.local_tensors())
-    load_from_checkpoint(ready.spec, weights, model.path, ready.checkpoint, world)
+    load_from_checkpoint(job.spec, weights, model.path, job.checkpoint, world)
     # before any rank computes: the others must not wait in a collective for one that cannot load its weights
     world.all.barrier("score:loaded")
     loaded = time.perf_counter()
-    lengths = sequence_lengths(ready.batch)
-    mine = ready.batch.take(own_rows(lengths, mesh))
+    lengths = sequence_lengths(job.batch)
+    mine = job.batch.take(own_rows(lengths, mesh))
     records = score_rows(engine, mine, config.max_token_len_per_gpu * layout.cp)
     scored = gather_records(world, records if mesh.tp_rank == mesh.cp_rank == 0 else [], "score:results")
     if scored is None:
         return
     for row, log_probs in scored:
         if not all(map(math.isfinite, log_probs)):
-            raise not_finite(row, ready.ids[row], config.model)
-    responses = ready.batch["response_ids"].rows()
-    write_rows(config.out, ({"id": ready.ids[i], "response_ids": responses[i].tolist(), "log_probs": x} for i, x in scored))
+            raise not_finite(row, job.ids[row], config.model)
+    responses = job.batch["response_ids"].rows()
+    write_rows(config.out, ({"id": job.ids[i], "response_ids": responses[i].tolist(), "log_probs": x} for i, x in scored))
     seconds = time.perf_counter() - loaded
     everything = [log_prob for _, row in scored for log_prob in row]
     print(
@@ -165,7 +165,7 @@ def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int) -> list[tuple
     return records
 
 
-keys, main = inference_program("score", __doc__, ScoreConfig, prepare, lambda ready, world, board: score(ready, world))
+keys, main = inference_program("score", __doc__, ScoreConfig, prepare, lambda job, world, board: score(job, world))
 
 
 if __name__ == "__main__":

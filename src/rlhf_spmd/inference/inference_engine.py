@@ -9,23 +9,30 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.rules import Rule, Rules, value_at
 from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.balance import partition_by_tokens
-from rlhf_spmd.data.tokenizer import decoding
+from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.pipeline_channels import connect_channels
-from rlhf_spmd.inference.loaded_model import LoadedModel, ModelConfig, base_directory, load_from_checkpoint
+from rlhf_spmd.inference.loaded_model import (
+    LoadedConfig,
+    LoadedModel,
+    ModelConfig,
+    base_directory,
+    load_from_checkpoint,
+    read_weights,
+)
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import cache_shape
-from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.spec import ModelSpec, join_ends
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.device_setup import choose_device
 from rlhf_spmd.parallel.launch import Launch
@@ -45,19 +52,45 @@ def _only(key: str, allowed: Any, why: str, remedy: str) -> Rule:
     return Rule((key,), lambda s: value_at(s, key) != allowed, why, remedy)
 
 
-# Of configurations with ``layout`` and ``generation``.
-GENERATION_RULES: Rules = (
-    *(_only(f"generation.{axis}", 1, f"here layout.{axis} says it", "leave it out") for axis in ("pp", "tp")),
-    *(
-        _only(f"generation.{key}", getattr(GenerationConfig(), key), "nothing is trained here", "leave it out")
-        for key in OF_TRAINING
-    ),
-    _only("layout.zero", 0, "nothing is trained here", "leave it out"),
-    _only("layout.cp", 1, "generation does not split sequences", "leave it out"),
-    _only("layout.ep", 1, "generation shares experts over layout.tp by generation.ep", "leave it out"),
-    _only("layout.vpp", 1, "generation does not interleave stages", "leave it out"),
-    _only("layout.sequence_parallel", False, "generation runs without it", "leave it out"),
-)
+@dataclass(frozen=True)
+class GeneratingConfig(LoadedConfig):
+    """A model that generates in ``layout``."""
+
+    rules: ClassVar[Rules] = (
+        *(_only(f"generation.{axis}", 1, f"here layout.{axis} says it", "leave it out") for axis in ("pp", "tp")),
+        *(
+            _only(f"generation.{key}", getattr(GenerationConfig(), key), "nothing is trained here", "leave it out")
+            for key in OF_TRAINING
+        ),
+        _only("layout.zero", 0, "nothing is trained here", "leave it out"),
+        _only("layout.cp", 1, "generation does not split sequences", "leave it out"),
+        _only("layout.ep", 1, "generation shares experts over layout.tp by generation.ep", "leave it out"),
+        _only("layout.vpp", 1, "generation does not interleave stages", "leave it out"),
+        _only("layout.sequence_parallel", False, "generation runs without it", "leave it out"),
+    )
+
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+    def check(self, where: str) -> None:
+        self.generation.check_device("generation")
+
+
+def read_generating_model(
+    config: GeneratingConfig,
+    launch: Launch,
+    needs_tokenizer: bool,
+    template: str | None = None,
+    tokenizer_path: str | None = None,
+) -> LoadedModel:
+    """Return what ``config`` names, read before the ranks meet. Local: no communication. Raises ValueError or DataError, one line.
+
+    ``template``: the chat template whose end token ends responses too, by default the tokenizer's. ``tokenizer_path``: its directory
+    in place of the model's.
+    """
+    config, spec, layout, checkpoint = read_weights(config, launch, config.generation.ep)
+    check_cache(spec, layout, config.generation, config.model, launch)
+    tokenizer = load_tokenizer(tokenizer_path or config.model.path, required=needs_tokenizer)
+    return LoadedModel(config, join_ends(spec, tokenizer, template), layout, checkpoint, tokenizer)
 
 
 def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, model: ModelConfig, launch: Launch) -> None:
@@ -75,24 +108,24 @@ def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, m
         )
 
 
-def build_generator(ready: LoadedModel, world: World) -> Generator:
-    """Build the generator of ``ready`` and load its weights. The configuration has ``generation``.
+def build_generator(loaded: LoadedModel, world: World) -> Generator:
+    """Build the generator of ``loaded`` and load its weights. The configuration has ``generation``.
 
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
     """
-    config, layout = ready.config, ready.layout
+    config, layout = loaded.config, loaded.layout
     mesh, dtype = build_mesh(world, range(world.size), layout), config.model.torch_dtype(world.device)
     whole_experts = layout.whole_experts
-    decoder = Decoder(ready.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device, whole_experts=whole_experts)
-    if (directory := base_directory(config.model.path, ready.checkpoint)) is not None:
+    decoder = Decoder(loaded.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device, whole_experts=whole_experts)
+    if (directory := base_directory(config.model.path, loaded.checkpoint)) is not None:
         load_pretrained(decoder, directory)
     weights = RoleState(decoder.shards, dict(decoder.named_parameters()))
-    load_from_checkpoint(ready.spec, weights, config.model.path, ready.checkpoint, world)
+    load_from_checkpoint(loaded.spec, weights, config.model.path, loaded.checkpoint, world)
     attention = config.generation.attention, config.model.attention
-    backend = choose_backend(*attention, dtype, world.device, "generation.attention", ready.spec)
+    backend = choose_backend(*attention, dtype, world.device, "generation.attention", loaded.spec)
     generation = replace(config.generation, attention=backend)
-    ends, size = ready.spec.eos_token_ids, world.launch.local_size
-    generator = Generator(decoder, mesh, generation, ends, decoding(ready.tokenizer), size)
+    ends, size = loaded.spec.eos_token_ids, world.launch.local_size
+    generator = Generator(decoder, mesh, generation, ends, decoding(loaded.tokenizer), size)
     mesh.tp.meet(world.device)
     connect_channels(mesh, world.device)
     # before any rank generates: the others must not wait in a collective for one that cannot load its weights
@@ -106,9 +139,9 @@ class InferenceEngine:
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
     """
 
-    def __init__(self, ready: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, loaded: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
         self.world, self.tick = world, tick
-        self.generator = build_generator(ready, world)
+        self.generator = build_generator(loaded, world)
         self.mesh = self.generator.mesh
 
     @property

@@ -62,13 +62,13 @@ def inference_program(
     def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
         return list_keys(schema, {})
 
-    def settings(ready: LoadedModel) -> ProgramSettings:
-        config = ready.config
+    def settings(loaded: LoadedModel) -> ProgramSettings:
+        config = loaded.config
         files = {"model.path (its tokenizer and configuration)": text_digest(Path(config.model.path)), **file_digests(config)}
         return ProgramSettings(
             timeout_s=config.timeout_s,
             threads=config.threads,
-            must_match={**ready.must_match, **files},
+            must_match={**loaded.must_match, **files},
             when_told=when_told or "",
         )
 
@@ -80,7 +80,7 @@ def inference_program(
             settings,
             saves_on_signal=when_told is not None,
             dry_run=(
-                lambda ready: f"{name}: good for {command.launch.size} rank{'s' * (command.launch.size > 1)}, {ready.layout}"
+                lambda loaded: f"{name}: good for {command.launch.size} rank{'s' * (command.launch.size > 1)}, {loaded.layout}"
             )
             if command.dry_run
             else None,

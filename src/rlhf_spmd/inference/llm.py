@@ -60,8 +60,8 @@ class LLM:
         config = read_section(EngineConfig, settings | {"generation": generation})
         check_tree(config)
         set_up_cuda()
-        ready = prepare_model(config, read_launch())
-        self.processor = RequestProcessor(ready, join_world())
+        loaded = prepare_model(config, read_launch())
+        self.processor = RequestProcessor(loaded, join_world())
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers, or None if the model has none."""

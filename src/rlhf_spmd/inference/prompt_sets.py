@@ -16,12 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from rlhf_spmd.config.load import to_dict
-from rlhf_spmd.config.rules import Rules
 from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.encoding import check_ids, read_template
 from rlhf_spmd.data.files import DataError, Row, named_row
@@ -30,15 +29,14 @@ from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode, decoding
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.environments.runner import check_failed_rows, failures_by_name
-from rlhf_spmd.generation import Completion, GenerationConfig, NotFinite, Request, SamplingConfig
+from rlhf_spmd.generation import Completion, NotFinite, Request, SamplingConfig
 from rlhf_spmd.generation.multi_turn import Environments, turn_messages
 from rlhf_spmd.generation.sampler import drawable_ids
 from rlhf_spmd.generation.stopping import build_stop_criteria
-from rlhf_spmd.inference.inference_engine import GENERATION_RULES, InferenceEngine, gather_records
+from rlhf_spmd.inference.inference_engine import GeneratingConfig, InferenceEngine, gather_records
 from rlhf_spmd.inference.inference_program import InferenceConfig
 from rlhf_spmd.inference.loaded_model import LoadedModel, not_finite
 from rlhf_spmd.inference.output_files import Journal
-from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.input_digests import sample_of
 from rlhf_spmd.rewards.binding import TURNS
@@ -51,18 +49,12 @@ Record = tuple[Place, dict[str, Any]]  # a row's place and its result
 
 
 @dataclass(frozen=True)
-class AnswerConfig(InferenceConfig):
-    """The common configuration of ``generate`` and ``evaluate``. Responses are generated in ``layout``."""
+class AnswerConfig(GeneratingConfig, InferenceConfig):
+    """The common configuration of ``generate`` and ``evaluate``."""
 
     data: QuestionsConfig = field(default_factory=QuestionsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-
-    rules: ClassVar[Rules] = GENERATION_RULES
-
-    def check(self, where: str) -> None:
-        self.generation.check_device("generation")
 
 
 @dataclass(frozen=True)
@@ -114,16 +106,16 @@ def check_set(
     name: str,
     key: str,
     rows: Sequence[Row],
-    config: Any,
+    config: AnswerConfig,
     sampling: SamplingConfig,
     reward: RewardConfig,
-    model: tuple[ModelSpec, Any],
+    model: LoadedModel,
 ) -> PromptSet:
-    """Return the prompts of a set for ``model`` (its architecture and tokenizer). Raises ValueError or DataError, one line.
+    """Return the prompts of a set for ``model``. Raises ValueError or DataError, one line.
 
     A prompt that leaves no room in the model's context gets an entry in ``errors``; if none leaves room, DataError is raised.
     """
-    spec, tokenizer = model
+    spec, tokenizer = model.spec, model.tokenizer
     encoded = encode_prompts(rows, config.data, tokenizer, spec.vocab_size)
     prompts = []
     for row, (ids, _) in zip(rows, encoded, strict=True):
@@ -167,7 +159,7 @@ def limits_of(row: Row, room: int, sampling: SamplingConfig) -> tuple[int, int]:
     return shortest, longest
 
 
-def job_of(config: Any, checkpoint: Path | None, sets: Sequence[PromptSet]) -> str:
+def job_of(config: AnswerConfig, checkpoint: Path | None, sets: Sequence[PromptSet]) -> str:
     """Return a hash of what decides the rows: samples of the weight files, the prompts, the settings and the reward function's file.
 
     Copies of a model on several nodes give the same hash.
@@ -192,7 +184,7 @@ def code_of(asked: PromptSet) -> str | None:
 
 
 def answer(
-    ready: InferJob, world: World, tick: Callable[[], None], write: Callable[[list[list[dict[str, Any]]]], None]
+    job: InferJob, world: World, tick: Callable[[], None], write: Callable[[list[list[dict[str, Any]]]], None]
 ) -> str | None:
     """Generate all responses. Returns a line about the work on rank 0, and None elsewhere.
 
@@ -200,32 +192,32 @@ def answer(
     are empty for prompts that are not answered. Collective over the world: every rank of it must call. Raises
     FloatingPointError if a log-prob is not finite.
     """
-    config, started = ready.config, time.perf_counter()
-    engine = InferenceEngine(ready, world, tick)
+    config, started = job.config, time.perf_counter()
+    engine = InferenceEngine(job, world, tick)
     loaded = time.perf_counter()
-    runs = [PromptSetRun(ready, number, engine) for number in range(len(ready.sets))]
+    runs = [PromptSetRun(job, number, engine) for number in range(len(job.sets))]
     places = {(run.number, request.row_id) for run in runs for group in run.groups for request in group}
-    there = ready.journal.read(places) if engine.leads and places else {}
+    there = job.journal.read(places) if engine.leads and places else {}
     records = [record for run in runs for record in run.answer(there)]
     before = int(world.all.all_reduce(torch.tensor(sum(run.num_before for run in runs)), "generate:before"))
     gathered = gather_records(world, records, "generate:results")
     line = None
     if gathered is not None:
-        rows: list[list[dict[str, Any]]] = [[{} for _ in s.prompts for _ in range(s.sampling.n)] for s in ready.sets]
+        rows: list[list[dict[str, Any]]] = [[{} for _ in s.prompts for _ in range(s.sampling.n)] for s in job.sets]
         for (number, row_id), row in gathered:
             rows[number][row_id] = row
         write(rows)
         num_tokens = sum(row["length"] for _, row in gathered)
         seconds = time.perf_counter() - loaded
         line = f"{counted(len(gathered), 'response')}, {counted(num_tokens, 'token')} in {seconds:.1f} s "
-        line += f"({num_tokens / seconds:.0f} tokens/s; {loaded - started:.1f} s to load) on {ready.layout}, "
+        line += f"({num_tokens / seconds:.0f} tokens/s; {loaded - started:.1f} s to load) on {job.layout}, "
         line += f"{counted(config.threads, 'thread')}, attention {engine.generator.config.attention}: {config.out}"
         line += f"; {before} of them were there from an earlier start" if before else ""
-        errors = [error for s in ready.sets for error in s.errors.values()]
+        errors = [error for s in job.sets for error in s.errors.values()]
         line += f"; {counted(len(errors), 'prompt')} not answered, the first: {errors[0]}" if errors else ""
     world.all.barrier("generate:written")
     if world.rank == 0:
-        ready.journal.remove()
+        job.journal.remove()
     return line
 
 
@@ -235,9 +227,9 @@ class PromptSetRun:
     ``groups``: the requests of each prompt that this replica answers; ``num_before``: responses that an earlier start had made.
     """
 
-    def __init__(self, ready: InferJob, number: int, engine: InferenceEngine) -> None:
-        self.ready, self.number, self.engine = ready, number, engine
-        self.set = ready.sets[number]
+    def __init__(self, job: InferJob, number: int, engine: InferenceEngine) -> None:
+        self.job, self.number, self.engine = job, number, engine
+        self.set = job.sets[number]
         groups = self.set.requests()
         self.groups = [groups[i] for i in engine.own_groups(groups)]
         self.scorer = RewardScorer(self.set, engine.tick)
@@ -257,9 +249,9 @@ class PromptSetRun:
         begun: dict[int, list[Completion]] = {}  # responses to a prompt go together: rewards may compare them
         scored: Future[list[Record]] | None = None
         environments = None
-        if self.ready.environments:
+        if self.job.environments:
             rows = {request.row_id: self.set.rows[request.group_id] for group in waiting for request in group}
-            environments = Environments(self.ready.environments, rows, self.ready.tokenizer, self.ready.config.data)
+            environments = Environments(self.job.environments, rows, self.job.tokenizer, self.job.config.data)
         try:
             with ThreadPoolExecutor(1) as pool:  # rewards take their time: the next rows are generated meanwhile
                 for completions in engine.complete(waiting, self.set.sampling, self.set.sampling.seed, environments):
@@ -278,7 +270,7 @@ class PromptSetRun:
                 self.scorer.close()  # its processes end with the thread that started them
         except NotFinite as error:
             row = error.row_id // n
-            raise not_finite(row, self.set.rows[row]["id"], self.ready.config.model) from error
+            raise not_finite(row, self.set.rows[row]["id"], self.job.config.model) from error
         return records if engine.leads else []
 
     def _check_failures(self, completions: Sequence[Completion], before: Sequence[Record]) -> None:
@@ -288,7 +280,7 @@ class PromptSetRun:
 
         Collective over the world: every rank of it must call, in program order.
         """
-        world, configs, n = self.engine.world, self.ready.environments, self.set.sampling.n
+        world, configs, n = self.engine.world, self.job.environments, self.set.sampling.n
         failures = {row_id: row.get("environment_failure") for (_, row_id), row in before}
         failures |= {each.row_id: each.failure for each in completions}
         gathered = gather_records(world, [*failures.items()] if self.engine.leads else [], "generate:failures")
@@ -306,20 +298,20 @@ class PromptSetRun:
             return self.set.rows[number]
         tags = reward.reasoning_tags if reward.strip_reasoning else None
         of_turns = completion.token_ids, completion.mask, completion.observations, tags
-        messages = turn_messages(self.ready.tokenizer, self.set.prompts[number], *of_turns)
+        messages = turn_messages(self.job.tokenizer, self.set.prompts[number], *of_turns)
         return self.set.rows[number] | {TURNS: messages}
 
     def _write_down(self, completions: Sequence[Completion]) -> list[Record]:
         """Score ``completions`` and write them to the journal, on the thread that the reward's processes belong to."""
-        rows = [record(completion, self.ready.keeps_tokens) for completion in completions]
+        rows = [record(completion, self.job.keeps_tokens) for completion in completions]
         if self.set.reward.function is not None:
             prompts = [self._seen(completion) for completion in completions]
             ids = [completion.token_ids for completion in completions]
-            texts = decode(self.ready.tokenizer, ids)
+            texts = decode(self.job.tokenizer, ids)
             answers: list[str | None] = [*texts]
             if self.set.reward.strip_reasoning:
                 asked = [self.set.prompts[completion.row_id // self.set.sampling.n] for completion in completions]
-                tokenizer, tags = self.ready.tokenizer, self.set.reward.reasoning_tags
+                tokenizer, tags = self.job.tokenizer, self.set.reward.reasoning_tags
                 answers = [strip_reasoning(tokenizer, *pair, tags) for pair in zip(asked, ids, strict=True)]
                 for row, stripped in zip(rows, answers, strict=True):
                     row["stripped"] = stripped
@@ -327,7 +319,7 @@ class PromptSetRun:
             for row, text, verdict, completion in zip(rows, texts, scored, completions, strict=True):
                 row |= {"response": text, **verdict} | ({"score": None} if completion.failure else {})
         written = [((self.number, completion.row_id), row) for completion, row in zip(completions, rows, strict=True)]
-        self.ready.journal.append(written)
+        self.job.journal.append(written)
         return written
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from numbers import Integral
@@ -18,14 +18,13 @@ from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
 from rlhf_spmd.data.files import named_row
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer, longest_token
-from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig, StopStrings
+from rlhf_spmd.generation import Completion, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.stopping import StopCriteria, build_stop_criteria, special_stops
-from rlhf_spmd.inference.inference_engine import GENERATION_RULES, InferenceEngine, check_cache, gather_records
-from rlhf_spmd.inference.loaded_model import LoadedConfig, LoadedModel, read_weights
+from rlhf_spmd.inference.inference_engine import GeneratingConfig, InferenceEngine, gather_records, read_generating_model
+from rlhf_spmd.inference.loaded_model import LoadedModel
 from rlhf_spmd.inference.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
-from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 
@@ -34,21 +33,19 @@ Entries = list[list[tuple[int, float]]]  # for each token: itself and its log-pr
 
 
 @dataclass(frozen=True)
-class EngineConfig(LoadedConfig):
-    """A model that answers requests. It generates in ``layout``.
+class EngineConfig(GeneratingConfig):
+    """A model that answers requests.
 
     - seed: keys the draws of requests without a seed
     - max_model_len: tokens of a prompt and its response; null: what the model's context has
     - tokenizer: directory of the tokenizer; null: the model's
     """
 
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
     seed: Seed = 0
     max_model_len: Annotated[int, Range(least=2)] | None = None
     tokenizer: str | None = None
 
     rules: ClassVar[Rules] = (
-        *GENERATION_RULES,
         Rule(("layout.pp",), lambda s: s.layout.pp != 1, "a model that is asked has no stages", "set layout.tp instead"),
         Rule(
             ("generation.rebalance_steps",),
@@ -58,26 +55,21 @@ class EngineConfig(LoadedConfig):
         ),
     )
 
-    def check(self, where: str) -> None:
-        self.generation.check_device("generation")
-
 
 def prepare_model(config: EngineConfig, launch: Launch) -> LoadedModel:
-    """Read what ``config`` names, before the ranks meet. Local: no communication. Raises ValueError or DataError, one line."""
-    config, spec, layout, checkpoint = read_weights(config, launch, config.generation.ep)
-    check_cache(spec, layout, config.generation, config.model, launch)
-    if (config.max_model_len or 0) > spec.max_position_embeddings:
+    """Return what ``config`` names, read before the ranks meet. Local: no communication. Raises ValueError or DataError, one line."""
+    loaded = read_generating_model(config, launch, config.tokenizer is not None, tokenizer_path=config.tokenizer)
+    context = loaded.spec.max_position_embeddings
+    if (config.max_model_len or 0) > context:
         raise ValueError(
-            f"max_model_len={config.max_model_len}: the model's context is max_position_embeddings={spec.max_position_embeddings}; "
-            "lower it, or leave it out"
+            f"max_model_len={config.max_model_len}: the model's context is max_position_embeddings={context}; lower it, or leave it out"
         )
-    tokenizer = load_tokenizer(config.tokenizer or config.model.path, required=config.tokenizer is not None)
-    if config.tokenizer is not None and len(tokenizer) > spec.vocab_size:
+    if config.tokenizer is not None and len(loaded.tokenizer) > loaded.spec.vocab_size:
         raise ValueError(
-            f"tokenizer={config.tokenizer}: it has {len(tokenizer)} tokens, and the model's vocabulary {spec.vocab_size}; "
-            "leave it out for the model's own"
+            f"tokenizer={config.tokenizer}: it has {len(loaded.tokenizer)} tokens, and the model's vocabulary "
+            f"{loaded.spec.vocab_size}; leave it out for the model's own"
         )
-    return LoadedModel(config, join_ends(spec, tokenizer), layout, checkpoint, tokenizer)
+    return loaded
 
 
 @dataclass(frozen=True)
@@ -103,12 +95,12 @@ def is_ids(prompt: Any) -> bool:
 class RequestProcessor:
     """Answers prompts with an engine. ``longest``: tokens that a prompt and its response may have together."""
 
-    def __init__(self, ready: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, loaded: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
         """Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError."""
-        self.engine = InferenceEngine(ready, world, tick)
-        self.seed, self.spec, self.tokenizer = ready.config.seed, ready.spec, ready.tokenizer
-        self.path = ready.config.model.path
-        self.longest = ready.config.max_model_len or ready.spec.max_position_embeddings
+        self.engine = InferenceEngine(loaded, world, tick)
+        self.seed, self.spec, self.tokenizer = loaded.config.seed, loaded.spec, loaded.tokenizer
+        self.path = loaded.config.model.path
+        self.longest = loaded.config.max_model_len or loaded.spec.max_position_embeddings
         self._num_rows = 0
         self._texts: dict[int, str] = {}  # of tokens
 
