@@ -38,6 +38,7 @@ SAID = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 BAD_CHAT = [{"role": "user", "content": "bad"}]
 ODD = [b"{", b"[1]", b'"\\ud800"', b"\xff", b'{"id": 1}']
 ODD.append(b'{"prompt": 3, "response": 1, "chosen": 1, "rejected": 2, "completion": 3}')
+ODD.append(b'{"prompt": [1], "response": "1", "chosen": "1", "rejected": "2", "completion": "3", "label": true}')
 GOOD: dict[type[StoredRowsConfig], list[dict[str, Any]]] = {
     DataConfig: [
         {"prompt": "12", "answer": "3", "max_response_length": 4},
@@ -134,7 +135,7 @@ def test_chunks_and_the_file_change_nothing(
     tmp_path: Path, tokenizer: Any, kind: type[StoredRowsConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.jsonl", *GOOD[kind], *ODD, *GOOD[kind])
-    config = config_of(kind, path, max_bad_rows=9)
+    config = config_of(kind, path, max_bad_rows=2 * len(ODD))
     whole = build_dataset(config, tokenizer)
     monkeypatch.setattr(stored_data, "CHUNK_ROWS", 2)
     stored = dataclasses.replace(config, cache_dir=str(tmp_path / "cache"))

@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[RowOrErro
     for source, name in enumerate(list_paths(path)):
         first = number
         for row in _rows(name, split, subset):
-            yield replace(row, number=number, source=source) if isinstance(row, Row) else row
+            yield Row(row.values, row.where, number, source) if isinstance(row, Row) else row
             number += 1
         if number == first:
             raise DataError(f"'{name}' holds no rows")

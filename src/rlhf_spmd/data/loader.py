@@ -196,7 +196,9 @@ def _encode(config: StoredRowsConfig, rows: list[Row], tokenizer: Any, tally: Ro
             return config.encode(rows, tokenizer)
         except RowError as error:
             count_bad_row(error, tally, config.max_bad_rows)
-            del rows[next(i for i, row in enumerate(rows) if row.where == error.where)]
+            bad_row = next((i for i, row in enumerate(rows) if row.where == error.where), None)
+            assert bad_row is not None, f"nobody has named the row: {error}"
+            del rows[bad_row]
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:

@@ -290,10 +290,10 @@ def answer_to(prompt: Any, response: Any, row: Row, numbers: dict[str, float]) -
 def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: Any) -> dict[str, list[list[int]]]:
     """Render and tokenise each distinct pair once, however many rows it is in."""
     options = [[response.row.values.get(key) for key in ("tools", "chat_template_kwargs")] for response in responses]
-    keys = [
-        json.dumps([_with_texts(each.prompt), _with_texts(each.answer), row_options])
-        for each, row_options in zip(responses, options, strict=True)
-    ]
+    keys = []
+    for response, more in zip(responses, options, strict=True):
+        with named_row(response.row.where):
+            keys.append(json.dumps([_with_texts(response.prompt), _with_texts(response.answer), more]))
     distinct = dict(zip(reversed(keys), reversed(responses), strict=True))  # of equal ones the first, whose row an error names
     examples = [
         Example(each.prompt, each.answer if isinstance(each.answer, str) else [each.answer], each.row)

@@ -223,21 +223,22 @@ class RequestProcessor:
         decoding = self.engine.generator.decoding
         if decoding is None:
             return "", ended
-        plain = partial(self._decode, skips=params.skip_special_tokens)
+        plain = partial(self.decode, skips=params.skip_special_tokens)
         if stopped and token is None:
             (text, _), (_, stop) = (StopStrings(stops, each).cut(ids) for each in (plain, decoding))
             return text + stop * keeps_stop, stop
         special = {token: stop for stop, token in special_stops(stops, decoding.special_ids, "").items()}
         return plain(ids if keeps_stop or token is None else ids[:-1]), None if ended is None else special.get(ended, ended)
 
-    def _decode(self, ids: Sequence[int], skips: bool) -> str:
+    def decode(self, ids: Sequence[int], skips: bool) -> str:
+        """Return the text of token ids, "" without a tokenizer. ``skips``: without special tokens."""
         return "" if self.tokenizer is None else decode(self.tokenizer, [ids], skips)[0]
 
     def named(self, entries: Entries) -> list[dict[int, Logprob]]:
         """Return ``entries`` with the rank and the text of each token."""
         texts, named = self._texts, list[dict[int, Logprob]]()
         for token in {token for entry in entries for token, _ in entry}.difference(texts):
-            texts[token] = self._decode([token], skips=False)
+            texts[token] = self.decode([token], skips=False)
         for entry in entries:
             ranks = {token: rank for rank, (token, _) in enumerate(entry[1:], 1)}
             named.append({token: Logprob(value, ranks.get(token), texts[token]) for token, value in entry})

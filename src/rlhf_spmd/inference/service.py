@@ -19,7 +19,7 @@ import torch
 
 from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.reasoning import begins_reasoning, split_reasoning
-from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, decode, prompt_texts, token_bytes
+from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, prompt_texts, token_bytes
 from rlhf_spmd.generation import Completion, GenerationLimits, NotFinite, Request, SamplingConfig
 from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.inference.openai_forms import (
@@ -410,7 +410,7 @@ class Service:
         if entries is not None and not served.chat:
             echoed = len(self._prompt(asked)) if served.format.echo else 0
             if sent.offsets is None:
-                sent.offsets = TextOffsets(partial(self._decode, asked.params.skip_special_tokens), echoed)
+                sent.offsets = TextOffsets(partial(self.processor.decode, skips=asked.params.skip_special_tokens), echoed)
             offsets = [min(offset, echoed + len(text)) for offset in sent.offsets.add([next(iter(entry)) for entry in entries])]
         if sent.first and served.format.echo:
             new = self._prompt(asked) + new
@@ -431,12 +431,9 @@ class Service:
         """
         begin = [] if self.processor.tokenizer is None else added_ids(self.processor.tokenizer)[0]
         before = len(begin) * (asked.prompt_ids[: len(begin)] == begin)
-        ids, decode_on = asked.prompt_ids[before:], partial(self._decode, False)
+        ids, decode_on = asked.prompt_ids[before:], partial(self.processor.decode, skips=False)
         offsets = TextOffsets(decode_on, len(self._prompt(asked)) - len(decode_on(ids))).add(ids)
         return [0] * before + [max(offset, 0) for offset in offsets]
-
-    def _decode(self, skips: bool, ids: Sequence[int]) -> str:
-        return "" if self.processor.tokenizer is None else decode(self.processor.tokenizer, [ids], skips)[0]
 
     def _text(self, asked: PromptRequest, ids: Sequence[int]) -> str:
         """Return the text of an unfinished response, without what may be the beginning of a character or of a stop string."""
