@@ -462,16 +462,13 @@ def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:
         pairs(write(tmp_path / "e.jsonl", {"prompt_ids": [1, 4], "response_ids": []}))
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_config_checks() -> None:
+    for config, message in (
         (DataConfig(), r"data\.path must be given"),
-        (DataConfig(path="x", apply_chat_template="yes"), r"data\.apply_chat_template='yes' must be"),
-    ],
-)
-def test_config_checks(config: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_section(config, "data")
+        (DataConfig(path="x", apply_chat_template="yes"), r"data\.apply_chat_template='yes' must be"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_section(config, "data")
 
 
 def test_tokenizer_errors(tmp_path: Path, tokenizer: Any) -> None:
@@ -488,7 +485,7 @@ def test_tokenizer_errors(tmp_path: Path, tokenizer: Any) -> None:
             load_tokenizer(tmp_path / file)
 
 
-def test_sort_digits_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sort_digits_task(tmp_path: Path) -> None:
     for name in ("a", "b"):
         sort_digits.main(["--out", str(tmp_path / name), "--seed", "5", "--sft", "50", "--train", "30", "--val", "20"])
     files = ("sft.jsonl", "train.jsonl", "val.jsonl", "model/config.json", "model/tokenizer.json")
@@ -503,9 +500,6 @@ def test_sort_digits_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert decode(tokenizer, [[*ids, tokenizer.eos_token_id]]) == [rows[0]["prompt"]]
     config = json.loads((tmp_path / "a" / "model" / "config.json").read_text())
     assert config["vocab_size"] == len(tokenizer)
-    with pytest.raises(SystemExit):
-        sort_digits.main(["--out", str(tmp_path / "c"), "--min-digits", "1", "--max-digits", "2"])
-    assert "only 110 exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

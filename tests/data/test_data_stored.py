@@ -123,13 +123,6 @@ def test_what_is_no_row_s_mistake_ends_the_run_whatever_the_limit(tmp_path: Path
         check_section(DataConfig(path="x", max_bad_rows=-1), "data")
 
 
-def test_a_bad_number_of_a_curriculum_is_a_bad_row(tmp_path: Path, tokenizer: Any) -> None:
-    path = write(tmp_path / "a.jsonl", *({"prompt": "1", "hard": hard} for hard in (2, "x", 1)))
-    data = build_dataset(DataConfig(path=path, curriculum_key="hard", max_bad_rows=1), tokenizer)
-    bad = f"{path}:2: 'hard' (data.curriculum_key) must be a number"
-    assert data.ranks.tolist() == [2, 1] and data.tally.bad[0].startswith(bad)
-
-
 @KINDS
 def test_chunks_and_the_file_change_nothing(
     tmp_path: Path, tokenizer: Any, kind: type[StoredRowsConfig], monkeypatch: pytest.MonkeyPatch

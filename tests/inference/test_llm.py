@@ -189,11 +189,7 @@ def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
         ({"temperature": -1.0}, "sampling_params.temperature=-1.0: must be 0 (greedy) or at least 0.001"),
         ({"temperature": 1e38}, "sampling_params.temperature=1e+38: must be 0 (greedy) or at least 0.001, at most 1"),
         ({"temperature": "hot"}, "temperature='hot' must be a number"),
-        ({"n": 0}, "sampling_params.n=0: must be at least 1"),
-        ({"max_tokens": 0}, "sampling_params.max_tokens=0: must be at least 1"),
         ({"top_k": 2**31}, "sampling_params.top_k=2147483648: must be at most 2147483647, which 32 bits hold"),
-        ({"logprobs": 101}, "sampling_params.logprobs=101: must be at least 0 and at most 100"),
-        ({"seed": 2**64}, "sampling_params.seed=18446744073709551616: must be at least"),
         ({"logit_bias": {"x": 1.0}}, "logit_bias.x='x' must be an integer"),
         ({"stop": [""]}, "sampling_params.stop=['']: a stop string must not be empty"),
         ({"logits_processors": max}, "logits_processors=<built-in function max> must be a list of functions"),
@@ -242,8 +238,6 @@ def test_what_an_llm_cannot_be_is_said(llm: LLM, model: Path) -> None:
         ({"tokenizer": "nowhere"}, "tokenizer directory 'nowhere' does not exist"),
         ({"pagesize": 8}, "unknown key 'generation.pagesize'; did you mean 'generation.page_size'?"),
         ({"tensor_parallel_size": 2}, "layout on all ranks"),
-        ({"dtype": "float17"}, "model.dtype='float17' is not known"),
-        ({"seed": 2**64}, "seed=18446744073709551616: must be at least"),
     ):
         with pytest.raises(ValueError, match=r"^\w") as refusal:
             LLM(model, **more)

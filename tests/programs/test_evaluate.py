@@ -107,7 +107,6 @@ def test_results_are_those_of_the_rows_in_every_layout(model: Path, tmp_path: Pa
             r"^unknown key 'rewards'; here: reward.function; responses that are only scored have one",
         ),
         (["sets.b.path=IN", "sets.b.sampling.temprature=1"], r"^unknown key 'sets\.b\.sampling\.temprature'; did you mean"),
-        (["sets.b.path=IN", "sets.b.sampling.n=0"], r"^sets\.b\.sampling\.n=0: must be at least 1"),
         (["out=IN"], "cannot write"),
         (["reward.weight=0.5"], r"^set 'in' has reward\.weight=0\.5: here a reward stands alone and has no weight"),
     ],

@@ -280,7 +280,6 @@ BAD: dict[str, list[str]] = {  # override: parts of the line
     "model.path=/nowhere": ["model.path=/nowhere"],
     "model={dtype: float32}": ["'model.path' (text)", "must be given"],
     "layout.tp=2": ["tp(2)", "= 2 ranks", "has 1"],
-    "layout.zero=4": ["zero=4", "0, 1, 2, 3"],
     "max_token_len_per_gpu=69": ["llama.jsonl:2", "= 70 tokens", "max_token_len_per_gpu=69"],
     "out=/": ["out=/", "directory"],
     "out=/dev/null": ["out=/dev/null", "regular file"],

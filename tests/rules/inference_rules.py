@@ -11,29 +11,26 @@ from rlhf_spmd.inference.inference_program import read_config
 from rlhf_spmd.inference.sampling_params import SamplingParams
 from rlhf_spmd.serve import ServeConfig
 
-JOB = ["model.path=m", "data.path=d", "out=o"]
+
+def settings(schema: type[Any], *overrides: str) -> Callable[[], Any]:
+    return partial(read_config, schema, None, ["model.path=m", *overrides])
 
 
-def generate(*settings: str) -> Callable[[], Any]:
-    return partial(read_config, GenerateConfig, None, [*JOB, *settings])
-
-
-def serve(*settings: str) -> Callable[[], Any]:
-    return partial(read_config, ServeConfig, None, ["model.path=m", *settings])
-
-
+generate = partial(settings, GenerateConfig, "data.path=d", "out=o")
+serve = partial(settings, ServeConfig)
 CASES: list[tuple[Callable[[], Any], str]] = [
+    *(
+        (generate(setting), f"{setting}: nothing is trained here; leave it out")
+        for setting in (
+            *("generation.reshard_method=none", "generation.buffers=keep", "generation.overlap=true", "layout.zero=2"),
+            *("generation.reuse_rollout_log_probs=true", "generation.kv_cache=keep"),
+        )
+    ),
     *(
         (generate(setting), f"{setting}: {why}; leave it out")
         for setting, why in (
             ("generation.pp=2", "here layout.pp says it"),
             ("generation.tp=2", "here layout.tp says it"),
-            ("generation.reshard_method=none", "nothing is trained here"),
-            ("generation.buffers=keep", "nothing is trained here"),
-            ("generation.overlap=true", "nothing is trained here"),
-            ("generation.reuse_rollout_log_probs=true", "nothing is trained here"),
-            ("generation.kv_cache=keep", "nothing is trained here"),
-            ("layout.zero=2", "nothing is trained here"),
             ("layout.cp=2", "generation does not split sequences"),
             ("layout.ep=2", "generation shares experts over layout.tp by generation.ep"),
             ("layout.vpp=2", "generation does not interleave stages"),
