@@ -129,7 +129,7 @@ def test_tables_are_those_of_the_figures() -> None:
 def test_programs_and_tests_that_are_named_exist() -> None:
     texts = [page.read_text() for page in PAGES]
     texts += [json.loads(figures.read_text())["command"] for figures in (ROOT / "docs" / "figures").glob("*.json")]
-    paths = re.findall(r"\b(?:scripts|tests)/[\w/]+\.(?:py|sh)\b", "\n".join(texts))
+    paths = re.findall(r"\b(?:scripts|tests|examples)/[\w/]+\.(?:py|sh)\b", "\n".join(texts))
     assert [path for path in paths if not (ROOT / path).is_file()] == []
 
 
