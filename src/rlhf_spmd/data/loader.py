@@ -195,9 +195,10 @@ def _encode(config: StoredRowsConfig, rows: list[Row], tokenizer: Any, tally: Ro
         try:
             return config.encode(rows, tokenizer)
         except RowError as error:
-            count_bad_row(error, tally, config.max_bad_rows)
             bad_row = next((i for i, row in enumerate(rows) if row.where == error.where), None)
-            assert bad_row is not None, f"nobody has named the row: {error}"
+            if bad_row is None:  # an error without a place ends the run
+                raise
+            count_bad_row(error, tally, config.max_bad_rows)
             del rows[bad_row]
 
 
