@@ -26,7 +26,7 @@ UNKNOWN_S = 60.0  # of a file without a figure
 SUBJECTS = {
     "project/test_bench.py": ("scripts/bench/*",),
     "project/test_launch.py": ("launch/*", "src/rlhf_spmd/process/*", "src/rlhf_spmd/parallel/launch.py"),
-    "project/test_packaging.py": ("pyproject.toml", "scripts/environment.sh", "docs/quickstart.ipynb"),
+    "project/test_packaging.py": ("pyproject.toml", "scripts/environment.sh", "docs/quickstart.ipynb", "examples/*"),
     "training/test_checkpoint_writer.py": ("src/rlhf_spmd/checkpoint/*", "src/rlhf_spmd/training/*"),
     "training/test_resume.py": ("src/rlhf_spmd/checkpoint/*", "src/rlhf_spmd/training/*"),
     "process/*": ("src/rlhf_spmd/process/*", "src/rlhf_spmd/parallel/launch.py"),
@@ -55,7 +55,7 @@ def imported_paths(path: Path) -> frozenset[Path]:
     places = [
         base / module.replace(".", "/")
         for module in modules
-        for base in (ROOT / "src", ROOT / "tests" / "helpers", ROOT / "tests")
+        for base in (ROOT / "src", ROOT / "tests" / "helpers", ROOT / "tests", ROOT / "examples")
     ]
     candidates = {place.with_suffix(".py") for place in places} | {place / "__init__.py" for place in places}
     return frozenset(candidate for candidate in candidates if candidate.is_file())

@@ -8,7 +8,7 @@ export CUDA_VISIBLE_DEVICES=  # two CPU ranks, also where there are GPUs
 rm -rf runs/quickstart
 
 echo "1/3  task: sort 4 to 14 digits; data and an untrained 1.6 M parameter Llama"
-python -m rlhf_spmd.data.sort_digits --out runs/quickstart/task --seed "$seed"
+python examples/sort_digits.py --out runs/quickstart/task --seed "$seed"
 echo "2/3  SFT until about a quarter of the answers are right"
 rlhf-spmd sft --nproc-per-node 2 --config configs/quickstart_sft.yaml run.seed="$seed"
 echo "3/3  PPO with actor, critic and reference on two ranks, rewarded for right answers only"

@@ -8,8 +8,8 @@ python -c 'import triton' 2>/dev/null || pip install -q triton==3.6.0 || true
 unset PYTHONDONTWRITEBYTECODE  # or each of a thousand processes compiles the sources again
 tier=(-m "not long")
 if [ "${1:-}" = --all ]; then tier=() && shift; fi
-ruff check src tests scripts
-ruff format --check src tests scripts
+ruff check src tests scripts examples
+ruff format --check src tests scripts examples
 mypy &
 types=$!
 trap 'kill $types 2>/dev/null || true' EXIT

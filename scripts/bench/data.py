@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from measure import MIB, memory_mib, reset_peak, run_case, run_parts, save, table
+from measure import MIB, ROOT, memory_mib, reset_peak, run_case, run_parts, save, table
 from rlhf_spmd.data.loader import Loader, load_dataset
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
-from rlhf_spmd.data.sort_digits import write_tokenizer
 from rlhf_spmd.data.tokenizer import load_tokenizer
 
 FIELDS = {"own_mib": "RssAnon", "mapped_mib": "RssFile", "peak_mib": "VmHWM"}
@@ -37,7 +38,7 @@ def write_rows(path: Path, number: int) -> None:
 
 
 def load(directory: str, cache: str | None) -> dict[str, float]:
-    tokenizer = load_tokenizer(Path(directory))
+    tokenizer = load_tokenizer(Path(directory, "task", "model"))
     tokenizer(["1>"])
     reset_peak()
     before, start = {name: memory_mib(field) for name, field in FIELDS.items()}, time.perf_counter()
@@ -55,7 +56,9 @@ def data(rows: int = 1_000_000, ranks: int = 2, out: Path | None = None) -> None
     report: dict[str, Any] = {"rows": rows, "ranks": ranks, "cases": {}}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(ranks) as pool:
         directory = Path(name)
-        write_tokenizer(directory)
+        sizes = ["--sft", "1", "--train", "1", "--val", "1"]
+        task = [sys.executable, str(ROOT / "examples" / "sort_digits.py"), "--out", str(directory / "task"), *sizes]
+        subprocess.run(task, check=True, stdout=sys.stderr)
         write_rows(directory / "rows.jsonl", rows)
         for case in ("without", "first", "again"):
             given = {"directory": name, "cache": None if case == "without" else f"{name}/cache"}

@@ -299,7 +299,7 @@ def learning(
     found: list[dict[str, Any]] = []
     for seed in seeds:
         root = (directory / f"seed_{seed}").resolve()
-        task = [sys.executable, "-m", "rlhf_spmd.data.sort_digits", "--out", str(root / "task"), "--seed", str(seed)]
+        task = [sys.executable, str(ROOT / "examples" / "sort_digits.py"), "--out", str(root / "task"), "--seed", str(seed)]
         if not (root / "task").exists():
             subprocess.run(task, env=environment(), check=True)
         for name in in_order([*dict.fromkeys(["sft", *chosen(algorithms, known)])]):

@@ -29,14 +29,11 @@ from rlhf_spmd.config.schema import PART, ConfigError, read_section
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import list_paths, read_rows, set_names
 from rlhf_spmd.data.prompts import QuestionsConfig
-from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.generation import SamplingConfig
-from rlhf_spmd.inference.inference_engine import check_cache
+from rlhf_spmd.inference.inference_engine import read_generating_model
 from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
-from rlhf_spmd.inference.loaded_model import read_weights
 from rlhf_spmd.inference.output_files import Journal, check_out, other_job, write_rows
 from rlhf_spmd.inference.prompt_sets import AnswerConfig, InferJob, PromptSet, answer, check_set, job_of
-from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.rewards.config import RewardConfig
@@ -101,9 +98,9 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     config = read_config(EvaluateConfig, path, overrides)
     sets = named_sets(config)
     chosen: dict[str, tuple[SamplingConfig, RewardConfig]] = {}
-    for name, given in sets.items():
-        sampling = merged(config.sampling, given.sampling, f"sets.{name}.sampling")
-        reward = merged(config.reward, given.reward, f"sets.{name}.reward")
+    for name, section in sets.items():
+        sampling = merged(config.sampling, section.sampling, f"sets.{name}.sampling")
+        reward = merged(config.reward, section.reward, f"sets.{name}.reward")
         chosen[name] = sampling, reward
         if reward.function is None:
             raise ValueError(f"set {name!r} has nothing to be scored by: give reward.function, or sets.{name}.reward.function")
@@ -113,99 +110,101 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
             )
     if launch.rank == 0:
         for file in (RESULTS_FILE, ROWS_FILE):
-            check_out(Path(config.out) / file, *(given.path for given in sets.values()))
-    config, spec, layout, checkpoint = read_weights(config, launch, config.generation.ep)
-    check_cache(spec, layout, config.generation, config.model, launch)
-    tokenizer = load_tokenizer(config.model.path)
-    spec = join_ends(spec, tokenizer, read_template(config.data.chat_template, "data.chat_template"))
-    say_warnings(launch, config.data.warnings("data", tokenizer))
+            check_out(Path(config.out) / file, *(section.path for section in sets.values()))
+    loaded = read_generating_model(config, launch, True, read_template(config.data.chat_template, "data.chat_template"))
+    say_warnings(launch, config.data.warnings("data", loaded.tokenizer))
     checked = []
-    for name, given in sets.items():
+    for name, section in sets.items():
         data = config.data
         rows = read_rows(
-            given.path, given.split or data.split, given.subset or data.subset, given.max_samples or data.max_samples
+            section.path, section.split or data.split, section.subset or data.subset, section.max_samples or data.max_samples
         )
-        key = f"sets.{name}.reward" if given.reward else "reward"
-        checked.append(check_set(name, key, rows, config, *chosen[name], (spec, tokenizer)))
-    job = job_of(config, checkpoint, checked)
+        key = f"sets.{name}.reward" if section.reward else "reward"
+        checked.append(check_set(name, key, rows, config, *chosen[name], loaded))
+    job = job_of(loaded.config, loaded.checkpoint, checked)
     if launch.rank == 0:
         check_results(Path(config.out) / RESULTS_FILE, job)
     journal = Journal(Path(config.out) / "part", job, config.out, checks=launch.rank == 0)
-    return InferJob(config, spec, layout, checkpoint, tokenizer, checked, journal, keeps_tokens=False)
+    return InferJob(**vars(loaded), sets=checked, journal=journal, keeps_tokens=False)
 
 
 def check_results(file: Path, job: str) -> None:
-    """Raises ValueError if there are results of another job, which this one would replace."""
+    """Raise ValueError if there are results of another job, which this one would replace."""
     try:
-        found = parse_json(file.read_text(encoding="utf-8")).get("job") if file.exists() else job
+        job_there = parse_json(file.read_text(encoding="utf-8")).get("job") if file.exists() else job
     except (ValueError, AttributeError):
-        found = None
-    if found != job:
+        job_there = None
+    if job_there != job:
         raise other_job(str(file.parent), f"its {file.name} is that")
 
 
 def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
-    """All sets by name. A file of ``data.path`` is named by the shortest end of its path that is unique. Raises ValueError."""
-    found = dict(config.sets)
+    """Return all sets by name. A file of ``data.path`` is named by the shortest end of its path that is unique. Raises ValueError."""
+    sets = dict(config.sets)
     for name, path in set_names(list_paths(config.data.path or [])).items():
-        if name in found:
+        if name in sets:
             raise ValueError(f"data.path={path} is the set {name!r}, and so is sets.{name}; give one of them another name")
-        found[name] = SetConfig(path)
-    if not found:
+        sets[name] = SetConfig(path)
+    if not sets:
         raise ValueError("data.path or sets.<name>.path must be given: a jsonl or parquet file, or the name of a data set")
-    return found
+    return sets
 
 
-def merged(common: Any, own: Mapping[str, Any], where: str) -> Any:
-    """``common`` with a set's own keys. Raises ConfigError, one line."""
+def merged(common: Any, changes: Mapping[str, Any], where: str) -> Any:
+    """Return ``common`` with a set's own keys. Raises ConfigError, one line."""
     try:
-        section = read_section(type(common), {**to_dict(common), **to_dict(own)})
+        section = read_section(type(common), {**to_dict(common), **to_dict(changes)})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     check_tree(section, where)
     return section
 
 
-def evaluate(ready: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
+def evaluate(job: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
     """Answer all sets, write ``out`` on rank 0 and print the table there.
 
     Collective over the world: every rank of it must call. Raises FloatingPointError if a log-prob is not finite.
     """
     results: dict[str, Any] = {}
 
-    def write(made: list[list[dict[str, Any]]]) -> None:
-        rows = [output_rows(prompts, row_results) for prompts, row_results in zip(ready.sets, made, strict=True)]
-        for prompts, scored in zip(ready.sets, rows, strict=True):
-            results.update(measure_set(prompts, scored, ready.config.pass_score))
-        out = Path(ready.config.out)
+    def write(results_of_sets: list[list[dict[str, Any]]]) -> None:
+        rows = [output_rows(prompts, row_results) for prompts, row_results in zip(job.sets, results_of_sets, strict=True)]
+        for prompts, scored in zip(job.sets, rows, strict=True):
+            results.update(measure_set(prompts, scored, job.config.pass_score))
+        out = Path(job.config.out)
         write_rows(str(out / ROWS_FILE), (row for scored in rows for row in scored))
-        atomic_write_json(out / RESULTS_FILE, {**results, "job": ready.journal.job})
+        atomic_write_json(out / RESULTS_FILE, {**results, "job": job.journal.job})
 
-    line = answer(ready, world, tick, write)
+    line = answer(job, world, tick, write)
     if line is not None:
         print(table(results))
         print(line, file=sys.stderr)
 
 
-def output_rows(prompts: PromptSet, made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of ``rows.jsonl``. ``made``: the result of each row, empty for prompts that are not answered.
+def output_rows(prompts: PromptSet, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of ``rows.jsonl``. ``results``: the result of each row, empty for prompts that are not answered.
 
     These score 0, if the reward is for them.
     """
     rows = []
-    for row_id, row in enumerate(made):
+    for row_id, row in enumerate(results):
         number = row_id // prompts.sampling.n
-        given = prompts.rows[number]
-        named = {"id": given["id"], "prompt": given["prompt"], "answer": given["answer"]}
-        place = {"set": prompts.name, "data_source": given["data_source"]}
-        nothing = {"response": "", "score": 0.0 if prompts.reward.chooses(given) else None, "finish_reason": None, "length": 0}
+        row_values = prompts.rows[number]
+        named = {"id": row_values["id"], "prompt": row_values["prompt"], "answer": row_values["answer"]}
+        place = {"set": prompts.name, "data_source": row_values["data_source"]}
+        nothing = {
+            "response": "",
+            "score": 0.0 if prompts.reward.chooses(row_values) else None,
+            "finish_reason": None,
+            "length": 0,
+        }
         got = {key: row[key] for key in (*nothing, "stripped", "extracted") if key in row} if row else nothing
         rows.append({**named, **got, **place, **({} if row else {"error": prompts.errors[number]})})
     return rows
 
 
 def measure_set(prompts: PromptSet, rows: Sequence[dict[str, Any]], pass_score: float) -> dict[str, Any]:
-    """The results ``<set>/...`` of all prompts, and ``<set>/<data_source>/...`` if there are several sources.
+    """Return the results ``<set>/...`` of all prompts, and ``<set>/<data_source>/...`` if there are several sources.
 
     A prompt with a response that the reward does not score counts only in ``num_unscored``. ``num_unanswered`` counts prompts
     without room in the model's context.
@@ -218,35 +217,35 @@ def measure_set(prompts: PromptSet, rows: Sequence[dict[str, Any]], pass_score: 
     parts = {prompts.name: groups}
     if len(by_source) > 1:
         parts |= {f"{prompts.name}/{source}": by_source[source] for source in sorted(by_source)}
-    found: dict[str, Any] = {}
+    measures: dict[str, Any] = {}
     for name, part in parts.items():
         scored = [group for group in part if all(row["score"] is not None for row in group)]
         if scored:
             scores = np.array([[row["score"] for row in group] for group in scored], dtype=np.float64)
             reads = [any("extracted" in row for row in group) for group in scored]
             votes = [[row.get("extracted") for row in group] for group in scored]
-            answers = [its if read else None for its, read in zip(votes, reads, strict=True)]
-            found |= {f"{name}/{key}": value for key, value in measure(scores, answers, pass_score).items()}
+            answers = [texts if read else None for texts, read in zip(votes, reads, strict=True)]
+            measures |= {f"{name}/{key}": value for key, value in measure(scores, answers, pass_score).items()}
             if any(reads):
                 read = [row["extracted"] for group in scored for row in group if "extracted" in row]
-                found[f"{name}/num_no_answer"] = read.count(None)
+                measures[f"{name}/num_no_answer"] = read.count(None)
             ci95 = interval(scores)
-            found[f"{name}/ci95"] = None if ci95 is None else list(ci95)
-            found[f"{name}/length_mean"] = float(np.mean([row["length"] for group in scored for row in group]))
-            found[f"{name}/clip_ratio"] = float(
+            measures[f"{name}/ci95"] = None if ci95 is None else list(ci95)
+            measures[f"{name}/length_mean"] = float(np.mean([row["length"] for group in scored for row in group]))
+            measures[f"{name}/clip_ratio"] = float(
                 np.mean([row["finish_reason"] == "length" for group in scored for row in group])
             )
-        found[f"{name}/n"] = len(scored)
+        measures[f"{name}/n"] = len(scored)
         if prompts.reward.strip_reasoning:
             rows_of = [row for group in scored for row in group]
-            found[f"{name}/num_unclosed_reasoning"] = sum(row.get("stripped", "") is None for row in rows_of)
-        found[f"{name}/num_unscored"] = len(part) - len(scored)
-        found[f"{name}/num_unanswered"] = sum("error" in group[0] for group in part)
-    return found
+            measures[f"{name}/num_unclosed_reasoning"] = sum(row.get("stripped", "") is None for row in rows_of)
+        measures[f"{name}/num_unscored"] = len(part) - len(scored)
+        measures[f"{name}/num_unanswered"] = sum("error" in group[0] for group in part)
+    return measures
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The results as text, with a line per set and a column per measure."""
+    """Return the results as text, with a line per set and a column per measure."""
     names = dict.fromkeys(key.rpartition("/")[0] for key in results)
     columns = sorted({key.rpartition("/")[2] for key in results}, key=_order)
     lines = [["set", *columns]]
@@ -270,7 +269,7 @@ def _cell(value: Any) -> str:
 
 
 keys, main = inference_program(
-    "evaluate", __doc__, EvaluateConfig, prepare, lambda ready, world, board: evaluate(ready, world, board.tick)
+    "evaluate", __doc__, EvaluateConfig, prepare, lambda job, world, board: evaluate(job, world, board.tick)
 )
 
 

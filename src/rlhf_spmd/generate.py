@@ -25,25 +25,23 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+from rlhf_spmd.config.constraints import PositiveInt
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import list_paths
 from rlhf_spmd.data.prompts import has_ids
-from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
+from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.environments.config import EnvironmentConfig, check_rows, environment_key, named_environments, tools_of
 from rlhf_spmd.generation import StopStrings
 from rlhf_spmd.generation.stopping import special_stops
-from rlhf_spmd.inference.inference_engine import check_cache
+from rlhf_spmd.inference.inference_engine import read_generating_model
 from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
-from rlhf_spmd.inference.loaded_model import read_weights
 from rlhf_spmd.inference.output_files import Journal, check_out, write_rows
 from rlhf_spmd.inference.prompt_sets import AnswerConfig, InferJob, answer, check_set, job_of
-from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
-
-KEEP = ("all", "best", "pairs")
 
 
 @dataclass(frozen=True)
@@ -56,22 +54,35 @@ class GenerateConfig(AnswerConfig):
       worst, as `chosen` and `rejected`. All but `all` need `reward.function`
     """
 
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("keep", "sampling.n"),
+            lambda s: isinstance(s.keep, int) and s.keep > s.sampling.n,
+            "a prompt has no more responses than the second",
+            "lower the first or raise the second",
+        ),
+        Rule(
+            ("keep", "reward.function"),
+            lambda s: s.keep != "all" and s.reward.function is None,
+            "responses are chosen by score",
+            "give reward.function",
+        ),
+        Rule(
+            ("keep", "sampling.n"),
+            lambda s: s.keep == "pairs" and s.sampling.n < 2,
+            "a pair is two responses to a prompt",
+            "set sampling.n to at least 2",
+        ),
+    )
+
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     environments: dict[str, EnvironmentConfig] = field(default_factory=dict)
-    keep: str | int = "all"
+    keep: Literal["all", "best", "pairs"] | PositiveInt = "all"
 
     def check(self, where: str) -> None:
         super().check(where)
-        for name, one in named_environments(self.environment, self.environments).items():
-            one.check_together(environment_key(name), self.timeout_s, self.generation.rebalance_steps)
-        if self.keep not in KEEP and not (isinstance(self.keep, int) and 1 <= self.keep <= self.sampling.n):
-            raise ValueError(
-                f"keep={self.keep!r} must be {', '.join(KEEP)}, or a number from 1 to sampling.n={self.sampling.n}"
-            )
-        if self.keep != "all" and self.reward.function is None:
-            raise ValueError(f"keep={self.keep} chooses by score and needs reward.function")
-        if self.keep == "pairs" and self.sampling.n < 2:
-            raise ValueError("keep=pairs needs two responses to a prompt; set sampling.n to at least 2")
+        for name, environment in named_environments(self.environment, self.environments).items():
+            environment.check_together(environment_key(name), self.timeout_s, self.generation.rebalance_steps)
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob:
@@ -79,34 +90,32 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     config = read_config(GenerateConfig, path, overrides)
     if launch.rank == 0:
         check_out(Path(config.out), *list_paths(config.data.path))
-    config, spec, layout, checkpoint = read_weights(config, launch, config.generation.ep)
-    check_cache(spec, layout, config.generation, config.model, launch)
     rows = config.data.read()
     has_text = not all(has_ids(row, config.data) for row in rows)
     environments = named_environments(config.environment, config.environments)
     config = replace(config, data=replace(config.data, tools=tools_of(environments, config.data.tools)))
     needed = has_text or bool(config.sampling.stop or environments) or config.reward.function is not None
-    tokenizer = load_tokenizer(config.model.path, required=needed)
-    spec = join_ends(spec, tokenizer, read_template(config.data.chat_template, "data.chat_template"))
-    say_warnings(launch, config.data.warnings("data", tokenizer))
-    prompts = check_set("", "reward", rows, config, config.sampling, config.reward, (spec, tokenizer))
+    loaded = read_generating_model(config, launch, needed, read_template(config.data.chat_template, "data.chat_template"))
+    say_warnings(launch, config.data.warnings("data", loaded.tokenizer))
+    prompts = check_set("", "reward", rows, config, config.sampling, config.reward, loaded)
     check_rows(environments, prompts.rows, [row.where for row in rows], scored=True)
-    journal = Journal(Path(f"{config.out}.part"), job_of(config, checkpoint, [prompts]), config.out, checks=launch.rank == 0)
-    return InferJob(config, spec, layout, checkpoint, tokenizer, [prompts], journal, environments)
+    name = job_of(loaded.config, loaded.checkpoint, [prompts])
+    journal = Journal(Path(f"{config.out}.part"), name, config.out, checks=launch.rank == 0)
+    return InferJob(**vars(loaded), sets=[prompts], journal=journal, environments=environments)
 
 
-def generate(ready: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
+def generate(job: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
     """Answer all prompts and write the file on rank 0. ``tick`` is called after each step of the generator.
 
     Collective over the world: every rank of it must call. Raises FloatingPointError if a log-prob is not finite.
     """
 
     def write(sets: list[list[dict[str, Any]]]) -> None:
-        chosen = output_rows(ready, sets[0]) if ready.config.keep == "all" else kept_rows(ready, sets[0], ready.config.keep)
-        keep_earlier(ready.config.out)
-        write_rows(ready.config.out, chosen)
+        chosen = output_rows(job, sets[0]) if job.config.keep == "all" else kept_rows(job, sets[0], job.config.keep)
+        keep_earlier(job.config.out)
+        write_rows(job.config.out, chosen)
 
-    line = answer(ready, world, tick, write)
+    line = answer(job, world, tick, write)
     if line is not None:
         print(line, file=sys.stderr)
 
@@ -118,47 +127,56 @@ def keep_earlier(out: str) -> None:
         print(f"the earlier {out} is now {out}.before", file=sys.stderr)
 
 
-def output_rows(ready: InferJob, made: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The output for all rows. ``made``: the result of each row, empty for prompts that are not answered."""
-    prompts = ready.sets[0]
-    for row_id, row in enumerate(made):
+def output_rows(job: InferJob, results: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Return the output for all rows. ``results``: the result of each row, empty for prompts that are not answered."""
+    prompts = job.sets[0]
+    for row_id, row in enumerate(results):
         number = row_id // prompts.sampling.n
-        given = prompts.rows[number]
-        named = {"id": given["id"], "prompt": given["prompt"], "answer": given["answer"], "prompt_ids": prompts.prompts[number]}
+        row_values = prompts.rows[number]
+        named = {
+            "id": row_values["id"],
+            "prompt": row_values["prompt"],
+            "answer": row_values["answer"],
+            "prompt_ids": prompts.prompts[number],
+        }
         if row:
-            text = response_text(ready, row)
+            text = response_text(job, row)
             yield {**named, **{key: value for key, value in row.items() if key not in ("response", "length")}, "text": text}
         else:
             empty: dict[str, Any] = {"response_ids": [], "log_probs": [], "text": None, "finish_reason": None}
             yield {**named, **empty, "error": prompts.errors[number]}
 
 
-def kept_rows(ready: InferJob, made: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
-    """The best responses to each prompt, or the best and the worst, with the prompt as it was given.
+def kept_rows(job: InferJob, results: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
+    """Return the best responses to each prompt, or the best and the worst, with the prompt as it was given.
 
     Of equal scores the first counts. A prompt whose responses all have the same score makes no pair. Prints how many prompts
     give nothing. Raises ValueError if all do.
     """
-    prompts, rows, none = ready.sets[0], [], 0
+    prompts, rows, none = job.sets[0], [], 0
     n = prompts.sampling.n
-    for number, given in enumerate(prompts.given):
-        scored = [row for row in made[number * n : (number + 1) * n] if row and row["score"] is not None]
+    for number, source_prompt in enumerate(prompts.source_prompts):
+        scored = [row for row in results[number * n : (number + 1) * n] if row and row["score"] is not None]
         ranked = sorted(scored, key=lambda row: -row["score"])
         seen = prompts.rows[number]
-        named = {"id": seen["id"], "prompt": seen["prompt"] if given is None else given, "answer": seen["answer"]}
+        named = {
+            "id": seen["id"],
+            "prompt": seen["prompt"] if source_prompt is None else source_prompt,
+            "answer": seen["answer"],
+        }
         none += not ranked or (keep == "pairs" and ranked[0]["score"] == ranked[-1]["score"])
         if keep == "pairs" and ranked and ranked[0]["score"] > ranked[-1]["score"]:
             best, worst = ranked[0], next(row for row in ranked if row["score"] == ranked[-1]["score"])
-            pair = {"chosen": response_text(ready, best), "rejected": response_text(ready, worst)}
+            pair = {"chosen": response_text(job, best), "rejected": response_text(job, worst)}
             rows.append({**named, **pair, "chosen_score": best["score"], "rejected_score": worst["score"]})
         elif keep != "pairs":
-            taken = ranked[: 1 if keep == "best" else int(keep)]
-            rows += [{**named, "response": response_text(ready, row), "score": row["score"]} for row in taken]
+            best_rows = ranked[: 1 if keep == "best" else int(keep)]
+            rows += [{**named, "response": response_text(job, row), "score": row["score"]} for row in best_rows]
     why = "have no two responses with different scores" if keep == "pairs" else "have no response with a score"
     if not rows:
         raise ValueError(f"keep={keep}: all {none} prompts {why}; there is nothing to write")
     if none:
-        print(f"keep={keep}: {none} of {len(prompts.given)} prompts {why} and are left out", file=sys.stderr)
+        print(f"keep={keep}: {none} of {len(prompts.source_prompts)} prompts {why} and are left out", file=sys.stderr)
     wrong = 0 if keep == "pairs" else sum(row["score"] <= 0 for row in rows)
     if wrong:
         print(
@@ -168,9 +186,9 @@ def kept_rows(ready: InferJob, made: Sequence[dict[str, Any]], keep: str | int) 
     return rows
 
 
-def response_text(ready: InferJob, row: dict[str, Any]) -> str | None:
-    """The text of a response, without the stop string that ended it unless that is wanted. None without a tokenizer."""
-    decode, sampling, token_ids = decoding(ready.tokenizer), ready.config.sampling, row["response_ids"]
+def response_text(job: InferJob, row: dict[str, Any]) -> str | None:
+    """Return the text of a response, without the stop string that ended it unless that is wanted. None without a tokenizer."""
+    decode, sampling, token_ids = decoding(job.tokenizer), job.config.sampling, row["response_ids"]
     if decode is None:
         return None
     if row["finish_reason"] != "stop" or not sampling.stop:
@@ -182,7 +200,7 @@ def response_text(ready: InferJob, row: dict[str, Any]) -> str | None:
 
 
 keys, main = inference_program(
-    "generate", __doc__, GenerateConfig, prepare, lambda ready, world, board: generate(ready, world, board.tick)
+    "generate", __doc__, GenerateConfig, prepare, lambda job, world, board: generate(job, world, board.tick)
 )
 
 

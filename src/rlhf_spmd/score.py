@@ -30,7 +30,7 @@ from rlhf_spmd.config.constraints import PositiveInt
 from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.encoding import check_ids
-from rlhf_spmd.data.files import DataError, Row, list_paths
+from rlhf_spmd.data.files import DataError, Row, list_paths, named_row
 from rlhf_spmd.data.sft import ID_KEYS, PromptResponseConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.inference.inference_engine import gather_records, own_rows
@@ -67,7 +67,7 @@ class ScoreJob(LoadedModel):
 
     @property
     def must_match(self) -> dict[str, str]:
-        """What must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
+        """Return what must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
         tokens = [zlib.crc32(self.batch[key].values.numpy()) for key in ID_KEYS]
         return {"set of rows": str([len(self.ids), *tokens]), **super().must_match}
 
@@ -83,8 +83,9 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Score
     say_warnings(launch, config.data.warnings("data", tokenizer))
     pairs = encode_pairs(rows, config.data, tokenizer, spec.vocab_size)
     for row, pair in zip(rows, pairs, strict=True):
-        for ids, key in zip(pair, ID_KEYS, strict=True):
-            check_ids(ids, spec.vocab_size, row.where, key)
+        with named_row(row.where):
+            for ids, key in zip(pair, ID_KEYS, strict=True):
+                check_ids(ids, spec.vocab_size, key)
         check_length(row, len(pair[0]), len(pair[1]), config, spec)
     number = torch.arange(len(rows))
     columns = {key: ragged([pair[side] for pair in pairs], torch.int64) for side, key in enumerate(ID_KEYS)}
@@ -93,7 +94,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Score
 
 
 def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec: ModelSpec) -> None:
-    """Raises DataError for a row beyond the model's context, ValueError for one beyond the micro-batch's budget."""
+    """Raise DataError for a row beyond the model's context, ValueError for one beyond the micro-batch's budget."""
     size = f"{row.where}: prompt({prompt}) + response({response}) = {prompt + response} tokens"
     if prompt + response > spec.max_position_embeddings:
         raise DataError(
@@ -104,33 +105,33 @@ def check_length(row: Row, prompt: int, response: int, config: ScoreConfig, spec
         raise ValueError(f"{size}, more than max_token_len_per_gpu={config.max_token_len_per_gpu}{shared}; raise it")
 
 
-def score(ready: ScoreJob, world: World) -> None:
+def score(job: ScoreJob, world: World) -> None:
     """Score all rows and write the file on rank 0.
 
     Collective over the world: every rank of it must call. Raises FloatingPointError if a log-prob is not finite.
     """
     started = time.perf_counter()
-    config, layout, model = ready.config, ready.layout, ready.config.model
+    config, layout, model = job.config, job.layout, job.config.model
     mesh = build_mesh(world, range(world.size), layout)
     dtype = model.torch_dtype(world.device)
-    source = base_directory(model.path, ready.checkpoint)
-    engine = TrainEngine(ready.spec, source, "lm", mesh, None, dtype=dtype, device=world.device, attention=model.attention)
-    held = RoleState(engine.param_shards(), engine.local_tensors())
-    load_from_checkpoint(ready.spec, held, model.path, ready.checkpoint, world)
+    source = base_directory(model.path, job.checkpoint)
+    engine = TrainEngine(job.spec, source, "lm", mesh, None, dtype=dtype, device=world.device, attention=model.attention)
+    weights = RoleState(engine.param_shards(), engine.local_tensors())
+    load_from_checkpoint(job.spec, weights, model.path, job.checkpoint, world)
     # before any rank computes: the others must not wait in a collective for one that cannot load its weights
     world.all.barrier("score:loaded")
     loaded = time.perf_counter()
-    lengths = sequence_lengths(ready.batch)
-    mine = ready.batch.take(own_rows(lengths, mesh))
+    lengths = sequence_lengths(job.batch)
+    mine = job.batch.take(own_rows(lengths, mesh))
     records = score_rows(engine, mine, config.max_token_len_per_gpu * layout.cp)
     scored = gather_records(world, records if mesh.tp_rank == mesh.cp_rank == 0 else [], "score:results")
     if scored is None:
         return
     for row, log_probs in scored:
         if not all(map(math.isfinite, log_probs)):
-            raise not_finite(row, ready.ids[row], config.model)
-    responses = ready.batch["response_ids"].rows()
-    write_rows(config.out, ({"id": ready.ids[i], "response_ids": responses[i].tolist(), "log_probs": x} for i, x in scored))
+            raise not_finite(row, job.ids[row], config.model)
+    responses = job.batch["response_ids"].rows()
+    write_rows(config.out, ({"id": job.ids[i], "response_ids": responses[i].tolist(), "log_probs": x} for i, x in scored))
     seconds = time.perf_counter() - loaded
     everything = [log_prob for _, row in scored for log_prob in row]
     print(
@@ -142,7 +143,7 @@ def score(ready: ScoreJob, world: World) -> None:
 
 
 def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int) -> list[tuple[int, list[float]]]:
-    """(row id, log-probs of its response tokens) on the last stage; nothing on the others.
+    """Return (row id, log-probs of its response tokens) on the last stage; nothing on the others.
 
     Collective over the pool: every rank of it must call, in program order.
     """
@@ -164,7 +165,7 @@ def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int) -> list[tuple
     return records
 
 
-keys, main = inference_program("score", __doc__, ScoreConfig, prepare, lambda ready, world, board: score(ready, world))
+keys, main = inference_program("score", __doc__, ScoreConfig, prepare, lambda job, world, board: score(job, world))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from rlhf_spmd.config.constraints import PositiveInt, Range
-from rlhf_spmd.data.chat_variables import check_variables, unread_variables
+from rlhf_spmd.data.messages import check_variables, unread_variables
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
@@ -79,26 +79,26 @@ class ServeConfig(EngineConfig):
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> LoadedModel:
     """Read and check the model. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
-    ready = prepare_model(read_config(ServeConfig, path, overrides), launch)
-    if ready.layout.dp != 1:
+    loaded = prepare_model(read_config(ServeConfig, path, overrides), launch)
+    if loaded.layout.dp != 1:
         raise ValueError(
-            f"layout.tp={ready.layout.tp} on {launch.size} ranks: they hold one model; set layout.tp={launch.size}"
+            f"layout.tp={loaded.layout.tp} on {launch.size} ranks: they hold one model; set layout.tp={launch.size}"
         )
-    special = () if ready.tokenizer is None else Decoding(ready.tokenizer).special_ids
-    if hidden := [tag for tag in ready.config.reasoning_tags if ready.config.separate_reasoning and tag in special]:
+    special = () if loaded.tokenizer is None else Decoding(loaded.tokenizer).special_ids
+    if hidden := [tag for tag in loaded.config.reasoning_tags if loaded.config.separate_reasoning and tag in special]:
         raise ValueError(f"reasoning_tags: {hidden[0]} is a special token of this tokenizer, which responses do not show")
-    say_warnings(launch, unread_variables("chat_template_kwargs", ready.config.chat_template_kwargs, ready.tokenizer))
-    return ready
+    say_warnings(launch, unread_variables("chat_template_kwargs", loaded.config.chat_template_kwargs, loaded.tokenizer))
+    return loaded
 
 
-def serve(ready: LoadedModel, world: World, board: Board) -> None:
+def serve(loaded: LoadedModel, world: World, board: Board) -> None:
     """Answer requests until the process is told to end.
 
     Collective over the world: every rank of it must call. Raises ValueError for an address at which it cannot listen.
     """
-    config = ready.config
+    config = loaded.config
     name = config.served_model_name or config.model.path
-    processor, tags = RequestProcessor(ready, world, board.tick), config.reasoning_tags if config.separate_reasoning else None
+    processor, tags = RequestProcessor(loaded, world, board.tick), config.reasoning_tags if config.separate_reasoning else None
     service = Service(processor, name, lambda: board.preempted, config.chat_template_kwargs, tags)
     if world.rank > 0:
         while service.turn():
@@ -107,7 +107,7 @@ def serve(ready: LoadedModel, world: World, board: Board) -> None:
     token = None if config.token_env is None else os.environ[config.token_env]
     limits = config.max_body_bytes, config.max_queued_requests
     endpoint = Endpoint(config.port, AccessRules(config.host, token, config.allowed_origins, *limits), service)
-    print(f"{name} on {ready.layout}: {endpoint.url}", file=sys.stderr, flush=True)
+    print(f"{name} on {loaded.layout}: {endpoint.url}", file=sys.stderr, flush=True)
     while service.turn():
         pass
     endpoint.close()

@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_spmd.data.files import DataError, Row
 from rlhf_spmd.data.preferences import PreferencesConfig, SafetyPreferencesConfig, UnpairedConfig, unusable
-from rlhf_spmd.data.sort_digits import write_task
 from rlhf_spmd.data.tokenizer import load_tokenizer
+from sort_digits import write_task
 from tasks import rows_of, texts_of, tokenizer
 
 

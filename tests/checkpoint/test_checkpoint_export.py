@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+import sort_digits
 from rlhf_spmd.checkpoint.export import copy_companions, export_config, export_hugging_face
 from rlhf_spmd.checkpoint.files import Spec
 from rlhf_spmd.checkpoint.manifest import CheckpointError
-from rlhf_spmd.data import sort_digits
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from saved_models import checkpoint_of, flip_bit, logits
 

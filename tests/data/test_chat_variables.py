@@ -14,8 +14,8 @@ from generate_runs import arguments, write_rows
 from generate_runs import model as model  # a fixture
 from rlhf_spmd import evaluate, generate, score
 from rlhf_spmd.config.schema import ConfigError
-from rlhf_spmd.data.chat_variables import read_names, unread_variables
 from rlhf_spmd.data.loader import load_dataset
+from rlhf_spmd.data.messages import read_names, unread_variables
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.inference.inference_program import read_config as read_served

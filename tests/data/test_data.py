@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_spmd.config.schema import check_section
-from rlhf_spmd.data import sort_digits
+import sort_digits
+from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.data.batch import decode_json
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError, local_files, read_rows
@@ -367,19 +367,6 @@ def test_duplicates_by_id(tmp_path: Path, tokenizer: Any) -> None:
     assert built(far, duplicates="drop") == ([str(i) for i in range(300)], ", 300 duplicates left out"), "over chunks"
 
 
-@pytest.mark.parametrize("between", [0, 300], ids=["one chunk", "two"])
-def test_a_bad_row_is_no_first_of_its_id(tmp_path: Path, tokenizer: Any, between: int) -> None:
-    """A good one with the same id stays, whichever comes first, and neither ends the run."""
-    many = [{"prompt": "5"}] * between
-    rows = [{"prompt": "1", "id": 1}, {"prompt": "", "id": 2}, *many, {"prompt": "2", "id": 2}, {"prompt": "", "id": 1}]
-    for duplicates, num_bad, more in (("refuse", 2, []), ("drop", 1, [{"prompt": "3", "id": 1}])):
-        path = write(tmp_path / "a.jsonl", *rows, *more)
-        data = build_dataset(DataConfig(path=path, duplicates=duplicates, max_bad_rows=num_bad), tokenizer)
-        assert isinstance(data, PromptDataset) and len(data) == 2 + between
-        assert [data.row(i)["prompt"] for i in (0, 1 + between)] == ["1", "2"]
-        assert (data.tally.num_bad, data.tally.num_duplicates) == (num_bad, 2 * (duplicates == "drop"))
-
-
 def test_verl_s_parquet_has_its_answer(tmp_path: Path, tokenizer: Any) -> None:
     """The columns that verl's preprocessing of GSM8K writes, nested as it writes them; the built-in reward reads them."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -475,18 +462,13 @@ def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:
         pairs(write(tmp_path / "e.jsonl", {"prompt_ids": [1, 4], "response_ids": []}))
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_config_checks() -> None:
+    for config, message in (
         (DataConfig(), r"data\.path must be given"),
-        (DataConfig(path="x", max_prompt_length=0), r"data\.max_prompt_length=0: must be at least 1"),
-        (DataConfig(path="x", apply_chat_template="yes"), r"data\.apply_chat_template='yes' must be auto, true or false"),
-        (SftConfig(path="x", max_length=1), r"data\.max_length=1: must be at least 2"),
-    ],
-)
-def test_config_checks(config: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_section(config, "data")
+        (DataConfig(path="x", apply_chat_template="yes"), r"data\.apply_chat_template='yes' must be"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_section(config, "data")
 
 
 def test_tokenizer_errors(tmp_path: Path, tokenizer: Any) -> None:
@@ -503,7 +485,7 @@ def test_tokenizer_errors(tmp_path: Path, tokenizer: Any) -> None:
             load_tokenizer(tmp_path / file)
 
 
-def test_sort_digits_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sort_digits_task(tmp_path: Path) -> None:
     for name in ("a", "b"):
         sort_digits.main(["--out", str(tmp_path / name), "--seed", "5", "--sft", "50", "--train", "30", "--val", "20"])
     files = ("sft.jsonl", "train.jsonl", "val.jsonl", "model/config.json", "model/tokenizer.json")
@@ -518,9 +500,6 @@ def test_sort_digits_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert decode(tokenizer, [[*ids, tokenizer.eos_token_id]]) == [rows[0]["prompt"]]
     config = json.loads((tmp_path / "a" / "model" / "config.json").read_text())
     assert config["vocab_size"] == len(tokenizer)
-    with pytest.raises(SystemExit):
-        sort_digits.main(["--out", str(tmp_path / "c"), "--min-digits", "1", "--max-digits", "2"])
-    assert "only 110 exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -534,6 +513,6 @@ def test_sort_digits_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 )
 def test_what_a_chat_template_may_do_is_one_line(tokenizer: Any, template: str, reason: str) -> None:
     encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=template))
-    with pytest.raises(DataError, match=rf"^row 1: the chat template refuses these messages: [^\n]*{reason}[^\n]*$"):
-        encoder.apply_template([{"role": "user", "content": "x"}], "row 1")
+    with pytest.raises(DataError, match=rf"^the chat template refuses these messages: [^\n]*{reason}[^\n]*$"):
+        encoder.apply_template([{"role": "user", "content": "x"}])
     assert turn_frame(tokenizer, template) == NO_TURN

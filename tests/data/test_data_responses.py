@@ -154,7 +154,7 @@ def test_a_token_of_the_header_that_takes_the_blanks_behind_it_is_not_learnt() -
 
 def test_a_conversation_that_the_assistant_begins_does_not_train_its_header(llama: Any) -> None:
     encoder = ConversationEncoder(PromptEncoder(llama, EncodingConfig(chat_template=CHATML)))
-    ids, mask = encoder.encode(Conversation([TALK[1], *TALK], "x"))
+    ids, mask = encoder.encode(Conversation([TALK[1], *TALK]))
     shown = [[i for i, is_learnt in zip(ids, mask, strict=True) if is_learnt == wanted] for wanted in (True, False)]
     assert pieces(llama, shown[0]) == "T w o <|im_end|> T w o <|im_end|>"
     assert "a s s i s t a n t" in pieces(llama, shown[1])
@@ -227,7 +227,7 @@ def test_a_text_that_begins_with_the_start_token_gets_no_second_one(llama: Any) 
 
 def test_variables_of_a_template(llama: Any) -> None:
     slow = EncodingConfig(chat_template=SWITCHED, chat_template_kwargs={"slow": True})
-    texts = [PromptEncoder(llama, one).render(TALK[:1], "x")[0] for one in (EncodingConfig(chat_template=SWITCHED), slow)]
+    texts = [PromptEncoder(llama, one).render(TALK[:1])[0] for one in (EncodingConfig(chat_template=SWITCHED), slow)]
     assert texts == ["fast one<|end|>", "one<|end|>"]
     rows = learnt(SftConfig(path="x", chat_template=SWITCHED, chat_template_kwargs={"slow": True}), llama, {"messages": TALK})
     assert rows == [("▁ o n e <|end|>", "▁ T w o <|end|>")]
@@ -246,7 +246,9 @@ def test_messages_of_parquet_have_null_keys(tmp_path: Path, llama: Any) -> None:
 
 
 def test_rows_with_a_prompt_and_messages_want_a_key(llama: Any) -> None:
-    with pytest.raises(DataError, match=r"x:0 has 'prompt' and 'messages', and no 'response'.*; set data.prompt_key=messages"):
+    with pytest.raises(
+        DataError, match=r"x:0: it has 'prompt' and 'messages', and no 'response'.*; set data.prompt_key=messages"
+    ):
         learnt(SftConfig(path="x"), llama, {"prompt": "one", "messages": TALK})
 
 

@@ -215,7 +215,7 @@ def test_a_prompt_may_begin_the_answer(tokenizer: Any) -> None:
 
 def test_a_developer_message_stands_for_a_system_prompt(tokenizer: Any) -> None:
     encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=QWEN3, system_prompt="Be brief."))
-    text, _ = encoder.render([{"role": "developer", "content": "Be long."}, *ASKED], "x:1")
+    text, _ = encoder.render([{"role": "developer", "content": "Be long."}, *ASKED])
     assert text.startswith("<|im_start|>developer\nBe long.<|im_end|>") and "brief" not in text
 
 
@@ -246,13 +246,13 @@ def test_later_turns_that_the_template_writes_otherwise_alone(tokenizer: Any) ->
     """As Qwen3, which writes an empty pair of tags before the last answer: a turn ends at its token, or the row is refused."""
     talk = [*ASKED, {"role": "assistant", "content": "No."}, *ASKED, *THOUGHT]
     encoder = ConversationEncoder(PromptEncoder(tokenizer, EncodingConfig(chat_template=QWEN3)))
-    ids, mask = encoder.encode(Conversation(check_messages(talk, "x"), "x"))
+    ids, mask = encoder.encode(Conversation(check_messages(talk)))
     assert tokenizer.decode([i for i, learnt in zip(ids, mask, strict=True) if learnt]) == (
         "No.<|im_end|><think>\nHm.\n</think>\n\nYes.<|im_end|>"
     )
     oss = ConversationEncoder(PromptEncoder(tokenizer, EncodingConfig(chat_template=GPT_OSS)))
     with pytest.raises(DataError, match="renders the messages before message 1 otherwise"):
-        oss.encode(Conversation(check_messages(talk, "x"), "x"))
+        oss.encode(Conversation(check_messages(talk)))
 
 
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}WRITTEN{{ '<|im_end|>\\n' }}{% endfor %}"
@@ -348,13 +348,13 @@ WRITES_CALLS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls o
 def test_arguments_are_encoded_once(tokenizer: Any, asked: str, written: str, text: str) -> None:
     """Also if another message has what Python writes of them."""
     encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=WRITES_CALLS.replace("WRITTEN", written)))
-    messages = check_messages([{"role": "user", "content": asked}, *CALLS], "x")
-    assert encoder.apply_template(messages, "x", False) == asked + text
+    messages = check_messages([{"role": "user", "content": asked}, *CALLS])
+    assert encoder.apply_template(messages, False) == asked + text
 
 
 @pytest.mark.parametrize("template", [STRICT_OSS, WITH_IDS])
 def test_results_of_tools_follow_the_end_of_their_call(tokenizer: Any, template: str) -> None:
     encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=template))
     result = {"role": "tool", "name": "look", "content": "sun"}
-    written = encoder.between_turns([result], "row 1")
+    written = encoder.between_turns([result])
     assert written == "<|call|><|start|>functions.look to=assistant<|message|>sun<|end|><|start|>assistant"

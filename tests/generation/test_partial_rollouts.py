@@ -203,7 +203,7 @@ def test_a_second_generation_in_the_step_leaves_the_rows_in_flight_alone(tmp_pat
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     for ranks, overrides, message in (
-        (1, ["data.gen_batch_size=4"], r"data\.gen_batch_size=4 is less than data\.train_batch_size=8"),
+        (1, ["data.gen_batch_size=4"], r"data\.gen_batch_size=4, data\.train_batch_size=8: the first counts the prompts"),
         (1, ["models.actor.generation.kv_cache=keep"], r"kv_cache=keep: all responses end in their step"),
         (1, [*PARTIAL, "models.actor.generation.rebalance_steps=4"], r"rebalance_steps=4: .* rows stay on their replica"),
         (2, ["data.gen_batch_size=9"], r"data\.gen_batch_size=9 prompts in flight must be divisible by the 2 generation"),

@@ -182,7 +182,7 @@ def _write_tokenizer(directory: Path) -> None:
 
 def quickstart(root: Path) -> None:
     """In ``root`` what scripts/quickstart.sh makes, with random weights."""
-    from rlhf_spmd.data import sort_digits
+    import sort_digits
     from rlhf_spmd.models.weights import write_random_model
 
     task = root / "runs" / "quickstart" / "task"

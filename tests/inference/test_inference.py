@@ -41,7 +41,7 @@ def test_adapters_alone_are_no_model(tmp_path: Path) -> None:
 def test_a_tokenizer_without_a_template_names_what_there_is_to_set(section: str, remedy: str) -> None:
     encoder = PromptEncoder(SimpleNamespace(name_or_path="it"), EncodingConfig(), section)
     with pytest.raises(DataError, match=rf"tokenizer 'it' has none; .*{remedy}.*, or use text prompts$"):
-        encoder.render([{"role": "user", "content": "1"}], "prompt 0")
+        encoder.render([{"role": "user", "content": "1"}])
 
 
 def test_the_newest_checkpoint_is_the_one_saved_last(tmp_path: Path) -> None:

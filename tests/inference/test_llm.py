@@ -189,19 +189,10 @@ def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
         ({"temperature": -1.0}, "sampling_params.temperature=-1.0: must be 0 (greedy) or at least 0.001"),
         ({"temperature": 1e38}, "sampling_params.temperature=1e+38: must be 0 (greedy) or at least 0.001, at most 1"),
         ({"temperature": "hot"}, "temperature='hot' must be a number"),
-        ({"n": 0}, "sampling_params.n=0: must be at least 1"),
-        ({"max_tokens": 0}, "sampling_params.max_tokens=0: must be at least 1"),
         ({"top_k": 2**31}, "sampling_params.top_k=2147483648: must be at most 2147483647, which 32 bits hold"),
-        ({"logprobs": 101}, "sampling_params.logprobs=101: must be at least 0 and at most 100"),
-        ({"seed": 2**64}, "sampling_params.seed=18446744073709551616: must be at least"),
         ({"logit_bias": {"x": 1.0}}, "logit_bias.x='x' must be an integer"),
         ({"stop": [""]}, "sampling_params.stop=['']: a stop string must not be empty"),
         ({"logits_processors": max}, "logits_processors=<built-in function max> must be a list of functions"),
-        ({"best_of": 3}, "best_of=3 is vLLM's and has no effect here: ask for n responses"),
-        ({"guided_decoding": object}, "guided_decoding=<class 'object'> is vLLM's and has no effect here: give a"),
-        ({"detokenize": False}, "detokenize=False is vLLM's and has no effect here: texts are always made"),
-        ({"output_kind": 2}, "output_kind=2 is vLLM's and has no effect here: all of a text is returned at once"),
-        ({"min_tokens": 9, "max_tokens": 3}, "sampling_params.min_tokens=9: must be at most max_tokens=3"),
         (
             {"allowed_token_ids": []},
             "sampling_params.allowed_token_ids=[]: it must leave a token to draw; leave it out for all",
@@ -245,13 +236,8 @@ def test_what_an_llm_cannot_be_is_said(llm: LLM, model: Path) -> None:
     for more, message in (
         ({"max_model_len": 65}, "max_model_len=65: the model's context is max_position_embeddings=64; lower it"),
         ({"tokenizer": "nowhere"}, "tokenizer directory 'nowhere' does not exist"),
-        ({"trust_remote_code": True}, "trust_remote_code=True is vLLM's and has no effect here: no code"),
-        ({"quantization": "awq"}, "quantization='awq' is vLLM's and has no effect here"),
         ({"pagesize": 8}, "unknown key 'generation.pagesize'; did you mean 'generation.page_size'?"),
         ({"tensor_parallel_size": 2}, "layout on all ranks"),
-        ({"rebalance_steps": 4}, "generation.rebalance_steps=4: rows stay where they are; allowed is 0"),
-        ({"dtype": "float17"}, "model.dtype='float17' is not known"),
-        ({"seed": 2**64}, "seed=18446744073709551616: must be at least"),
     ):
         with pytest.raises(ValueError, match=r"^\w") as refusal:
             LLM(model, **more)
@@ -305,10 +291,7 @@ def test_what_vllm_takes_is_taken(llm: LLM, model: Path, tmp_path: Path, capsys:
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ ending }}"
     named.write_text(json.dumps(json.loads(named.read_text()) | {"chat_template": template}))
     (tmp_path / "other" / "chat_template.jinja").write_text(template)
-    usual = SamplingParams(best_of=1, bad_words=[], structured_outputs=None, detokenize=True, n=2)
-    assert usual == SamplingParams(n=2) == dataclasses.replace(SamplingParams(), n=2)
-    asks_nothing = {"trust_remote_code": False, "quantization": None, "revision": None}
-    other = LLM(model, tokenizer=tmp_path / "other", max_model_len=16, seed=None, page_size=8, max_num_seqs=4, **asks_nothing)
+    other = LLM(model, tokenizer=tmp_path / "other", max_model_len=16, seed=None, page_size=8, max_num_seqs=4)
     greedy = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     (short,) = other.generate("abc", greedy, use_tqdm=False)
     assert len(short.outputs[0].token_ids) == 13

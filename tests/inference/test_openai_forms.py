@@ -119,11 +119,11 @@ def test_messages_of_a_request_are_those_of_data() -> None:
     asked = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     for said in ({"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "assistant", "tool_calls": [call]}):
         (prompt,) = prompts_of({"messages": [asked, said]}, True)
-        user, assistant = check_messages(prompt, "prompt 0")
+        user, assistant = check_messages(prompt)
         assert user["content"] == "ab" and assistant["content"] == ""
         assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": 1}
     with pytest.raises(ValueError, match="the content of message 0 must be text, not NoneType"):
-        check_messages(prompts_of({"messages": [{"role": "user"}]}, True)[0], "prompt 0")
+        check_messages(prompts_of({"messages": [{"role": "user"}]}, True)[0])
 
 
 def test_what_a_request_asks_for() -> None:

@@ -118,19 +118,10 @@ def test_every_rank_of_a_replica_hears_what_is_not_finite(broken: Path, tmp_path
     ("override", "message"),
     [
         ("sampling.top_q=1", r"sampling\.top_q.*did you mean 'sampling\.top_"),
-        ("sampling.top_p=2", r"sampling\.top_p=2\.0"),
         ("layout.tp=3", r"pp\(1\) \* tp\(3\) \* dp\(1\) = 3 ranks, but the pool has 1"),
-        ("layout.zero=2", r"layout\.zero=2"),
-        ("generation.tp=2", r"generation\.tp=2: here layout\.tp says it"),
         ("generation.ep=2", r"generation\.ep=2: the tp ranks share the experts, and layout\.tp is 1; allowed: 1$"),
-        ("generation.reshard_method=bogus", r"generation\.reshard_method=bogus: nothing is trained here"),
-        ("generation.reuse_rollout_log_probs=true", r"reuse_rollout_log_probs=True: nothing is trained here"),
-        ("generation.overlap=true", r"generation\.overlap=True: nothing is trained here"),
-        ("sampling.seed=18446744073709551616", r"sampling\.seed=18446744073709551616: must be"),
         ("generation.page_size=2000000000", r"page_size=2000000000: a rank needs .* GiB for 1 page, and its device has"),
         ("generation.num_pages=2000000000", r"page_size=64: a rank needs .* GiB for 2000000000 pages, and"),
-        ("threads=100000", r"threads=100000: must be at least 1 and at most 1024"),
-        ("model.dtype=float8", r"model\.dtype='float8'"),
         ("out=/dev/null/x", r"out=/dev/null/x: cannot write"),
     ],
 )
@@ -143,15 +134,12 @@ def test_mistakes_of_settings_are_named(model: Path, tmp_path: Path, override: s
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt_ids": [200]}, r"token id 200 in 'prompt_ids' must be less than .* 200"),
-        ({"prompt_ids": []}, r"'prompt_ids' must be a non-empty list"),
         ({"prompt_ids": [3] * 64}, r"the prompt has 64 tokens, the model's context 64"),
         ({"prompt_ids": [3], "max_response_length": 0}, r"max_response_length=0"),
         (
             {"prompt_ids": [3], "min_response_length": 6, "max_response_length": 5},
             r"min_response_length=6 must be at most 5, whi",
         ),
-        ({"text": "abc"}, r"no key 'prompt'"),
     ],
 )
 def test_mistakes_of_rows_are_named(model: Path, tmp_path: Path, row: dict[str, Any], message: str) -> None:

@@ -81,7 +81,7 @@ def test_masks_are_those_of_transformers(tokenizer: Any, name: str) -> None:
         expected = tokenizer.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True, **options)
         for template in (TEMPLATES[name], unmarked(TEMPLATES[name])):
             encoder = ConversationEncoder(PromptEncoder(tokenizer, EncodingConfig(chat_template=template)))
-            ids, mask = encoder.encode(Conversation(messages, "row 1"))
+            ids, mask = encoder.encode(Conversation(messages))
             assert ids == expected["input_ids"]
             assert mask == [bool(mark) for mark in expected["assistant_masks"]], messages
 
@@ -148,12 +148,6 @@ SEVERAL = r"one message of the assistant, not messages of: assistant, user, assi
             "no key 'response' .*; this row has: prompt, chosen, rejected",
         ),
         ({"prompt": [*TALK, TALK[0]], "chosen": "a"}, {"chat_template": PLAIN}, "no key 'response' .* has: prompt, chosen"),
-        ({"text": "hi"}, {}, "no key 'prompt' .*; this row has: text; set data.text_key=text"),
-        (
-            {"conversations": [{"from": "human", "value": "hi"}]},
-            {},
-            "ShareGPT's 'from' and 'value' are not read: give 'messages'",
-        ),
         ({"prompt": "hi", "completion": TALK[1:]}, {}, SEVERAL),
         ({"prompt": "hi", "completion": [turn("user", "more")]}, {}, "not messages of: user; give"),
     ],

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import yaml
 
+import sort_digits
 import tasks
 from cells import run_cell
 from outside.protocol import LAST_FIRST
 from places import ROOT
 from ranks import run_ranks
-from rlhf_spmd.data import sort_digits
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES
@@ -134,7 +134,7 @@ def test_programs_and_tests_that_are_named_exist() -> None:
     texts = [page.read_text() for page in PAGES]
     commands = [json.loads(figures.read_text())["command"] for figures in (ROOT / "docs" / "figures").glob("*.json")]
     texts += [command for command in commands if not command.startswith("at commit ")]
-    paths = re.findall(r"\b(?:scripts|tests)/[\w/]+\.(?:py|sh)\b", "\n".join(texts))
+    paths = re.findall(r"\b(?:scripts|tests|examples)/[\w/]+\.(?:py|sh)\b", "\n".join(texts))
     assert [path for path in paths if not (ROOT / path).is_file()] == []
 
 

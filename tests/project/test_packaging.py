@@ -106,7 +106,9 @@ def test_scripts_install_what_their_job_needs_once_in_any_order(
 def test_the_notebook_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path / "docs")
     request.addfinalizer(tasks.leave_world)
     names: dict[str, object] = {}
     for cell in json.loads(NOTEBOOK.read_text())["cells"]:

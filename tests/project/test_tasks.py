@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import tasks
+import word_problems
 from places import ROOT
-from rlhf_spmd.data import word_problems
 from rlhf_spmd.train import prepare
 
 

@@ -22,7 +22,7 @@ def partition_by_tokens(
     speeds: Sequence[float] = (),
     counts: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns the part of each row, int64 [rows], with token sums as equal as possible.
+    """Return the part of each row, int64 [rows], with token sums as equal as possible.
 
     An item is a row, or all rows of one group if ``groups`` (one id per row) is given; groups are never split. Every
     part gets the same number of items; if they do not divide evenly, some parts get one more. With fewer items than
@@ -38,13 +38,13 @@ def partition_by_tokens(
         weights = np.bincount(items, weights).astype(np.int64)
     order = np.argsort(-weights, kind="stable")
     parts = np.empty_like(order)
-    room, extra, held = np.full(num_parts, len(weights) // num_parts), len(weights) % num_parts, np.zeros(num_parts, np.int64)
+    room, extra, loads = np.full(num_parts, len(weights) // num_parts), len(weights) % num_parts, np.zeros(num_parts, np.int64)
     if len(speeds):
         weights = np.maximum(weights, 1) * SHARE_UNITS  # rows without tokens are spread as well
-        room, extra, held = np.full(num_parts, len(weights)), 0, -_shares(int(weights.sum()), speeds)
+        room, extra, loads = np.full(num_parts, len(weights)), 0, -_shares(int(weights.sum()), speeds)
     if counts is not None:
         room, extra = counts, 0
-    parts[order] = _deal(weights[order].tolist(), room.tolist(), extra, held.tolist())
+    parts[order] = _deal(weights[order].tolist(), room.tolist(), extra, loads.tolist())
     return parts if groups is None else parts[items]
 
 
@@ -57,7 +57,7 @@ def partition_with_prefixes(
     speeds: Sequence[float] = (),
     limits: tuple[int, int] = (0, 0),
 ) -> np.ndarray:
-    """Like :func:`partition_by_tokens`, for groups whose rows share their first ``common`` tokens [rows], such as a
+    """Return parts as :func:`partition_by_tokens`, for groups whose rows share their first ``common`` tokens [rows], such as a
     prompt.
 
     A part computes a shared prefix once for as many rows as fit into ``limits``, the tokens and rows of a micro-batch
@@ -74,8 +74,8 @@ def partition_with_prefixes(
     fits = (np.minimum(fits, max_rows) if max_rows else fits)[items]
 
     def heaviest(parts: np.ndarray) -> float:
-        held = np.bincount(parts, computed_tokens(parts, items, lengths, common, fits), num_parts)
-        return float(np.max(held / speeds if len(speeds) else held))
+        loads = np.bincount(parts, computed_tokens(parts, items, lengths, common, fits), num_parts)
+        return float(np.max(loads / speeds if len(speeds) else loads))
 
     weights = computed_tokens(np.zeros_like(items), items, lengths, common, fits)
     together = partition_by_tokens(weights, num_parts, groups, speeds)
@@ -85,7 +85,7 @@ def partition_with_prefixes(
 def computed_tokens(
     parts: np.ndarray, items: np.ndarray, lengths: np.ndarray, common: np.ndarray, fits: np.ndarray | int
 ) -> np.ndarray:
-    """Returns the tokens that each row adds to the work of its part, int64 [rows].
+    """Return the tokens that each row adds to the work of its part, int64 [rows].
 
     If a part has several rows of one item, only every ``fits``-th row adds its ``common`` tokens.
     """
@@ -97,27 +97,27 @@ def computed_tokens(
     return lengths - np.where(place % fits == 0, 0, common)
 
 
-def greedy_partition(sizes: Sequence[int], num_parts: int, given: Sequence[int | None] = ()) -> list[int]:
-    """The part of each item: in order, each goes to the part that has least so far. ``given``: parts that are already decided."""
-    held, parts = [0] * num_parts, list[int]()
-    for size, part in itertools.zip_longest(sizes, given):
-        parts.append(held.index(min(held)) if part is None else part)
-        held[parts[-1]] += size
+def greedy_partition(sizes: Sequence[int], num_parts: int, decided: Sequence[int | None] = ()) -> list[int]:
+    """Return the part of each item: in order, each goes to the part that has least so far, unless its part is ``decided``."""
+    loads, parts = [0] * num_parts, list[int]()
+    for size, part in itertools.zip_longest(sizes, decided):
+        parts.append(loads.index(min(loads)) if part is None else part)
+        loads[parts[-1]] += size
     return parts
 
 
-def fill_by_speed(number: int, speeds: Sequence[float] | np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Adds equal items to ``held`` int64 [parts] until there are ``number``; each part ends near its share by speed.
+def fill_by_speed(number: int, speeds: Sequence[float] | np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Add equal items to ``counts`` int64 [parts] until there are ``number``; each part ends near its share by speed.
 
     A part that already holds more than its share gets nothing.
     """
-    lacks = _shares(number * SHARE_UNITS, speeds) - held * SHARE_UNITS
-    parts = _deal([SHARE_UNITS] * (number - int(held.sum())), [number] * len(held), 0, (-lacks).tolist())
-    return held + np.bincount(np.array(parts, dtype=np.int64), minlength=len(held))
+    lacks = _shares(number * SHARE_UNITS, speeds) - counts * SHARE_UNITS
+    parts = _deal([SHARE_UNITS] * (number - int(counts.sum())), [number] * len(counts), 0, (-lacks).tolist())
+    return counts + np.bincount(np.array(parts, dtype=np.int64), minlength=len(counts))
 
 
 def _shares(number: int, speeds: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Splits ``number`` into integers proportional to ``speeds``, int64 [parts]."""
+    """Split ``number`` into integers proportional to ``speeds``, int64 [parts]."""
     ends = np.cumsum(np.asarray(speeds, dtype=np.float64))
     return np.diff(np.rint(ends / ends[-1] * number).astype(np.int64), prepend=0)
 
@@ -129,7 +129,7 @@ def micro_batches_by_tokens(
     where: str = "ppo_max_token_len_per_gpu",
     item: str = "row",
 ) -> list[list[int]]:
-    """Packs rows into micro-batches of at most ``max_tokens`` tokens; the largest comes first, rows ascend inside each.
+    """Pack rows into micro-batches of at most ``max_tokens`` tokens; the largest comes first, rows ascend inside each.
 
     First-fit decreasing gives their number; their tokens are balanced where the budget allows. Ranks of one group pass
     the largest of their numbers as ``num_micro_batches``: rows are then spread further, and empty lists fill up the
@@ -165,7 +165,7 @@ def micro_batches_by_tokens(
 def micro_batches_by_count(
     lengths: Sequence[int], rows_per_micro_batch: int, num_micro_batches: int | None = None
 ) -> list[list[int]]:
-    """Cuts rows in order into micro-batches of ``rows_per_micro_batch``; empty lists fill up to ``num_micro_batches``."""
+    """Cut rows in order into micro-batches of ``rows_per_micro_batch``; empty lists fill up to ``num_micro_batches``."""
     assert rows_per_micro_batch >= 1, f"{rows_per_micro_batch} rows per micro-batch"
     num_rows = len(lengths)
     bins = [list(range(i, min(i + rows_per_micro_batch, num_rows))) for i in range(0, num_rows, rows_per_micro_batch)]
@@ -185,7 +185,7 @@ def cut_micro_batches(
     number: int | None = None,
     where: str = "ppo_max_token_len_per_gpu",
 ) -> list[list[int]]:
-    """Returns the rows of each micro-batch, ascending, the most expensive micro-batch first.
+    """Return the rows of each micro-batch, ascending, the most expensive micro-batch first.
 
     They are cut by ``max_rows`` rows if given, else by tokens. Rows of a group (``groups``, one id per row) share
     ``common`` tokens, which a micro-batch computes once. ``keep_groups`` keeps groups together. Otherwise three cuts
@@ -195,15 +195,15 @@ def cut_micro_batches(
     """
     _, items = np.unique(groups, return_inverse=True)
     bounds = np.bincount(items).cumsum()[:-1]
-    whole = [rows.tolist() for rows in np.split(np.argsort(items, kind="stable"), bounds)] if len(items) else []
+    group_rows = [rows.tolist() for rows in np.split(np.argsort(items, kind="stable"), bounds)] if len(items) else []
     sizes = lengths.tolist()
 
     def cut(way: list[list[int]], number: int | None) -> list[list[int]]:
-        weights, most = [sum(sizes[row] for row in run) for run in way], max(map(len, way), default=1)
+        weights, rows_per_run = [sum(sizes[row] for row in run) for run in way], max(map(len, way), default=1)
         if max_rows is not None:
-            chosen = micro_batches_by_count(weights, max(max_rows // most, 1), number)
+            chosen = micro_batches_by_count(weights, max(max_rows // rows_per_run, 1), number)
         else:
-            chosen = micro_batches_by_tokens(weights, max_tokens, number, where, "row" if most == 1 else "group")
+            chosen = micro_batches_by_tokens(weights, max_tokens, number, where, "row" if rows_per_run == 1 else "group")
         return [sorted(row for run in bin for row in way[run]) for bin in chosen]
 
     def computed(bins: list[list[int]]) -> np.ndarray:
@@ -211,20 +211,20 @@ def cut_micro_batches(
         of = np.repeat(np.arange(len(bins)), [len(rows) for rows in bins])
         return np.bincount(of, computed_tokens(of, items[rows], lengths[rows], common[rows], len(rows) + 1), len(bins))
 
-    ways = [whole] if keep_groups else [[[row] for row in range(len(lengths))]]
-    if not keep_groups and max_rows is None and len(whole) < len(lengths):
-        ways += [[run for rows in whole for run in _runs(rows, sizes, max_tokens)]]
-        ways += [_runs([row for rows in whole for row in rows], sizes, max_tokens)]
+    ways = [group_rows] if keep_groups else [[[row] for row in range(len(lengths))]]
+    if not keep_groups and max_rows is None and len(group_rows) < len(lengths):
+        ways += [[run for rows in group_rows for run in _runs(rows, sizes, max_tokens)]]
+        ways += [_runs([row for rows in group_rows for row in rows], sizes, max_tokens)]
     cuts = [(way, cut(way, None)) for way in ways]
     may = [(way, bins) for way, bins in cuts if number is None or len(bins) <= number] or cuts[:1]
-    way, bins = min(may, key=lambda one: computed(one[1]).sum() + len(one[1]) * max_tokens * MICRO_BATCH)
+    way, bins = min(may, key=lambda pair: computed(pair[1]).sum() + len(pair[1]) * max_tokens * MICRO_BATCH)
     bins = bins if number is None else cut(way, number)
-    found = sorted(zip(computed(bins).tolist(), bins, strict=True), key=lambda one: (not one[1], -one[0], one[1]))
-    return [rows for _, rows in found]
+    ordered = sorted(zip(computed(bins).tolist(), bins, strict=True), key=lambda pair: (not pair[1], -pair[0], pair[1]))
+    return [rows for _, rows in ordered]
 
 
 def _runs(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cuts ``rows`` in order into runs of at most ``max_tokens`` tokens; a longer row is a run of its own."""
+    """Cut ``rows`` in order into runs of at most ``max_tokens`` tokens; a longer row is a run of its own."""
     runs: list[list[int]] = []
     tokens = max_tokens + 1
     for row in rows:
@@ -236,15 +236,15 @@ def _runs(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[
     return runs
 
 
-def _deal(weights: Sequence[int], room: list[int], extra: int, held: Sequence[int]) -> list[int]:
-    """Returns the part of each weight, heaviest given first: always the lightest part that has room, lower number first.
+def _deal(weights: Sequence[int], room: list[int], extra: int, loads: Sequence[int]) -> list[int]:
+    """Return the part of each weight, heaviest given first: always the lightest part that has room, lower number first.
 
     Part ``i`` starts with ``held[i]`` tokens (negative: it lacks so many) and has room for ``room[i]`` weights;
     ``extra`` parts, whichever need it first, get room for one more. A heap entry packs tokens and part into one
     integer, because integers compare fastest and thousands of rows are assigned several times per step.
     """
     bits = len(room).bit_length()
-    mask, heap, parts = (1 << bits) - 1, sorted((tokens << bits) + part for part, tokens in enumerate(held)), []
+    mask, heap, parts = (1 << bits) - 1, sorted((tokens << bits) + part for part, tokens in enumerate(loads)), []
     for weight in weights:
         while room[part := heap[0] & mask] <= 0 and not extra:
             heapq.heappop(heap)
@@ -259,7 +259,7 @@ def _deal(weights: Sequence[int], room: list[int], extra: int, held: Sequence[in
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Returns first-fit bins of the rows in ``order``."""
+    """Return first-fit bins of the rows in ``order``."""
     free = np.full(len(order), max_tokens)
     bins: list[list[int]] = []
     for row in order:

@@ -30,14 +30,14 @@ class Ragged:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """int64 [rows + 1]: row i is ``values[offsets[i] : offsets[i + 1]]``."""
+        """Return int64 [rows + 1]: row i is ``values[offsets[i] : offsets[i + 1]]``."""
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
 
     def rows(self) -> list[Tensor]:
         return list(self.values.split(self.lengths.tolist()))
 
     def take(self, index: Tensor) -> Ragged:
-        """Returns the rows at ``index`` (int64 [n], on the CPU), in that order; a row may be taken more than once."""
+        """Return the rows at ``index`` (int64 [n], on the CPU), in that order; a row may be taken more than once."""
         lengths = self.lengths[index]
         starts = self.offsets[:-1][index]
         if len(index) and int(lengths.sum()) >= LONG * len(index):
@@ -48,7 +48,7 @@ class Ragged:
         return Ragged(self.values[positions], lengths)
 
     def where(self, mask: Ragged) -> Ragged:
-        """Returns the entries where ``mask`` (bool, same lengths) is true."""
+        """Return the entries where ``mask`` (bool, same lengths) is true."""
         return Ragged(self.values[mask.values.to(self.values.device)], mask.counts())
 
     def spread(self, mask: Ragged) -> Ragged:
@@ -58,7 +58,7 @@ class Ragged:
         return Ragged(values, mask.lengths)
 
     def counts(self) -> Tensor:
-        """Returns the number of true entries of each row of a mask, int64 [rows]."""
+        """Return the number of true entries of each row of a mask, int64 [rows]."""
         ends = torch.cat([self.lengths.new_zeros(1), self.values.long().cumsum(0).cpu()])
         return ends[self.offsets].diff()
 
@@ -67,19 +67,19 @@ Field = Tensor | Ragged
 
 
 def ragged(rows: Sequence[Tensor | Sequence[int]], dtype: torch.dtype | None = None) -> Ragged:
-    """Concatenates rows of [length, ...]; ``dtype`` None keeps theirs."""
+    """Concatenate rows of [length, ...]; ``dtype`` None keeps theirs."""
     tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
     values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
     return Ragged(values, torch.tensor([len(t) for t in tensors], dtype=torch.int64))
 
 
 def encode_json(rows: Iterable[Any]) -> Ragged:
-    """Returns each row as UTF-8 JSON, uint8. Raises TypeError for values that JSON cannot hold."""
+    """Return each row as UTF-8 JSON, uint8. Raises TypeError for values that JSON cannot hold."""
     return ragged([torch.frombuffer(bytearray(json.dumps(row).encode()), dtype=torch.uint8) for row in rows], torch.uint8)
 
 
 def decode_json(field: Ragged) -> list[Any]:
-    """Returns the values that :func:`encode_json` was given, one per row."""
+    """Return the values that :func:`encode_json` was given, one per row."""
     return [json.loads(bytes(row.numpy())) for row in field.rows()]
 
 
@@ -95,7 +95,7 @@ class Batch:
         return len(self.row_ids)
 
     def __getitem__(self, name: str) -> Any:
-        """Returns a field; the caller knows whether it is a Tensor or Ragged. Raises KeyError that lists the fields."""
+        """Return a field; the caller knows whether it is a Tensor or Ragged. Raises KeyError that lists the fields."""
         if name not in self.fields:
             raise KeyError(f"batch has no field {name!r}; it has {', '.join(sorted(self.fields))}")
         return self.fields[name]
@@ -107,31 +107,31 @@ class Batch:
         return Batch(self.row_ids, self.group_ids, {name: self[name] for name in names})
 
     def union(self, other: Batch) -> Batch:
-        """Returns the fields of both; the rows must be the same in the same order."""
+        """Return the fields of both; the rows must be the same in the same order."""
         if not torch.equal(self.row_ids, other.row_ids):
             raise ValueError(f"union of different rows: {self.row_ids.tolist()[:8]}... and {other.row_ids.tolist()[:8]}...")
         return Batch(self.row_ids, self.group_ids, {**self.fields, **other.fields})
 
     def with_fields(self, **fields: Field) -> Batch:
-        """Returns the same rows with only these fields, as a worker's method does."""
+        """Return the same rows with only these fields, as a worker's method does."""
         return Batch(self.row_ids, self.group_ids, fields)
 
     def take(self, index: Tensor | np.ndarray | Sequence[int]) -> Batch:
-        """Returns rows by position, in that order."""
+        """Return rows by position, in that order."""
         index = torch.as_tensor(index, dtype=torch.int64)
         fields = {name: take_rows(field, index) for name, field in self.fields.items()}
         return Batch(self.row_ids[index], self.group_ids[index], fields)
 
     def reorder(self, row_ids: Tensor) -> Batch:
-        """Returns rows by id, in that order."""
+        """Return rows by id, in that order."""
         order = torch.argsort(self.row_ids)
-        found = torch.searchsorted(self.row_ids[order], row_ids).clamp_(max=len(self) - 1)
-        index = order[found]
+        places = torch.searchsorted(self.row_ids[order], row_ids).clamp_(max=len(self) - 1)
+        index = order[places]
         assert torch.equal(self.row_ids[index], row_ids), f"reorder: ids that the batch of {len(self)} rows does not hold"
         return self.take(index)
 
     def repeat(self, n: int) -> Batch:
-        """Returns n rows for each row, side by side, with the same group id and the ids ``row_id * n + j``."""
+        """Return n rows for each row, side by side, with the same group id and the ids ``row_id * n + j``."""
         index = torch.arange(len(self)).repeat_interleave(n)
         out = self.take(index)
         ids = self.row_ids.repeat_interleave(n) * n + torch.arange(n).repeat(len(self))
@@ -139,26 +139,26 @@ class Batch:
 
 
 def take_rows(field: Field, index: Tensor) -> Field:
-    """Returns the rows of a field at ``index`` (int64 [n], on the CPU), in that order."""
+    """Return the rows of a field at ``index`` (int64 [n], on the CPU), in that order."""
     return field.take(index) if isinstance(field, Ragged) else field[index.to(field.device)]
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """Concatenates the rows of batches that have the same fields."""
+    """Concatenate the rows of batches that have the same fields."""
     first = batches[0]
     fields = {name: concat_field([b[name] for b in batches]) for name in first.fields}
     return Batch(torch.cat([b.row_ids for b in batches]), torch.cat([b.group_ids for b in batches]), fields)
 
 
 def concat_field(parts: Sequence[Any]) -> Any:
-    """Concatenates one field: tensors, or Ragged ones."""
+    """Concatenate one field: tensors, or Ragged ones."""
     if isinstance(parts[0], Ragged):
         return Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
     return torch.cat(list(parts))
 
 
 def pack(batch: Batch) -> Tensor:
-    """Serialises a batch, uint8 [bytes]: 8 bytes of length, a JSON header, then the tensors, aligned."""
+    """Serialise a batch, uint8 [bytes]: 8 bytes of length, a JSON header, then the tensors, aligned."""
     parts: list[Tensor] = [batch.row_ids, batch.group_ids]
     description = []
     for name, field in batch.fields.items():
@@ -174,16 +174,16 @@ def pack(batch: Batch) -> Tensor:
 
 
 def unpack(data: Tensor) -> Batch:
-    """Inverse of :func:`pack`; the tensors are views of ``data``."""
+    """Return the batch of :func:`pack`; the tensors are views of ``data``."""
     head_size = int.from_bytes(bytes(data[:8].numpy()), "little")
     num_rows, description = json.loads(bytes(data[8 : 8 + head_size].numpy()))
-    at = _aligned(8 + head_size)
+    offset = _aligned(8 + head_size)
 
     def take(dtype: torch.dtype, shape: list[int]) -> Tensor:
-        nonlocal at
+        nonlocal offset
         num_bytes = int(np.prod(shape)) * dtype.itemsize
-        piece = data[at : at + num_bytes].view(dtype).view(shape)
-        at = _aligned(at + num_bytes)
+        piece = data[offset : offset + num_bytes].view(dtype).view(shape)
+        offset = _aligned(offset + num_bytes)
         return piece
 
     row_ids, group_ids = take(torch.int64, [num_rows]), take(torch.int64, [num_rows])

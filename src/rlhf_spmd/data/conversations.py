@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.data.encoding import MARKED, CharSpan, EncodingConfig, PromptEncoder
-from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.files import DataError, Row, RowError, named_row
 from rlhf_spmd.data.messages import (
     NO_OPTIONS,
     THOUGHTS,
@@ -25,7 +25,7 @@ MaskedPair = tuple[list[int], list[int], list[bool]]  # prompt ids, response ids
 
 
 def end_ids(tokenizer: Any, append_eos: bool) -> list[int]:
-    """Returns the end token of a response if wanted. Raises DataError if the tokenizer has none."""
+    """Return the end token of a response if wanted. Raises DataError if the tokenizer has none."""
     if append_eos and tokenizer.eos_token_id is None:
         raise DataError(f"tokenizer '{tokenizer.name_or_path}' has no eos token; set data.append_eos=false")
     return [int(tokenizer.eos_token_id)] if append_eos else []
@@ -35,34 +35,33 @@ def end_ids(tokenizer: Any, append_eos: bool) -> list[int]:
 class Conversation:
     """Messages of which the assistant's are learnt, from message ``first`` on, unless their weight is 0.
 
-    ``begun``: text of the assistant's message ``first`` that belongs to the prompt. ``where``: the row, for errors.
+    ``begun``: text of the assistant's message ``first`` that belongs to the prompt.
     """
 
     messages: list[Message]
-    where: str
     first: int = 0
     begun: str = ""
     options: ChatOptions = NO_OPTIONS
 
 
-def conversation(prompt: Any, response: Any, where: str, options: ChatOptions = NO_OPTIONS) -> Conversation:
-    """Returns a prompt (text or messages) with its response (text or messages), or messages without a response.
+def conversation(prompt: Any, response: Any, options: ChatOptions = NO_OPTIONS) -> Conversation:
+    """Return a prompt (text or messages) with its response (text or messages), or messages without a response.
 
     A response to a prompt that ends with the assistant's message continues that message. Raises DataError.
     """
-    messages = check_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, where)
+    messages = check_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
     if response is None:
-        return Conversation(messages, where, options=options)
-    answers = check_messages([{"role": "assistant", "content": response}] if isinstance(response, str) else response, where)
+        return Conversation(messages, options=options)
+    answers = check_messages([{"role": "assistant", "content": response}] if isinstance(response, str) else response)
     last, answer = messages[-1], answers[0]
     if not last["role"] == answer["role"] == "assistant":
-        return Conversation([*messages, *answers], where, len(messages), options=options)
+        return Conversation([*messages, *answers], len(messages), options=options)
     if "tool_calls" in last:
-        raise DataError(f"{where}: the prompt ends with the assistant's calls of tools; give the messages that answer them")
+        raise RowError("the prompt ends with the assistant's calls of tools; give the messages that answer them")
     begun = last["content"]
     last = {key: value for key, value in last.items() if key != "weight"}
     joined = {**last, **answer, "content": begun + answer["content"]}
-    return Conversation([*messages[:-1], joined, *answers[1:]], where, len(messages) - 1, begun, options)
+    return Conversation([*messages[:-1], joined, *answers[1:]], len(messages) - 1, begun, options)
 
 
 @dataclass(frozen=True)
@@ -79,54 +78,55 @@ class Example:
 
 
 def encode_examples(examples: Sequence[Example], config: EncodingConfig, tokenizer: Any, append_eos: bool) -> list[MaskedPair]:
-    """Returns the tokens of each example's prompt and response, which ends as its template ends a turn.
+    """Return the tokens of each example's prompt and response, which ends as its template ends a turn.
 
     Texts without a template end with the tokenizer's end token if ``append_eos``. Raises DataError.
     """
     if not examples:
         return []
     if tokenizer is None:
-        raise DataError(f"{examples[0].row.where}: messages and texts need a tokenizer")
+        raise examples[0].row.error("messages and texts need a tokenizer")
     encoder, end = PromptEncoder(tokenizer, config), end_ids(tokenizer, append_eos)
     talks: ConversationEncoder | None = None
     pairs: list[MaskedPair | None] = [None] * len(examples)
     texts: dict[bool, list[tuple[int, str, str]]] = {True: [], False: []}
     for i, example in enumerate(examples):
-        where, options = example.row.where, chat_options(example.row)
+        options = chat_options(example.row)
         is_chat = not isinstance(example.prompt, str) or config.apply_chat_template is True
-        if is_chat and not (example.verbatim and isinstance(example.response, str)):
-            talks = talks or ConversationEncoder(encoder)
-            talk = conversation(example.prompt, example.response, where, options)
-            pairs[i] = talks.encode_pair(talk, end, closes=not example.verbatim)
-        else:
-            rendered, templated = encoder.render(example.prompt, where, options)
-            texts[templated].append((i, rendered, _text(example)))
-    for templated, its in texts.items():
-        encoded = encoder.tokenize_pairs([(prompt, response) for _, prompt, response in its], special_tokens=not templated)
-        for (i, _, _), (prompt, response) in zip(its, encoded, strict=True):
+        with named_row(example.row.where):
+            if is_chat and not (example.verbatim and isinstance(example.response, str)):
+                talks = talks or ConversationEncoder(encoder)
+                talk = conversation(example.prompt, example.response, options)
+                pairs[i] = talks.encode_pair(talk, end, closes=not example.verbatim)
+            else:
+                rendered, templated = encoder.render(example.prompt, options)
+                texts[templated].append((i, rendered, _text(example)))
+    for templated, numbered in texts.items():
+        encoded = encoder.tokenize_pairs([(prompt, response) for _, prompt, response in numbered], special_tokens=not templated)
+        for (i, _, _), (prompt, response) in zip(numbered, encoded, strict=True):
             pairs[i] = prompt, [*response, *end], [True] * (len(response) + len(end))
     return [_not_empty(pair, example.row) for pair, example in zip(pairs, examples, strict=True)]
 
 
 def _text(example: Example) -> str:
-    """Returns the response to a text prompt as text. Raises DataError if text cannot hold it."""
+    """Return the response to a text prompt as text. Raises DataError if text cannot hold it."""
     if isinstance(example.response, str):
         return example.response
-    message = single_answer(example.response, example.row.where)
+    message = single_answer(example.response)
     if not is_text(message):
-        raise DataError(
-            f"{example.row.where}: the prompt is text, so the response may have no thoughts, calls or weight beside its content; "
+        raise example.row.error(
+            "the prompt is text, so the response may have no thoughts, calls or weight beside its content; "
             "give messages as the prompt, or set data.apply_chat_template=true"
         )
     return str(message["content"])
 
 
-def single_answer(response: Any, where: str) -> Message:
-    """Returns the one message of the assistant that a response is. Raises DataError."""
-    messages = check_messages(response, where)
+def single_answer(response: Any) -> Message:
+    """Return the one message of the assistant that a response is. Raises DataError."""
+    messages = check_messages(response)
     if (roles := [message["role"] for message in messages]) != ["assistant"]:
-        raise DataError(
-            f"{where}: the response must be text or one message of the assistant, not messages of: {', '.join(roles)}; give the "
+        raise RowError(
+            f"the response must be text or one message of the assistant, not messages of: {', '.join(roles)}; give the "
             "whole conversation as messages"
         )
     return messages[0]
@@ -136,7 +136,7 @@ def _not_empty(pair: MaskedPair | None, row: Row) -> MaskedPair:
     assert pair is not None, "every example is a conversation or a pair of texts"
     for ids, what in zip(pair, ("prompt", "response"), strict=False):
         if not ids:
-            raise DataError(f"{row.where}: the {what} has no tokens")
+            raise row.error(f"the {what} has no tokens")
     return pair
 
 
@@ -159,15 +159,15 @@ class ConversationEncoder:
         self._special = Decoding(self.tokenizer).special_ids
 
     def encode(self, talk: Conversation, closes: bool = True) -> tuple[list[int], list[bool]]:
-        """Returns token ids and the mask of those to learn. ``closes``: the last turn is closed. Raises DataError."""
-        messages = self.encoder.with_system(talk.messages, talk.where)
+        """Return token ids and the mask of those to learn. ``closes``: the last turn is closed. Raises DataError."""
+        messages = self.encoder.with_system(talk.messages)
         first = talk.first + len(messages) - len(talk.messages)
         turns = [n for n, each in enumerate(messages) if n >= first and each["role"] == "assistant" and "weight" not in each]
         if not turns:
-            raise _nothing_to_learn(talk.where)
+            raise _nothing_to_learn()
         rendering = _Rendering(self.encoder, messages, first, talk, tuple(self._special))
         rendering.check_calls(turns)
-        is_marked = MARKED.search(self.encoder.source(talk.options, talk.where))
+        is_marked = MARKED.search(self.encoder.source(talk.options))
         text, spans = rendering.marked(turns) if is_marked else rendering.unmarked(turns)
         if not closes and spans:
             start, stop = spans[-1]
@@ -176,30 +176,30 @@ class ConversationEncoder:
         added = self.tokenizer.added_tokens_decoder  # an added token may swallow the blanks that begin a response
         ids, places = encoded["input_ids"], encoded["offset_mapping"]
         mask = [
-            any(at < end and start < to and not (at < start and token in added) for start, end in spans)
-            for token, (at, to) in zip(ids, places, strict=True)
+            any(begin < end and start < to and not (begin < start and token in added) for start, end in spans)
+            for token, (begin, to) in zip(ids, places, strict=True)
         ]
         if not any(mask):
-            raise _nothing_to_learn(talk.where)
+            raise _nothing_to_learn()
         return ids, mask
 
     def encode_pair(self, talk: Conversation, end: list[int], closes: bool = True) -> MaskedPair:
-        """Splits the conversation into prompt and response; the response spans the first to the last token to learn.
+        """Split the conversation into prompt and response; the response spans the first to the last token to learn.
 
         ``end`` is appended if the template writes no end of its own. Raises DataError.
         """
         ids, mask = self.encode(talk, closes)
         start, stop = max(mask.index(True), 1), len(mask) - mask[::-1].index(True)
         if start == stop:
-            raise DataError(f"{talk.where}: the response has no tokens")
+            raise RowError("the response has no tokens")
         if ids[stop - 1] in self._special.values():
             end = []
         return ids[:start], [*ids[start:stop], *end], [*mask[start:stop], *(True for _ in end)]
 
 
-def _nothing_to_learn(where: str) -> DataError:
-    return DataError(
-        f"{where}: no message is the assistant's, or none of its tokens, or all have the weight 0; there is nothing to learn from"
+def _nothing_to_learn() -> RowError:
+    return RowError(
+        "no message is the assistant's, or none of its tokens, or all have the weight 0; there is nothing to learn from"
     )
 
 
@@ -210,12 +210,12 @@ class _Rendering:
         self, encoder: PromptEncoder, messages: list[Message], first: int, talk: Conversation, special: tuple[str, ...]
     ) -> None:
         self.encoder, self.messages, self.first, self.talk, self.special = encoder, messages, first, talk, special
-        self.where, self.options = talk.where, talk.options
+        self.options = talk.options
         self.frame: TurnFrame = encoder.frame_of(talk.options)
 
     def marked(self, turns: Sequence[int]) -> tuple[str, list[CharSpan]]:
-        """Returns the text and what the template marks in the messages ``turns``. Raises DataError."""
-        text, marks = self.encoder.marked_parts(self.messages, self.where, self.options)
+        """Return the text and what the template marks in the messages ``turns``. Raises DataError."""
+        text, marks = self.encoder.marked_parts(self.messages, self.options)
         if [n for n, message in enumerate(self.messages) if message["role"] == "assistant"] != [*turns]:
             bounds = [(self._num_marks(n), self._num_marks(n + 1, len(marks))) for n in turns]
             if wrong := [n for n, (begin, end) in zip(turns, bounds, strict=True) if not begin <= end <= len(marks)]:
@@ -227,13 +227,13 @@ class _Rendering:
         return text, spans
 
     def _num_marks(self, number: int, of_all: int = 0) -> int:
-        """Returns how many parts the template marks in the messages before ``number``; ``of_all``: in all messages."""
+        """Return how many parts the template marks in the messages before ``number``; ``of_all``: in all messages."""
         if number in (0, len(self.messages)):
             return of_all if number else 0
-        return len(self.encoder.marked_parts(self.messages[:number], self.where, self.options)[1])
+        return len(self.encoder.marked_parts(self.messages[:number], self.options)[1])
 
     def unmarked(self, turns: Sequence[int]) -> tuple[str, list[CharSpan]]:
-        """Returns the text and the assistant's messages ``turns`` in it. Raises DataError."""
+        """Return the text and the assistant's messages ``turns`` in it. Raises DataError."""
         text = self._apply(self.messages, False)
         if [*turns] == [len(self.messages) - 1] and not self.talk.begun:
             text = self._behind_prompt(text)
@@ -246,14 +246,14 @@ class _Rendering:
         return text, spans
 
     def _apply(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        return self.encoder.apply_template(messages, self.where, add_generation_prompt, self.options)
+        return self.encoder.apply_template(messages, add_generation_prompt, self.options)
 
     def _before(self, number: int) -> str:
-        """Returns what is rendered before the assistant speaks in message ``number``."""
+        """Return what is rendered before the assistant speaks in message ``number``."""
         if self.talk.begun and number == self.first:
             begun = {key: value for key, value in self.messages[number].items() if key not in ("tool_calls", *THOUGHTS)}
             messages = [*self.messages[:number], {**begun, "content": self.talk.begun}]
-            return self.encoder.apply_template(messages, self.where, False, self.options, continues=True)
+            return self.encoder.apply_template(messages, False, self.options, continues=True)
         if number:
             return self._apply(self.messages[:number], True)
         # no template renders a conversation without messages: what it writes before the content is the header
@@ -266,7 +266,7 @@ class _Rendering:
         return len(before)
 
     def _turn_end(self, number: int, start: int, text: str) -> int:
-        """Returns where message ``number`` ends in the text, with the token that ends it."""
+        """Return where message ``number`` ends in the text, with the token that ends it."""
         if number == len(self.messages) - 1:
             return self._end(text, start, max(start, len(text.removesuffix(self.frame.rest))))
         through = self._apply(self.messages[: number + 1], False).removesuffix(self.frame.rest)
@@ -282,18 +282,18 @@ class _Rendering:
             *self.messages[number + 2 :],
         ]
         limit = shared_length(self._apply(following, False).partition(PROBE)[0], text)
-        at = text.find(self.frame.closing, start, limit) if self.frame.end_id is not None else -1
-        if at < 0:
+        closing_start = text.find(self.frame.closing, start, limit) if self.frame.end_id is not None else -1
+        if closing_start < 0:
             raise self._not_nested(number)
-        return at + len(self.frame.closing)
+        return closing_start + len(self.frame.closing)
 
     def _end(self, text: str, start: int, end: int) -> int:
-        """Returns ``end`` without the blanks behind a token that ends the turn."""
+        """Return ``end`` without the blanks behind a token that ends the turn."""
         said = text[start:end].rstrip()
         return start + len(said) if said.endswith(self.special) else end
 
     def _behind_prompt(self, text: str) -> str:
-        """Returns the text with the last message behind the generation prompt, if the template does not write it there.
+        """Return the text with the last message behind the generation prompt, if the template does not write it there.
 
         Templates of reasoning models open ``<think>`` in the generation prompt, or write an empty pair of tags there;
         they drop thoughts, and the data may repeat the tag. Raises DataError if thoughts would be opened and not closed,
@@ -302,8 +302,8 @@ class _Rendering:
         *context, message = self.messages
         before, frame, content = self._before(len(context)), self.frame, str(message["content"])
         if frame.tag and not frame.opens_thoughts and self._thoughts(message):
-            raise DataError(
-                f"{self.where}: the generation prompt ends with {frame.thoughts!r}, which closes the thoughts, and message "
+            raise RowError(
+                f"the generation prompt ends with {frame.thoughts!r}, which closes the thoughts, and message "
                 f"{len(context)} has some; leave them out, or set data.chat_template_kwargs so that the model thinks"
             )
         if text.startswith(before):
@@ -327,27 +327,27 @@ class _Rendering:
         return before + said.removeprefix("\n" * frame.thoughts.endswith("\n"))
 
     def _thoughts(self, message: Message) -> str:
-        """Returns the thoughts in a message's field, or before its closing tag."""
+        """Return the thoughts in a message's field, or before its closing tag."""
         thoughts, closed, _ = str(message["content"]).partition(f"</{self.frame.tag}>")
         return (thoughts_of(message) or thoughts.replace(f"<{self.frame.tag}>", "") * bool(closed)).strip()
 
     def _check_thoughts(self, number: int, said: str) -> None:
-        """Raises DataError for thoughts that are not closed, opened twice, or left out by the template."""
+        """Raise DataError for thoughts that are not closed, opened twice, or left out by the template."""
         frame = self.frame
         if frame.opens_thoughts and not self.talk.begun and number:
             thoughts, closed, _ = said.partition(f"</{frame.tag}>")
             if not closed:
                 raise self._unclosed()
             if f"<{frame.tag}>" in thoughts:
-                raise DataError(f"{self.where}: the thoughts of message {number} open <{frame.tag}> within <{frame.tag}>")
+                raise RowError(f"the thoughts of message {number} open <{frame.tag}> within <{frame.tag}>")
         if number == len(self.messages) - 1 and (thoughts := thoughts_of(self.messages[number]).strip()) not in said:
-            raise DataError(
-                f"{self.where}: the chat template leaves out the thoughts of message {number}, {thoughts[:40]!r}; write them into "
+            raise RowError(
+                f"the chat template leaves out the thoughts of message {number}, {thoughts[:40]!r}; write them into "
                 f"its content, or give {self.encoder.key}, one that reads 'reasoning_content'"
             )
 
     def check_calls(self, turns: Sequence[int]) -> None:
-        """Raises DataError if the template leaves out calls of the messages ``turns``, or the content beside them."""
+        """Raise DataError if the template leaves out calls of the messages ``turns``, or the content beside them."""
         probed, texts = [*self.messages], dict[str, str]()
         for number in turns:
             message = self.messages[number]
@@ -365,19 +365,17 @@ class _Rendering:
                 texts[content] = f"the content of message {number}, beside its calls"
         text = self._apply(probed, False) if texts else ""
         if lost := [words for name, words in texts.items() if name not in text]:
-            raise DataError(
-                f"{self.where}: the chat template leaves out {lost[0]}; split the message, or give {self.encoder.key}"
-            )
+            raise RowError(f"the chat template leaves out {lost[0]}; split the message, or give {self.encoder.key}")
 
-    def _unclosed(self) -> DataError:
-        return DataError(
-            f"{self.where}: the generation prompt ends with {self.frame.thoughts!r}, and the response has no </{self.frame.tag}>, "
+    def _unclosed(self) -> RowError:
+        return RowError(
+            f"the generation prompt ends with {self.frame.thoughts!r}, and the response has no </{self.frame.tag}>, "
             "so all of it would be learnt as thoughts; give the thoughts, or a data.chat_template that does not begin them"
         )
 
-    def _not_nested(self, number: int) -> DataError:
-        return DataError(
-            f"{self.where}: the chat template renders the messages before message {number} otherwise than inside the whole "
+    def _not_nested(self, number: int) -> RowError:
+        return RowError(
+            f"the chat template renders the messages before message {number} otherwise than inside the whole "
             "conversation, so the assistant's part cannot be told; set data.chat_template to one with {% generation %} around "
             "what the assistant says"
         )

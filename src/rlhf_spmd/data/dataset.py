@@ -44,31 +44,31 @@ class RowsConfig(EncodingConfig):
         self.check_path(where)
 
     def check_path(self, where: str) -> None:
-        """Raises ValueError without a path."""
+        """Raise ValueError without a path."""
         if not self.path:
             raise ValueError(f"{where}.path must be given: a jsonl or parquet file, or the name of a data set")
 
     def sources(self, validation: bool = False) -> list[str]:
-        """Returns a name for each source of rows."""
+        """Return a name for each source of rows."""
         return list_paths(self.path)
 
     def stream(self, validation: bool = False) -> Iterator[RowOrError]:
-        """Yields all rows; a row that cannot be used is yielded as its error. Raises DataError for anything but a row."""
+        """Yield all rows; a row that cannot be used is yielded as its error. Raises DataError for anything but a row."""
         return stream_rows(self.path, self.split, self.subset)
 
     def read(self, validation: bool = False) -> list[Row]:
-        """Returns all rows. Raises DataError."""
+        """Return all rows. Raises DataError."""
         return list(map(row_or_raise, self.stream(validation)))
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
-        """Returns some of the rows (or none) as a data set of this kind, for :func:`joined`.
+        """Return some of the rows (or none) as a data set of this kind, for :func:`joined`.
 
         The error of a row begins with the row's place.
         """
         raise AssertionError(f"{type(self).__name__} does not say what its rows are")
 
     def tokenize(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
-        """Returns the rows as a data set of this kind. Raises DataError."""
+        """Return the rows as a data set of this kind. Raises DataError."""
         return joined([self.encode(rows, tokenizer)])
 
 
@@ -87,7 +87,7 @@ class StoredRowsConfig(RowsConfig):
     one_chunk: ClassVar[bool] = False
 
     def checked(self, row: RowOrError) -> Row:
-        """Returns the row if it looks usable before it is tokenised. Raises DataError."""
+        """Return the row if it looks usable before it is tokenised. Raises DataError."""
         return row_or_raise(row)
 
 
@@ -139,14 +139,14 @@ class DatasetConfig(StoredRowsConfig):
         return list(self.val_sets.values()) if validation else list_paths(self.path)
 
     def stream(self, validation: bool = False) -> Iterator[RowOrError]:
-        """Yields the training rows, or the validation rows."""
+        """Yield the training rows, or the validation rows."""
         if validation:
             assert self.val_path is not None, "there are no validation rows without val_path"
             sets = enumerate(self.sources(validation=True))
-            found = (
+            numbered_rows = (
                 (i, row) for i, path in sets for row in stream_rows(path, self.val_split, self.subset, self.val_max_samples)
             )
-            numbered = enumerate(found)
+            numbered = enumerate(numbered_rows)
             return (replace(row, number=n, source=i) if isinstance(row, Row) else row for n, (i, row) in numbered)
         rows = stream_rows(self.path, self.split, self.subset, self.train_max_samples)
         return rows if self.curriculum_key is None else map(self._ranked, rows)
@@ -161,12 +161,12 @@ class DatasetConfig(StoredRowsConfig):
         assert self.curriculum_key is not None
         value = row.get(self.curriculum_key, "data.curriculum_key")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise DataError(f"{row.where}: '{self.curriculum_key}' (data.curriculum_key) must be a number, not {value!r}")
+            raise row.error(f"'{self.curriculum_key}' (data.curriculum_key) must be a number, not {value!r}")
         return float(value)
 
     @property
     def val_sets(self) -> dict[str, str]:
-        """Returns the path of each validation set by its name. Raises ValueError."""
+        """Return the path of each validation set by its name. Raises ValueError."""
         return self.val_path if isinstance(self.val_path, dict) else set_names(list_paths(self.val_path or []))
 
 
@@ -191,7 +191,7 @@ class RowTally:
     bad: list[str] = field(default_factory=list)
 
     def add(self, other: RowTally) -> None:
-        """Adds the counts of the rows that follow."""
+        """Add the counts of the rows that follow."""
         self.num_overlong += other.num_overlong
         self.num_dialogues += other.num_dialogues
         self.num_cut += other.num_cut
@@ -200,7 +200,7 @@ class RowTally:
         self.left_out = dict(Counter(self.left_out) + Counter(other.left_out))
 
     def describe(self) -> str:
-        """Returns the counts in words, with a comma before each."""
+        """Return the counts in words, with a comma before each."""
         text = f", {self.num_dialogues} cut from whole dialogues at their last turn" if self.num_dialogues else ""
         text += f", {self.num_overlong} over-long ones dropped" if self.num_overlong else ""
         text += f", {self.num_cut} over-long ones cut" if self.num_cut else ""
@@ -244,7 +244,7 @@ class TokenDataset:
     ) -> None:
         size = self.group_size
         each = [sum(map(len, entries)) for entries in zip(*columns.values(), strict=True)]
-        lengths = [max(each[at : at + size]) for at in range(0, len(each), size)]
+        lengths = [max(each[first : first + size]) for first in range(0, len(each), size)]
         self.limit, self.drop, self.known = limit, drop, dict[str, Tensor]()
         self.kept = [i for i, length in enumerate(lengths) if length <= limit[1]]
         self.tally = RowTally(len(rows) - len(self.kept), shortest=min(lengths, default=sys.maxsize))
@@ -260,7 +260,7 @@ class TokenDataset:
         self.numbers = {name: torch.tensor(column, dtype=torch.float64)[entries] for name, column in (numbers or {}).items()}
 
     def check(self) -> None:
-        """Raises DataError if a row is too long and may not be dropped, or if no row is left."""
+        """Raise DataError if a row is too long and may not be dropped, or if no row is left."""
         tally, limit = self.tally, f"data.{self.limit[0]}={self.limit[1]}"
         if tally.num_overlong and not self.drop[1]:
             raise DataError(
@@ -277,7 +277,7 @@ class TokenDataset:
             )
 
     def warnings(self) -> list[str]:
-        """Returns a line about the bad rows, if there are any, and one if many are dropped for their length."""
+        """Return a line about the bad rows, if there are any, and one if many are dropped for their length."""
         tally, name = self.tally, f"data.{self.limit[0]}={self.limit[1]}"
         rows = "1 row cannot be used and is" if tally.num_bad == 1 else f"{tally.num_bad} rows cannot be used and are"
         lines = [f"{rows} left out; the first: {'; '.join(tally.bad)}"] if tally.num_bad else []
@@ -289,11 +289,11 @@ class TokenDataset:
         return lines
 
     def digest(self) -> str:
-        """Returns a fingerprint of the rows."""
+        """Return a fingerprint of the rows."""
         digest = hashlib.sha256()
         fields = (*self.columns.values(), *self.numbers.values(), *(self.row_fields[name] for name in sorted(self.row_fields)))
-        for one in fields:
-            for part in (one.lengths, one.values) if isinstance(one, Ragged) else (one,):
+        for column in fields:
+            for part in (column.lengths, column.values) if isinstance(column, Ragged) else (column,):
                 digest.update(part.numpy().tobytes())
         return f"{len(self)}-{digest.hexdigest()[:16]}"
 
@@ -302,35 +302,36 @@ class TokenDataset:
 
     @property
     def sources(self) -> Tensor:
-        """The path that each row comes from, int64 [rows]."""
+        """Return the path that each row comes from, int64 [rows]."""
         return cast(Tensor, self.row_fields["source"])
 
     @property
     def ranks(self) -> Tensor:
-        """Places in a curriculum, float64 [rows]."""
+        """Return places in a curriculum, float64 [rows]."""
         return cast(Tensor, self.row_fields["rank"])
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each entry over all columns, int64 [rows * group_size]."""
+        """Return the tokens of each entry over all columns, int64 [rows * group_size]."""
         return torch.stack([column.lengths for column in self.columns.values()]).sum(0)
 
     def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
-        """Returns rows by index; each is its own group, whose j-th row has the id ``row_id * group_size + j``."""
-        groups, at = (torch.tensor(list(given), dtype=torch.int64) for given in (row_ids, indices))
-        fields = {name: take_rows(self.row_fields[name], at) for name in self.batch_fields if name in self.row_fields}
-        ids, at = ((x[:, None] * self.group_size + torch.arange(self.group_size)).flatten() for x in (groups, at))
+        """Return rows by index; each is its own group, whose j-th row has the id ``row_id * group_size + j``."""
+        groups = torch.tensor(list(row_ids), dtype=torch.int64)
+        rows = torch.tensor(list(indices), dtype=torch.int64)
+        fields = {name: take_rows(self.row_fields[name], rows) for name in self.batch_fields if name in self.row_fields}
+        ids, entries = ((x[:, None] * self.group_size + torch.arange(self.group_size)).flatten() for x in (groups, rows))
         for name, column in self.columns.items():
-            taken = column.take(at)
-            fields[name] = Ragged(taken.values.long(), taken.lengths)
-        numbers = {name: column[at] for name, column in (self.numbers | self.known).items()}
+            tokens = column.take(entries)
+            fields[name] = Ragged(tokens.values.long(), tokens.lengths)
+        numbers = {name: column[entries] for name, column in (self.numbers | self.known).items()}
         fields |= {name: values for name, values in numbers.items() if not values.isnan().any()}
         if self.numbers:
-            fields["entry"] = at.double()
+            fields["entry"] = entries.double()
         return Batch(ids, groups.repeat_interleave(self.group_size), fields)
 
     def keep(self, name: str, entries: Tensor, numbers: Tensor) -> None:
-        """Stores a further number for ``entries``; a batch has the field if all its rows know it."""
+        """Store a further number for ``entries``; a batch has the field if all its rows know it."""
         empty = torch.full((len(self) * self.group_size,), torch.nan, dtype=torch.float64)
         self.known.setdefault(name, empty)[entries.long()] = numbers
 
@@ -341,20 +342,20 @@ class TokenDataset:
 
 
 def joined(parts: Sequence[TokenDataset], bad: RowTally | None = None) -> TokenDataset:
-    """Concatenates data sets. ``bad`` counts the rows that are in none of them. Raises DataError."""
-    whole, full = copy.copy(parts[0]), [part for part in parts if len(part)] or parts[:1]
-    whole.tally = bad or RowTally()
+    """Concatenate data sets. ``bad`` counts the rows that are in none of them. Raises DataError."""
+    dataset, full = copy.copy(parts[0]), [part for part in parts if len(part)] or parts[:1]
+    dataset.tally = bad or RowTally()
     for part in parts:
-        whole.tally.add(part.tally)
-    whole.columns = {name: concat_field([part.columns[name] for part in full]) for name in full[0].columns}
-    whole.numbers = {name: torch.cat([part.numbers[name] for part in full]) for name in full[0].numbers}
+        dataset.tally.add(part.tally)
+    dataset.columns = {name: concat_field([part.columns[name] for part in full]) for name in full[0].columns}
+    dataset.numbers = {name: torch.cat([part.numbers[name] for part in full]) for name in full[0].numbers}
     beside = {name: concat_field([part.row_fields[name] for part in full]) for name in full[0].row_fields}
-    whole.row_fields = {
-        name: x for name, x in beside.items() if name not in whole.omitted_if or not _all(x, whole.omitted_if[name])
+    dataset.row_fields = {
+        name: x for name, x in beside.items() if name not in dataset.omitted_if or not _all(x, dataset.omitted_if[name])
     }
-    whole.check()
-    whole.fingerprint = whole.digest()
-    return whole
+    dataset.check()
+    dataset.fingerprint = dataset.digest()
+    return dataset
 
 
 def _all(field: Field, value: int) -> bool:

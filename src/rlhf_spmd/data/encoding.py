@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, Literal, cast
 
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.schema import first_line
-from rlhf_spmd.data.chat_variables import check_variables, unread_variables
-from rlhf_spmd.data.files import DataError
+from rlhf_spmd.data.files import DataError, RowError, named_row
 from rlhf_spmd.data.messages import (
     NO_OPTIONS,
     ChatOptions,
@@ -21,7 +21,9 @@ from rlhf_spmd.data.messages import (
     all_arguments,
     argument_text,
     check_messages,
+    check_variables,
     normalise_message,
+    unread_variables,
     with_arguments,
 )
 from rlhf_spmd.data.tokenizer import PROBE, REFUSALS, TurnFrame, added_ids, encode, shared_length, turn_frame
@@ -51,17 +53,22 @@ class EncodingConfig:
       run that trains writes to its `config.yaml`
     """
 
-    apply_chat_template: bool | str = "auto"
+    apply_chat_template: bool | Literal["auto"] = "auto"
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     system_prompt: str | None = None
     template_date: str | None = None
 
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("system_prompt", "apply_chat_template"),
+            lambda s: s.system_prompt is not None and s.apply_chat_template is False,
+            "only a chat template writes a system message",
+            "set the second to true, or to auto with chat messages",
+        ),
+    )
+
     def check(self, where: str) -> None:
-        if self.apply_chat_template not in ("auto", True, False):
-            raise ValueError(f"{where}.apply_chat_template={self.apply_chat_template!r} must be auto, true or false")
-        if self.system_prompt is not None and self.apply_chat_template is False:
-            raise ValueError(f"{where}.system_prompt needs {where}.apply_chat_template=true (or auto, with chat messages)")
         check_variables(f"{where}.chat_template_kwargs", self.chat_template_kwargs)
         if self.template_date is not None:
             try:
@@ -70,12 +77,12 @@ class EncodingConfig:
                 raise ValueError(f"{where}.template_date={self.template_date!r} must be a day, such as 2026-01-31") from error
 
     def asks_for_date(self, tokenizer: Any) -> bool:
-        """True if a template writes today's date. Raises DataError for a template's file."""
+        """Return True if a template writes today's date. Raises DataError for a template's file."""
         template = read_template(self.chat_template, "data.chat_template")
         return "strftime_now" in str(template or getattr(tokenizer, "chat_template", None))
 
     def warnings(self, where: str, tokenizer: Any) -> list[str]:
-        """Returns a line for each variable that the template never reads. Raises DataError for a template's file."""
+        """Return a line for each variable that the template never reads. Raises DataError for a template's file."""
         template = read_template(self.chat_template, f"{where}.chat_template")
         return unread_variables(f"{where}.chat_template_kwargs".lstrip("."), self.chat_template_kwargs, tokenizer, template)
 
@@ -95,11 +102,11 @@ class PromptEncoder:
 
     @property
     def frame(self) -> TurnFrame:
-        """How the template opens and closes a turn of the assistant."""
+        """Return how the template opens and closes a turn of the assistant."""
         return self.frame_of(NO_OPTIONS)
 
     def frame_of(self, options: ChatOptions) -> TurnFrame:
-        """Returns how the template opens and closes a turn of the assistant with the row's variables."""
+        """Return how the template opens and closes a turn of the assistant with the row's variables."""
         variables = self._variables(options)
         key = json.dumps(variables, sort_keys=True)
         if key not in self._frames:
@@ -109,34 +116,34 @@ class PromptEncoder:
     def _variables(self, options: ChatOptions) -> dict[str, Any]:
         return {**self.config.chat_template_kwargs, **options.variables}
 
-    def render(self, prompt: Any, where: str, options: ChatOptions = NO_OPTIONS) -> tuple[str, bool]:
-        """Returns the text to tokenise, and whether the template wrote it, special tokens included.
+    def render(self, prompt: Any, options: ChatOptions = NO_OPTIONS) -> tuple[str, bool]:
+        """Return the text to tokenise, and whether the template wrote it, special tokens included.
 
         A last message of the assistant is the beginning of its answer, which the response continues.
         """
         if isinstance(prompt, str):
             if not prompt:
-                raise DataError(f"{where}: the prompt is empty")
+                raise RowError("the prompt is empty")
             if options.tools and self.config.apply_chat_template == "auto":
                 remedy = "set data.apply_chat_template=true, or false if the text tells of them"
-                raise DataError(f"{where}: the prompt is text, and the model has tools: {remedy}")
+                raise RowError(f"the prompt is text, and the model has tools: {remedy}")
             if self.config.apply_chat_template is not True:
                 if self.config.system_prompt is not None:
-                    raise DataError(f"{where}: data.system_prompt with a text prompt needs data.apply_chat_template=true")
+                    raise RowError("data.system_prompt with a text prompt needs data.apply_chat_template=true")
                 return prompt, False
             messages: list[Message] = [{"role": "user", "content": prompt}]
         else:
-            messages = check_messages(prompt, where)
-        messages = self.with_system(messages, where)
+            messages = check_messages(prompt)
+        messages = self.with_system(messages)
         continues = messages[-1]["role"] == "assistant"
         if continues and "tool_calls" in messages[-1]:
-            raise DataError(f"{where}: the prompt ends with the assistant's calls of tools; give the messages that answer them")
-        return self.apply_template(messages, where, not continues, options, continues), True
+            raise RowError("the prompt ends with the assistant's calls of tools; give the messages that answer them")
+        return self.apply_template(messages, not continues, options, continues), True
 
-    def with_system(self, messages: list[Message], where: str) -> list[Message]:
-        """Returns ``messages``, with the system prompt if they have none. Raises DataError if messages are not allowed."""
+    def with_system(self, messages: list[Message]) -> list[Message]:
+        """Return ``messages``, with the system prompt if they have none. Raises DataError if messages are not allowed."""
         if self.config.apply_chat_template is False:
-            raise DataError(f"{where}: the prompt is chat messages, but data.apply_chat_template=false")
+            raise RowError("the prompt is chat messages, but data.apply_chat_template=false")
         if self.config.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             return [{"role": "system", "content": self.config.system_prompt}, *messages]
         return messages
@@ -148,13 +155,16 @@ class PromptEncoder:
         options: Sequence[ChatOptions] = (),
         most_characters: int | None = None,
     ) -> list[tuple[list[int], str]]:
-        """Returns token ids and rendered text of each prompt; they are tokenised in batches.
+        """Return token ids and rendered text of each prompt; they are tokenised in batches.
 
         ``options``: tools and variables of each prompt. A prompt that is going to be dropped for its length returns
         only its first ids. Raises DataError before tokenising if a text is longer than ``most_characters``, because
         tokenising takes time and memory.
         """
-        rendered = [self.render(*one) for one in zip(prompts, wheres, options or [NO_OPTIONS] * len(prompts), strict=True)]
+        rendered = []
+        for prompt, where, option in zip(prompts, wheres, options or [NO_OPTIONS] * len(prompts), strict=True):
+            with named_row(where):
+                rendered.append(self.render(prompt, option))
         for (text, _), where in zip(rendered, wheres, strict=True):
             if most_characters is not None and len(text) > most_characters:
                 raise DataError(f"{where} has {len(text)} characters, and no more than {most_characters} can fit; shorten it")
@@ -164,11 +174,11 @@ class PromptEncoder:
         encoded = [(next(from_template if templated else from_text), text) for text, templated in rendered]
         for (tokens, _), where in zip(encoded, wheres, strict=True):
             if not tokens:
-                raise DataError(f"{where}: the prompt has no tokens")
+                raise RowError("the prompt has no tokens", where)
         return encoded
 
     def first_part(self, text: str) -> str:
-        """Returns enough of a text to tell whether the prompt is dropped for its length: tokenising megabytes takes
+        """Return enough of a text to tell whether the prompt is dropped for its length: tokenising megabytes takes
         minutes.
 
         Returns the whole text if nothing is dropped, or if the first part has few tokens (one token may stand for many
@@ -176,14 +186,14 @@ class PromptEncoder:
         """
         if not getattr(self.config, "filter_overlong_prompts", False):
             return text
-        most = self.config.max_prompt_length  # type: ignore[attr-defined]  # of PromptsConfig, beside the other
-        part = text[: LONG_TOKEN * most]
+        limit = self.config.max_prompt_length  # type: ignore[attr-defined]  # of PromptsConfig, beside the other
+        part = text[: LONG_TOKEN * limit]
         # twice as many, because the last tokens of a part may differ from those of the whole text
-        cut = len(part) < len(text) and len(next(self.tokenize([part], special_tokens=False))) > 2 * most
+        cut = len(part) < len(text) and len(next(self.tokenize([part], special_tokens=False))) > 2 * limit
         return part if cut else text
 
     def tokenize(self, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
-        """Yields the token ids of each text.
+        """Yield the token ids of each text.
 
         ``special_tokens`` prepends the tokenizer's own start tokens, unless the text begins with them. End tokens are
         never added: a prompt goes on, and a response's end has its own setting.
@@ -195,7 +205,7 @@ class PromptEncoder:
                 yield ids if ids[: len(begin)] == begin else [*begin, *ids]
 
     def tokenize_pairs(self, pairs: Sequence[tuple[str, str]], special_tokens: bool) -> Iterator[tuple[list[int], list[int]]]:
-        """Yields the token ids of each prompt and response, tokenised as one text.
+        """Yield the token ids of each prompt and response, tokenised as one text.
 
         A tokenizer may merge the prompt's last characters with the response's first. The prompt keeps the ids that it
         has both alone and in the whole text, so a token across the border belongs to the response. If that leaves no
@@ -203,35 +213,35 @@ class PromptEncoder:
         """
         prompts = dict.fromkeys(prompt for prompt, _ in pairs)
         alone = dict(zip(prompts, self.tokenize(list(prompts), special_tokens), strict=True))
-        whole = self.tokenize([prompt + response for prompt, response in pairs], special_tokens)
-        for (prompt, response), ids in zip(pairs, whole, strict=True):
+        joint = self.tokenize([prompt + response for prompt, response in pairs], special_tokens)
+        for (prompt, response), ids in zip(pairs, joint, strict=True):
             by_itself = alone[prompt]
             same = shared_length(by_itself, ids)
             yield (ids[:same], ids[same:]) if same else (by_itself, encode(self.tokenizer, response))
 
-    def between_turns(self, messages: Sequence[Any], where: str, options: ChatOptions = NO_OPTIONS) -> str:
-        """Returns what the template writes between two texts of the assistant, with ``messages`` in between.
+    def between_turns(self, messages: Sequence[Any], options: ChatOptions = NO_OPTIONS) -> str:
+        """Return what the template writes between two texts of the assistant, with ``messages`` in between.
 
         Raises DataError, also if the template leaves the messages out.
         """
-        between = [normalise_message(message, where, number) for number, message in enumerate(messages)]
+        between = [normalise_message(message, number) for number, message in enumerate(messages)]
         said: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
         try:
             written, silent = (
-                self.apply_template([*said, *more], where, options=options).partition(PROBE)[2] for more in (between, [])
+                self.apply_template([*said, *more], options=options).partition(PROBE)[2] for more in (between, [])
             )
         except DataError:
             if all(message["role"] == "tool" for message in between):
                 with suppress(DataError):
-                    return self._behind_calls(between, where, options)
+                    return self._behind_calls(between, options)
             raise
         if written == silent:
             roles = ", ".join(sorted({repr(message["role"]) for message in between}))
-            raise DataError(f"{where}: the chat template leaves out messages of the role {roles}")
+            raise RowError(f"the chat template leaves out messages of the role {roles}")
         return written
 
-    def _behind_calls(self, results: Sequence[Message], where: str, options: ChatOptions) -> str:
-        """Returns what a template that refuses ``results`` without calls writes behind the calls, with the token that ends these.
+    def _behind_calls(self, results: Sequence[Message], options: ChatOptions) -> str:
+        """Return what a template that refuses ``results`` without calls writes behind the calls, with the token that ends these.
 
         Raises DataError if the template refuses the calls too, or ends them with no added token.
         """
@@ -240,27 +250,27 @@ class PromptEncoder:
         calls = [{"id": name, "type": "function", "function": each} for name, each in zip(ids, functions, strict=True)]
         said: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
         answers = [{**result, "tool_call_id": name} for result, name in zip(results, ids, strict=True)]
-        alone = self.apply_template(said, where, False, options).rpartition(PROBE)[2].rstrip()
-        answered = self.apply_template([*said, *answers], where, options=options).rpartition(PROBE)[2]
+        alone = self.apply_template(said, False, options).rpartition(PROBE)[2].rstrip()
+        answered = self.apply_template([*said, *answers], options=options).rpartition(PROBE)[2]
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.content.strip()]
         ending = max((token for token in added if alone.endswith(token)), key=len, default="")
         if not ending or not answered.startswith(alone):
-            raise DataError(f"{where}: the end of the assistant's calls cannot be told")
+            raise RowError("the end of the assistant's calls cannot be told")
         return answered[len(alone) - len(ending) :]
 
-    def source(self, options: ChatOptions, where: str) -> str:
-        """Returns the template for a row's tools, with ``template_date`` in it. Raises DataError if there is none."""
+    def source(self, options: ChatOptions) -> str:
+        """Return the template for a row's tools, with ``template_date`` in it. Raises DataError if there is none."""
         if self.template is None and not getattr(self.tokenizer, "chat_template", None):
             remedy = "give LLM.chat its chat_template, send text to /v1/completions"
             remedy = f"set {self.key} to a Jinja file" if "." in self.key else remedy
-            raise DataError(
-                f"{where}: the prompt needs a chat template, and tokenizer '{self.tokenizer.name_or_path}' has none; "
+            raise RowError(
+                f"the prompt needs a chat template, and tokenizer '{self.tokenizer.name_or_path}' has none; "
                 f"put {TEMPLATE_FILE} beside it, {remedy}, or use text prompts"
             )
         try:
             template = str(self.tokenizer.get_chat_template(self.template, options.tools))
         except ValueError as error:  # several templates, none of them the default
-            raise DataError(f"{where}: {first_line(error)}; set {self.key}") from error
+            raise RowError(f"{first_line(error)}; set {self.key}") from error
         if self.config.template_date is None:
             return template
         day = date.fromisoformat(self.config.template_date)
@@ -269,12 +279,11 @@ class PromptEncoder:
     def apply_template(
         self,
         messages: Sequence[Message],
-        where: str,
         add_generation_prompt: bool = True,
         options: ChatOptions = NO_OPTIONS,
         continues: bool = False,
     ) -> str:
-        """Returns the rendered text. Raises DataError.
+        """Return the rendered text. Raises DataError.
 
         ``add_generation_prompt``: ends where an answer begins. ``continues``: ends where the last message ends, without
         what closes its turn.
@@ -282,37 +291,36 @@ class PromptEncoder:
         ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continues}
 
         def rendered(messages: list[Message], template: str, variables: dict[str, Any]) -> tuple[str, list[CharSpan]]:
-            its = {"tokenize": False, "chat_template": template, **ends, **variables}
-            return str(self.tokenizer.apply_chat_template(messages, options.tools, **its)), []
+            arguments = {"tokenize": False, "chat_template": template, **ends, **variables}
+            return str(self.tokenizer.apply_chat_template(messages, options.tools, **arguments)), []
 
-        return self._rendered(messages, where, options, rendered)[0]
+        return self._rendered(messages, options, rendered)[0]
 
-    def marked_parts(self, messages: Sequence[Message], where: str, options: ChatOptions) -> tuple[str, list[CharSpan]]:
-        """Returns the rendered text, and what ``{% generation %}`` marks in it. Raises DataError."""
+    def marked_parts(self, messages: Sequence[Message], options: ChatOptions) -> tuple[str, list[CharSpan]]:
+        """Return the rendered text, and what ``{% generation %}`` marks in it. Raises DataError."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         def rendered(messages: list[Message], template: str, variables: dict[str, Any]) -> tuple[str, list[CharSpan]]:
-            its = {"chat_template": template, "return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
-            (text,), (marks,) = cast(Any, render_jinja_template)([messages], options.tools, **its, **variables)
+            arguments = {"chat_template": template, "return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
+            (text,), (marks,) = cast(Any, render_jinja_template)([messages], options.tools, **arguments, **variables)
             return text, marks
 
-        return self._rendered(messages, where, options, rendered)
+        return self._rendered(messages, options, rendered)
 
     def _rendered(
         self,
         messages: Sequence[Message],
-        where: str,
         options: ChatOptions,
         render: Callable[[list[Message], str, dict[str, Any]], tuple[str, list[CharSpan]]],
     ) -> tuple[str, list[CharSpan]]:
-        """Returns what ``render`` returns. Arguments of calls are objects, or text if the template cannot encode them."""
+        """Return what ``render`` returns. Arguments of calls are objects, or text if the template cannot encode them."""
         from jinja2 import TemplateError, TemplateSyntaxError
 
-        template, arguments = self.source(options, where), all_arguments(messages)
+        template, arguments = self.source(options), all_arguments(messages)
         if options.tools and "tools" not in template:
-            raise DataError(f"{where}: the chat template does not tell the model of tools; give {self.key}, one that does")
+            raise RowError(f"the chat template does not tell the model of tools; give {self.key}, one that does")
         if arguments and "tool_calls" not in template:
-            raise DataError(f"{where}: the chat template does not write 'tool_calls'; give {self.key}, one that does")
+            raise RowError(f"the chat template does not write 'tool_calls'; give {self.key}, one that does")
         plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         others = [each["role"] for each in plain if each["role"] not in ROLES and each["content"].strip()]
         refusal: Exception | None = None
@@ -320,8 +328,8 @@ class PromptEncoder:
             try:
                 text, marks = render(form, template, self._variables(options))
             except TemplateSyntaxError as error:
-                its = f"the chat template of tokenizer '{self.tokenizer.name_or_path}'"
-                owner = self.key if self.template else its
+                tokenizer_template = f"the chat template of tokenizer '{self.tokenizer.name_or_path}'"
+                owner = self.key if self.template else tokenizer_template
                 raise DataError(f"{owner}, line {error.lineno}: not valid Jinja: {error.message}") from error
             except (TemplateError, *REFUSALS) as error:
                 refusal = refusal or error
@@ -334,25 +342,25 @@ class PromptEncoder:
                 asked = [{**each, "content": ROLE_PROBE} if each["role"] in others else each for each in form]
                 if render(asked, template, self._variables(options))[0].count(ROLE_PROBE) < len(others):
                     roles = ", ".join(map(repr, dict.fromkeys(others)))
-                    raise DataError(f"{where}: the chat template leaves out messages of the role {roles}")
+                    raise RowError(f"the chat template leaves out messages of the role {roles}")
             return text, marks
         assert refusal is not None, "arguments as text are returned as they are written"
-        raise DataError(f"{where}: the chat template refuses these messages: {first_line(refusal)}") from refusal
+        raise RowError(f"the chat template refuses these messages: {first_line(refusal)}") from refusal
 
 
-def check_ids(ids: Any, vocab_size: int | None, where: str, key: str) -> list[int]:
-    """Returns token ids from the data: a non-empty list of integers in [0, vocab_size). Raises DataError."""
+def check_ids(ids: Any, vocab_size: int | None, key: str) -> list[int]:
+    """Return token ids from the data: a non-empty list of integers in [0, vocab_size). Raises DataError."""
     if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise DataError(f"{where}: '{key}' must be a non-empty list of token ids")
+        raise RowError(f"'{key}' must be a non-empty list of token ids")
     if min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
         wrong = min(ids) if min(ids) < 0 else max(ids)
         limit = "at least 0" if wrong < 0 else f"less than the vocabulary size {vocab_size}"
-        raise DataError(f"{where}: token id {wrong} in '{key}' must be {limit}")
+        raise RowError(f"token id {wrong} in '{key}' must be {limit}")
     return ids
 
 
 def read_template(setting: str | None, key: str) -> str | None:
-    """Returns the Jinja text that ``key`` gives directly or as a file. Raises DataError."""
+    """Return the Jinja text that ``key`` gives directly or as a file. Raises DataError."""
     if setting is None:
         return None
     if "{" in setting:

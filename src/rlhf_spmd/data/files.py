@@ -10,7 +10,8 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,25 @@ class DataError(ValueError):
     exit_class = "data"  # how the run ends: process/program.py
 
 
+class RowError(DataError):
+    """A mistake in one row. Whoever reads the row adds its place, by :func:`named_row` or :meth:`Row.error`."""
+
+    def __init__(self, reason: str, where: str = "") -> None:
+        super().__init__(f"{where}: {reason}" if where else reason)
+        self.where = where
+
+
+@contextmanager
+def named_row(where: str) -> Iterator[None]:
+    """Add the place of the row that is read, such as ``train.jsonl:17``, to a RowError that has none."""
+    try:
+        yield
+    except RowError as error:
+        if error.where:
+            raise
+        raise RowError(str(error), where) from error.__cause__
+
+
 Paths = str | list[str] | dict[str, float]  # one source, several, or sources with weights
 
 
@@ -49,19 +69,22 @@ class Row:
     rank: float = 0.0
 
     def get(self, key: str, setting: str) -> Any:
-        """Returns the value of a required key; ``outer.inner`` reaches into an object. ``setting`` is the key that names
+        """Return the value of a required key; ``outer.inner`` reaches into an object. ``setting`` is the key that names
         it."""
-        found = self._find(key)
-        if not found:
+        values = self._find(key)
+        if not values:
             keys = ", ".join(_dotted(self.values)) or "none"
-            raise DataError(f"{self.where}: no key '{key}' ({setting}={key}); this row has: {keys}")
-        return found[0]
+            raise self.error(f"no key '{key}' ({setting}={key}); this row has: {keys}")
+        return values[0]
+
+    def error(self, reason: str) -> RowError:
+        return RowError(reason, self.where)
 
     def __contains__(self, key: str) -> bool:
         return bool(self._find(key))
 
     def _find(self, key: str) -> list[Any]:
-        """Returns [value] or []. A column whose own name contains the dots takes precedence."""
+        """Return [value] or []. A column whose own name contains the dots takes precedence."""
         if key in self.values:
             return [self.values[key]]
         value: Any = self.values
@@ -85,23 +108,23 @@ def list_paths(path: Paths) -> list[str]:
 
 
 def set_names(paths: Sequence[str]) -> dict[str, str]:
-    """Names each path by its file name without suffix, with as many parent directories as make names unique.
+    """Name each path by its file name without suffix, with as many parent directories as make names unique.
 
     Raises ValueError for a repeated path.
     """
     parts = [[*Path(path).parts[:-1], Path(path).name.partition(".")[0] or Path(path).name] for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(its[-length:]) for its in parts]
+        names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return dict(zip(names, paths, strict=True))
     if paths:
-        twice = next(path for path, its in zip(paths, parts, strict=True) if parts.count(its) > 1)
+        twice = next(path for path, part in zip(paths, parts, strict=True) if parts.count(part) > 1)
         raise ValueError(f"the set {twice} is given twice, or its name differs from another's in the suffix only; name them")
     return {}
 
 
 def read_rows(path: Paths, split: str = "train", subset: str | None = None, limit: int | None = None) -> list[Row]:
-    """Returns all rows of ``path``, source by source, or the first ``limit``.
+    """Return all rows of ``path``, source by source, or the first ``limit``.
 
     A source is a file with a known suffix (.jsonl, .json, either with .gz, .parquet), a glob pattern over such files
     (sorted), a directory that ``datasets`` saved or can load, or a data set on the hub. ``split`` and ``subset`` apply
@@ -111,20 +134,20 @@ def read_rows(path: Paths, split: str = "train", subset: str | None = None, limi
 
 
 def row_or_raise(row: RowOrError) -> Row:
-    """Returns the row. Raises it if it is an error."""
+    """Return the row. Raises it if it is an error."""
     if isinstance(row, DataError):
         raise row
     return row
 
 
 def stream_rows(path: Paths, split: str, subset: str | None, limit: int | None = None) -> Iterator[RowOrError]:
-    """Like :func:`read_rows`, one by one; an unreadable row is yielded as its error and counts. Raises DataError for a
+    """Yield the rows of :func:`read_rows`, one by one; an unreadable row is yielded as its error and counts. Raises DataError for a
     file."""
     return islice(_numbered(path, split, subset), limit)
 
 
 def local_files(path: str) -> list[Path]:
-    """Returns the files of ``path``, those of a directory at any depth; none for a data set on the hub."""
+    """Return the files of ``path``, those of a directory at any depth; none for a data set on the hub."""
     here = Path(path).expanduser()
     if here.exists():  # even if the name looks like a pattern
         return sorted(file for file in here.rglob("*") if file.is_file()) if here.is_dir() else [here]
@@ -136,7 +159,7 @@ def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[RowOrErro
     for source, name in enumerate(list_paths(path)):
         first = number
         for row in _rows(name, split, subset):
-            yield replace(row, number=number, source=source) if isinstance(row, Row) else row
+            yield Row(row.values, row.where, number, source) if isinstance(row, Row) else row
             number += 1
         if number == first:
             raise DataError(f"'{name}' holds no rows")
@@ -161,7 +184,7 @@ def _rows(path: str, split: str, subset: str | None) -> Iterable[RowOrError]:
 
 
 def _looks_local(path: str) -> bool:
-    """True unless ``path`` looks like a hub name (``name`` or ``owner/name``): then it is a mistyped file."""
+    """Return True unless ``path`` looks like a hub name (``name`` or ``owner/name``): then it is a mistyped file."""
     return path.endswith(JSON_SUFFIXES + PARQUET_SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
@@ -196,7 +219,7 @@ def _jsonl_rows(file: Path) -> Iterable[RowOrError]:
 
 
 def _json_rows(file: Path) -> Iterable[RowOrError]:
-    """Reads one JSON list of objects; a file with several lines of objects is read as jsonl."""
+    """Read one JSON list of objects; a file with several lines of objects is read as jsonl."""
     with _open(file) as stream:
         text = stream.read().decode("utf-8-sig")
     if not text.lstrip().startswith("["):
@@ -217,7 +240,10 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _row(value: Any, where: str, has_escapes: bool = False) -> RowOrError:
-    """``value`` may be the bytes of a line. ``has_escapes``: the text has escapes, one of which may be half a character."""
+    """Return a row, or its error. ``value`` may be the bytes of a line.
+
+    ``has_escapes``: the text has escapes, one of which may be half a character.
+    """
     try:
         if isinstance(value, bytes):
             line = value.decode("utf-8-sig")  # some Windows programs begin a file with a byte order mark
@@ -251,7 +277,7 @@ def _parquet_rows(file: Path) -> Iterable[RowOrError]:
 
 
 def _arrow_rows(tables: Iterable[Any], source: str) -> Iterator[RowOrError]:
-    """Yields the rows of Arrow's tables or batches. Columns of the type Json are the values of their text.
+    """Yield the rows of Arrow's tables or batches. Columns of the type Json are the values of their text.
 
     In Arrow all objects of a column have the same keys, so one has nulls for those of the others: in messages and tools
     they are left out. Nulls inside Json stay.
@@ -274,7 +300,7 @@ def _arrow_rows(tables: Iterable[Any], source: str) -> Iterator[RowOrError]:
 
 
 def _without_nulls(value: Any, is_chat: bool) -> Any:
-    """Returns the value without the nulls in its messages (objects with a role), tools and variables of templates."""
+    """Return the value without the nulls in its messages (objects with a role), tools and variables of templates."""
     if isinstance(value, dict):
         is_chat = is_chat or "role" in value
         named = {key: is_chat or key in CHAT_COLUMNS for key in value}
@@ -285,7 +311,7 @@ def _without_nulls(value: Any, is_chat: bool) -> Any:
 
 
 def _decoded(value: Any, kind: Any, where: str) -> Any:
-    """Returns a value of Arrow's type ``kind`` with Json decoded, at any depth. Raises DataError."""
+    """Return a value of Arrow's type ``kind`` with Json decoded, at any depth. Raises DataError."""
     if getattr(kind, "extension_name", None) == "arrow.json":
         return _parse(value, where) if isinstance(value, str) else value
     if isinstance(value, dict):
@@ -308,7 +334,7 @@ def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[RowOrEr
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         where = "" if Path(path).exists() else f"'{path}' is not a file or directory here; "
         reason = first_line(error.__cause__ or error)
-        endings = [its for its in JSON_SUFFIXES + PARQUET_SUFFIXES if any(Path(path).glob(f"*{its}"))]
+        endings = [suffix for suffix in JSON_SUFFIXES + PARQUET_SUFFIXES if any(Path(path).glob(f"*{suffix}"))]
         is_mixed = bool(endings) and isinstance(error, DatasetsError)
         hint = f"; to read its files one after the other give {path}/*{endings[0]}, or one of them" if is_mixed else ""
         raise DataError(f"{where}data set '{path}' (split '{split}') cannot be loaded: {reason}{hint}") from error

@@ -17,11 +17,9 @@ import fcntl
 import hashlib
 import json
 import os
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import islice
@@ -39,7 +37,7 @@ from rlhf_spmd.config.schema import first_line
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.data.dataset import DatasetConfig, RowTally, StoredRowsConfig, TokenDataset, joined
 from rlhf_spmd.data.encoding import NAMED_TEMPLATES, read_template
-from rlhf_spmd.data.files import DataError, Row, RowOrError, local_files
+from rlhf_spmd.data.files import DataError, Row, RowError, RowOrError, local_files
 
 CHUNK_ROWS = 256
 SHOWN_ROWS = 3  # bad rows that an error names
@@ -47,13 +45,10 @@ SHOWN_ROWS = 3  # bad rows that an error names
 ORDER = ("train_batch_size", "val_batch_size", "gen_batch_size", "shuffle", "seed", "epochs", "curriculum_epochs")
 UNSEEN = (*ORDER, "path", "val_path", "cache_dir")
 TOKENIZER_PATTERNS = ("*token*", "vocab*", "merges*", "*.model", "*.jinja", f"{NAMED_TEMPLATES}/*", "config.json")
-WAIT_S = 3600.0  # longest wait for another process that makes the file
-POLL_S = 0.2
-TELL_S = 30.0  # between two progress lines of the process that makes it
 
 
 def load_dataset(config: StoredRowsConfig, tokenizer: Any, validation: bool = False) -> TokenDataset:
-    """Returns the data set of :func:`build_dataset`, from the cached file if ``cache_dir`` is set. Rows from the hub are
+    """Return the data set of :func:`build_dataset`, from the cached file if ``cache_dir`` is set. Rows from the hub are
     not cached.
 
     Local: no communication; processes of any jobs may call it at once. Raises DataError, one line.
@@ -61,12 +56,15 @@ def load_dataset(config: StoredRowsConfig, tokenizer: Any, validation: bool = Fa
     files = [local_files(source) for source in config.sources(validation)]
     if config.cache_dir is None or not all(files):
         return build_dataset(config, tokenizer, validation)
-    directory, since = Path(config.cache_dir).expanduser(), time.time()
+    directory = Path(config.cache_dir).expanduser()
+    started = time.time()
     path = directory / f"{_key(config, tokenizer, validation, files)}.safetensors"
     try:
         if not path.is_file():
             directory.mkdir(parents=True, exist_ok=True)
-            with _cache_lock(path.with_suffix(".lock"), since) as lock:
+            with path.with_suffix(".lock").open("a+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when its holder ends
+                _raise_error_since(started, lock)
                 if not path.is_file():
                     _make(path, lock, config, tokenizer, validation)
         return _map_file(path, config.encode([], tokenizer))
@@ -76,58 +74,34 @@ def load_dataset(config: StoredRowsConfig, tokenizer: Any, validation: bool = Fa
 
 
 def _key(config: StoredRowsConfig, tokenizer: Any, validation: bool, files: list[list[Path]]) -> str:
-    """Returns the name of the cached file."""
+    """Return the name of the cached file."""
     settings = {key: value for key, value in to_dict(config).items() if key not in UNSEEN}
     seen = [[(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in group] for group in files]
     home = Path(getattr(tokenizer, "name_or_path", "") or os.devnull)
-    own = sorted({file for pattern in TOKENIZER_PATTERNS for file in home.glob(pattern) if file.is_file()})
+    tokenizer_files = sorted({file for pattern in TOKENIZER_PATTERNS for file in home.glob(pattern) if file.is_file()})
     code = sorted(Path(__file__).parent.glob("*.py"))
-    contents = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in (*own, *code)]
+    contents = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in (*tokenizer_files, *code)]
     versions = [version(name) for name in ("tokenizers", "transformers")]
     template = read_template(config.chat_template, "data.chat_template")
-    whole = [type(config).__qualname__, validation, settings, seen, contents, versions, template]
-    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:32]
+    key_parts = [type(config).__qualname__, validation, settings, seen, contents, versions, template]
+    return hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:32]
 
 
-@contextmanager
-def _cache_lock(path: Path, since: float) -> Iterator[IO[str]]:
-    """Yields the lock's file while no other process holds it.
-
-    Raises DataError if the last holder did so after ``since``: its error stands in the file.
-    """
-    with path.open("a+") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.time() - since > WAIT_S:
-                    raise DataError(
-                        f"data.cache_dir: another process has held {path} for {WAIT_S:.0f} s; see what it does"
-                    ) from None
-                time.sleep(POLL_S)
-        file.seek(0)
-        failed_at, _, error = file.read().partition("\n")
-        if failed_at and float(failed_at) >= since:
-            raise DataError(error)
-        yield file
+def _raise_error_since(since: float, lock: IO[str]) -> None:
+    """Raise the maker's DataError, which stands in the lock's file, if it failed after ``since``."""
+    lock.seek(0)
+    failed_at, _, error = lock.read().partition("\n")
+    if failed_at and float(failed_at) >= since:
+        raise DataError(error)
 
 
 def _make(path: Path, lock: IO[str], config: StoredRowsConfig, tokenizer: Any, validation: bool) -> None:
-    """Builds the data set and writes it to ``path``; an error goes into the lock's file for the processes that wait."""
+    """Build the data set and write it to ``path``; an error goes into the lock's file for the processes that wait."""
     for left in path.parent.glob(f".{path.name}.*.tmp"):  # left by a killed process
         left.unlink(missing_ok=True)
-    last = time.monotonic()
-
-    def tick(rows: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > TELL_S:
-            last = time.monotonic()
-            print(f"data.cache_dir: {rows} rows so far for {path}", file=sys.stderr, flush=True)
-
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
-        dataset = build_dataset(config, tokenizer, validation, tick)
+        dataset = build_dataset(config, tokenizer, validation)
         metadata = {"tally": json.dumps(dataclasses.asdict(dataset.tally)), "fingerprint": dataset.fingerprint}
         save_file(_tensors(dataset), temporary, metadata)
         temporary.chmod(os.fstat(lock.fileno()).st_mode & 0o777)  # as the umask says; safetensors lets only the owner read
@@ -144,16 +118,16 @@ def _make(path: Path, lock: IO[str], config: StoredRowsConfig, tokenizer: Any, v
 
 
 def _tensors(dataset: TokenDataset) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for kind in ("columns", "numbers", "row_fields"):
         for name, column in getattr(dataset, kind).items():
             parts = {"values": column.values, "lengths": column.lengths} if isinstance(column, Ragged) else {"": column}
-            found |= {f"{kind}/{name}/{part}": values.contiguous() for part, values in parts.items()}
-    return found
+            tensors |= {f"{kind}/{name}/{part}": values.contiguous() for part, values in parts.items()}
+    return tensors
 
 
 def _map_file(path: Path, empty: TokenDataset) -> TokenDataset:
-    """Returns the file's data set; its tensors are views of the file. ``empty``: a data set of its kind without rows."""
+    """Return the file's data set; its tensors are views of the file. ``empty``: a data set of its kind without rows."""
     with safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     empty.columns, empty.numbers, empty.row_fields = {}, {}, {}
@@ -166,7 +140,7 @@ def _map_file(path: Path, empty: TokenDataset) -> TokenDataset:
 
 
 def count_bad_row(error: DataError, tally: RowTally, limit: int) -> None:
-    """Counts a row that cannot be used. Raises DataError above the limit."""
+    """Count a row that cannot be used. Raises DataError above the limit."""
     tally.num_bad += 1
     if len(tally.bad) < SHOWN_ROWS:
         tally.bad.append(str(error))
@@ -176,73 +150,60 @@ def count_bad_row(error: DataError, tally: RowTally, limit: int) -> None:
         raise DataError(more) if limit else error
 
 
-def build_dataset(
-    config: StoredRowsConfig, tokenizer: Any, validation: bool = False, tick: Callable[[int], None] = lambda rows: None
-) -> TokenDataset:
-    """Returns the rows of ``config`` as tokens. ``tick`` receives the number of rows so far.
+def build_dataset(config: StoredRowsConfig, tokenizer: Any, validation: bool = False) -> TokenDataset:
+    """Return the rows of ``config`` as tokens.
 
     Raises DataError, one line, for more bad rows than ``max_bad_rows``, or for an error outside single rows.
     """
-    tally, parts, done, seen = RowTally(), list[TokenDataset](), 0, dict[str, str]()
+    tally = RowTally()
+    parts: list[TokenDataset] = []
+    places: dict[str, str] = {}
     duplicates = config.duplicates if isinstance(config, DatasetConfig) and not validation else "keep"
     rows = config.stream(validation)
     while chunk := list(islice(rows, None if config.one_chunk else CHUNK_ROWS)):
-        parts.append(_encode(config, chunk, tokenizer, tally, duplicates, seen))
-        done += len(chunk)
-        tick(done)
+        parts.append(_encode(config, _rows_of(config, chunk, duplicates, places, tally), tokenizer, tally))
     return joined(parts or [config.encode([], tokenizer)], tally)
 
 
-def _encode(
-    config: StoredRowsConfig,
-    chunk: Sequence[RowOrError],
-    tokenizer: Any,
-    tally: RowTally,
-    duplicates: str,
-    seen: dict[str, str],
-) -> TokenDataset:
-    """Encodes a chunk. ``seen`` maps each id to the place of its first usable row, so a bad row blocks no other."""
-    rows: list[Row] = []
-    for row in chunk:
+def _rows_of(
+    config: StoredRowsConfig, chunk: Sequence[RowOrError], duplicates: str, places: dict[str, str], tally: RowTally
+) -> list[Row]:
+    """Return the rows that look usable, of rows with one id the first. ``places``: of the ids so far. Raises DataError."""
+    rows = []
+    for row_or_error in chunk:
         try:
-            rows.append(config.checked(row))
+            row = config.checked(row_or_error)
         except DataError as error:
             count_bad_row(error, tally, config.max_bad_rows)
-    while True:
-        own, ids, again = (rows, {}, []) if duplicates == "keep" else _first_of_each_id(rows, seen)
-        try:
-            dataset = config.encode(own if duplicates == "drop" else rows, tokenizer)
-            break
-        except DataError as error:
-            at = next((i for i, row in enumerate(rows) if str(error).startswith(f"{row.where}: ")), None)
-            if at is None:  # the error is about settings or the data as a whole
-                raise
-            count_bad_row(error, tally, config.max_bad_rows)
-            del rows[at]
-    if again and duplicates == "refuse":
-        raise again[0]
-    seen.update(ids)
-    tally.num_duplicates += len(again)
-    return dataset
-
-
-def _first_of_each_id(rows: Sequence[Row], seen: Mapping[str, str]) -> tuple[list[Row], dict[str, str], list[DataError]]:
-    """Returns the rows that have a new id or none, the place of each new id, and an error for each other row."""
-    own, ids, again = list[Row](), dict[str, str](), list[DataError]()
-    for row in rows:
+            continue
         name = row.values.get("id")
         key = json.dumps(name)
-        if name is not None and (first := ids.get(key) or seen.get(key)):
+        if name is None or duplicates == "keep" or key not in places:
+            rows.append(row)
+            places[key] = row.where
+        elif duplicates == "drop":
+            tally.num_duplicates += 1
+        else:
             remedy = "set data.duplicates=drop to leave such rows out, or keep"
-            again.append(DataError(f"{row.where}: the id {name!r} is also that of {first}; {remedy}"))
-            continue
-        own.append(row)
-        ids |= {} if name is None else {key: row.where}
-    return own, ids, again
+            raise row.error(f"the id {name!r} is also that of {places[key]}; {remedy}")
+    return rows
+
+
+def _encode(config: StoredRowsConfig, rows: list[Row], tokenizer: Any, tally: RowTally) -> TokenDataset:
+    """Encode a chunk without its bad rows. Raises DataError if there are too many, or for an error outside single rows."""
+    while True:
+        try:
+            return config.encode(rows, tokenizer)
+        except RowError as error:
+            bad_row = next((i for i, row in enumerate(rows) if row.where == error.where), None)
+            if bad_row is None:  # an error without a place ends the run
+                raise
+            count_bad_row(error, tally, config.max_bad_rows)
+            del rows[bad_row]
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """Returns the order of an epoch, int64 [num_rows].
+    """Return the order of an epoch, int64 [num_rows].
 
     Sorts raw Philox words, because numpy guarantees their stream, but not that of ``Generator.permutation``.
     """
@@ -253,7 +214,7 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarr
 
 
 def mixture_order(sources: np.ndarray, weights: Sequence[float], seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """Returns the order of an epoch of weighted sources, int64 [rows]; it has as many rows as all sources together.
+    """Return the order of an epoch of weighted sources, int64 [rows]; it has as many rows as all sources together.
 
     The i-th source gets the share of its weight. A source goes through all its rows before it repeats one, across
     epochs too. Without ``shuffle`` the sources alternate evenly. ``sources`` int64 [rows] is the source of each row.
@@ -263,11 +224,14 @@ def mixture_order(sources: np.ndarray, weights: Sequence[float], seed: int, epoc
     number, bounds = len(sources), running / running[-1]  # the last is 1 to the bit, or an epoch would be a row short
     parts, places = [], []
     for source in range(len(weights)):
-        own = np.flatnonzero(sources == source)
-        begin, end = (int(at * number * bounds[source + 1]) - int(at * number * bounds[source]) for at in (epoch, epoch + 1))
-        passes = range(begin // len(own), (end - 1) // len(own) + 1)
-        rows = np.concatenate([own[epoch_order(len(own), seed + 1 + source, number, shuffle)] for number in passes])
-        parts.append(rows[begin - passes.start * len(own) :][: end - begin])
+        source_rows = np.flatnonzero(sources == source)
+        # rows of the source before this epoch, and before the next one
+        begin, end = (int(n * number * bounds[source + 1]) - int(n * number * bounds[source]) for n in (epoch, epoch + 1))
+        passes = range(begin // len(source_rows), (end - 1) // len(source_rows) + 1)
+        rows = np.concatenate(
+            [source_rows[epoch_order(len(source_rows), seed + 1 + source, number, shuffle)] for number in passes]
+        )
+        parts.append(rows[begin - passes.start * len(source_rows) :][: end - begin])
         places.append((np.arange(end - begin) + 0.5) / (end - begin))
     order = np.concatenate(parts)
     assert len(order) == number, f"{len(order)} of {number} rows"
@@ -309,27 +273,27 @@ class Loader:
                 )
 
     def next_batch(self, size: int | None = None) -> Batch:
-        """Returns ``size`` rows (default ``batch_size``) and moves the cursor."""
+        """Return ``size`` rows (default ``batch_size``) and moves the cursor."""
         size = self.batch_size if size is None else size
         indices: list[int] = []
         while len(indices) < size:
             if self.index == len(self.dataset):
                 self.epoch, self.index = self.epoch + 1, 0
-            taken = self._order(self.epoch)[self.index : self.index + size - len(indices)]
-            indices += taken.tolist()
-            self.index += len(taken)
+            order = self._order(self.epoch)[self.index : self.index + size - len(indices)]
+            indices += order.tolist()
+            self.index += len(order)
         row_ids = range(self.samples, self.samples + size)
         self.samples += size
         return self.dataset.batch(indices, row_ids)
 
     def rows(self, row_ids: Sequence[int]) -> Batch:
-        """Returns rows that were given before, by id: sample i of the run is row i modulo the data's length of its epoch."""
+        """Return rows that were given before, by id: sample i of the run is row i modulo the data's length of its epoch."""
         places = (divmod(row_id, len(self.dataset)) for row_id in row_ids)
         return self.dataset.batch([int(self._order(epoch)[index]) for epoch, index in places], row_ids)
 
     @property
     def epochs(self) -> float:
-        """Passes over the data so far."""
+        """Return the passes over the data so far."""
         return self.epoch + self.index / len(self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
@@ -343,7 +307,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state``, with its order. Warns if the data have changed since."""
+        """Continue from ``state``, with its order. Warns if the data have changed since."""
         if state["fingerprint"] != self.dataset.fingerprint:
             warnings.warn(
                 f"the training data changed since the checkpoint ({state['rows']} rows then, {len(self.dataset)} now); "
@@ -368,7 +332,7 @@ class Loader:
 
 
 def build_loader(dataset: TokenDataset, config: DatasetConfig, run_seed: int) -> Loader:
-    """Returns the training order of the configuration. Raises DataError if there are too few rows."""
+    """Return the training order of the configuration. Raises DataError if there are too few rows."""
     weights = config.path if isinstance(config.path, dict) else None
     curriculum = config.curriculum_epochs if config.curriculum_key is not None else 0
     seed = run_seed if config.seed is None else config.seed
@@ -376,7 +340,7 @@ def build_loader(dataset: TokenDataset, config: DatasetConfig, run_seed: int) ->
 
 
 def validation_batches(dataset: TokenDataset, batch_size: int | None = None) -> Iterator[Batch]:
-    """Yields every row once, in order; the last batch may be smaller. Row ids are positions in the data set."""
+    """Yield every row once, in order; the last batch may be smaller. Row ids are positions in the data set."""
     size = len(dataset) if batch_size is None else batch_size
     for start in range(0, len(dataset), size):
         rows = range(len(dataset))[start : start + size]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from rlhf_spmd.data.conversations import Example, encode_examples
 from rlhf_spmd.data.dataset import TokenDataset
-from rlhf_spmd.data.files import DataError, Row, RowOrError
+from rlhf_spmd.data.files import DataError, Row, RowError, RowOrError, named_row
 from rlhf_spmd.data.messages import Message, argument_text, check_messages, is_text, row_weight, with_arguments
 from rlhf_spmd.data.sft import ResponsesConfig
 from rlhf_spmd.data.tokenizer import shared_length
@@ -60,20 +60,20 @@ class PreferencesConfig(ResponsesConfig):
     better: ClassVar[str] = "better_response_id"  # PKU-SafeRLHF's column: index of the chosen response
 
     def pair(self, row: Row) -> tuple[Response, Response]:
-        """Returns the chosen and the rejected response. Raises DataError."""
+        """Return the chosen and the rejected response. Raises DataError."""
         keys = self.columns(row, ("chosen_key", "rejected_key"), "response_{}")
         texts = [_response(row, *key) for key in keys]
-        has_prompt = self.prompt_key in row or keys[0][1] == PKU
-        if has_prompt:
-            prompt = whole_prompt(row.get(self.prompt_key, "data.prompt_key"), texts, row.where)
-        else:
-            prompt = common_prompt(texts, row.where)
+        with named_row(row.where):
+            if self.prompt_key in row or keys[0][1] == PKU:
+                prompt = whole_prompt(row.get(self.prompt_key, "data.prompt_key"), texts)
+            else:
+                prompt = common_prompt(texts)
         named = self.margin_key in row or self.margin_key != PreferencesConfig.margin_key
         margin = row.get(self.margin_key, "data.margin_key") if named else 0.0
         if margin is None and self.margin_key == PreferencesConfig.margin_key:
             margin = 0.0
         if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < float("inf"):
-            raise DataError(f"{row.where}: '{self.margin_key}' must be a number of at least 0, not {margin!r}")
+            raise row.error(f"'{self.margin_key}' must be a number of at least 0, not {margin!r}")
         chosen, rejected = (
             answer_to(prompt, text, row, {"chosen": is_chosen, "margin": float(margin)})
             for text, is_chosen in zip(texts, (1.0, 0.0), strict=True)
@@ -81,13 +81,13 @@ class PreferencesConfig(ResponsesConfig):
         return chosen, rejected
 
     def columns(self, row: Row, settings: tuple[str, str], theirs: str) -> list[tuple[str, str]]:
-        """Returns the columns of the chosen and rejected response, each with the setting that names it.
+        """Return the columns of the chosen and rejected response, each with the setting that names it.
 
         They are those of ``settings``, or PKU-SafeRLHF's columns ``theirs`` if the row has those. Raises DataError.
         """
-        own = [(getattr(self, setting), f"data.{setting}") for setting in settings]
-        if own[0][0] in row or self.better not in row:
-            return own
+        columns = [(getattr(self, setting), f"data.{setting}") for setting in settings]
+        if columns[0][0] in row or self.better not in row:
+            return columns
         first = _bit(row, self.better, PKU, "0 or 1")
         return [(theirs.format(i), PKU) for i in (first, 1 - first)]
 
@@ -112,7 +112,7 @@ class SafetyPreferencesConfig(PreferencesConfig):
         keys = self.columns(row, ("safe_chosen_key", "safe_rejected_key"), "is_response_{}_safe")
         flags = [_bit(row, *key) for key in keys]
         if flags == [0, 1]:
-            raise DataError(f"{row.where}: the chosen response, which is the safer one, is not safe, but the rejected one is")
+            raise row.error("the chosen response, which is the safer one, is not safe, but the rejected one is")
         for response, is_safe in zip(pair, flags, strict=True):
             response.numbers["safe"] = 1.0 if is_safe else -1.0
         return pair
@@ -138,7 +138,7 @@ class UnpairedConfig(ResponsesConfig):
     one_chunk: ClassVar[bool] = True  # any row may be another's second response
 
     def single(self, row: Row) -> list[Response]:
-        """Returns the row's response, or both of a pair. Raises DataError."""
+        """Return the row's response, or both of a pair. Raises DataError."""
         pairs = PreferencesConfig(path=self.path, prompt_key=self.prompt_key)
         if self.completion_key not in row and (pairs.chosen_key in row or pairs.better in row):
             return [replace(response, numbers={"desirable": response.numbers["chosen"]}) for response in pairs.pair(row)]
@@ -147,46 +147,47 @@ class UnpairedConfig(ResponsesConfig):
         return [answer_to(prompt, _response(row, self.completion_key, "data.completion_key"), row, {"desirable": label})]
 
     def checked(self, row: RowOrError) -> Row:
-        self.single(found := super().checked(row))  # here, because encode() would read all rows again after each bad one
-        return found
+        usable = super().checked(row)
+        self.single(usable)  # here, because encode() would read all rows again after each bad one
+        return usable
 
     def encode(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
         responses = [response for row in rows for response in self.single(row)]
         partners = self._partners(responses)
-        groups = [(one, replace(one, answer=answer)) for one, answer in zip(responses, partners, strict=True)]
+        groups = [(response, replace(response, answer=answer)) for response, answer in zip(responses, partners, strict=True)]
         return GroupDataset(groups, self, tokenizer, "responses", cut_second=True)
 
     def _partners(self, responses: Sequence[Response]) -> list[str | Message]:
-        """Returns for each response the next completion to another prompt, of the same label if there is one.
+        """Return for each response the next completion to another prompt, of the same label if there is one.
 
         So both labels enter the baseline as often as they occur in the data. Raises DataError.
         """
-        found = _next_with_other_prompt(responses)
+        partners = _next_with_other_prompt(responses)
         for label in (0.0, 1.0):
-            its = [at for at, response in enumerate(responses) if response.numbers["desirable"] == label]
-            if responses and len(its) == len(responses):
+            same_label = [i for i, response in enumerate(responses) if response.numbers["desirable"] == label]
+            if responses and len(same_label) == len(responses):
                 kind, key = ("desirable", "undesirable")[:: 1 if label else -1]
                 raise DataError(f"'{self.path}': all responses are {kind}; KTO needs {key} ones, too (data.label_key)")
-            for at, other in zip(its, _next_with_other_prompt([responses[at] for at in its]), strict=True):
-                found[at] = other or found[at]
-        answers = [other.answer for other in found if other]
+            for i, other in zip(same_label, _next_with_other_prompt([responses[i] for i in same_label]), strict=True):
+                partners[i] = other or partners[i]
+        answers = [other.answer for other in partners if other]
         if len(answers) < len(responses):
             raise DataError(f"'{self.path}' has one prompt only; KTO compares with responses to other prompts")
         return answers
 
 
 def _next_with_other_prompt(responses: Sequence[Response]) -> list[Response | None]:
-    """Returns for each response the next usable one to another prompt; the first follows the last."""
-    found: list[Response | None] = [None] * len(responses)
+    """Return for each response the next usable one to another prompt; the first follows the last."""
+    partners: list[Response | None] = [None] * len(responses)
     near: Response | None = None  # the next usable response; beyond: the next with another prompt than near
     beyond: Response | None = None
-    for at in (*reversed(range(len(responses))), *reversed(range(len(responses)))):
-        here = responses[at]
-        changes = near is None or near.prompt != here.prompt
-        found[at] = near if changes else beyond
-        if not unusable((here,)):
-            near, beyond = here, near if changes else beyond
-    return found
+    for i in (*reversed(range(len(responses))), *reversed(range(len(responses)))):
+        response = responses[i]
+        changes = near is None or near.prompt != response.prompt
+        partners[i] = near if changes else beyond
+        if not unusable((response,)):
+            near, beyond = response, near if changes else beyond
+    return partners
 
 
 class GroupDataset(TokenDataset):
@@ -208,8 +209,8 @@ class GroupDataset(TokenDataset):
         cut_second: bool = False,
     ) -> None:
         self.noun = noun
-        found = [unusable(group) for group in groups]
-        usable = [group for group, reason in zip(groups, found, strict=True) if not reason]
+        reasons = [unusable(group) for group in groups]
+        usable = [group for group, reason in zip(groups, reasons, strict=True) if not reason]
         flat = [response for group in usable for response in group]
         columns = _encode(flat, config, tokenizer)
         if cut_second:
@@ -221,12 +222,12 @@ class GroupDataset(TokenDataset):
         self.tally.num_dialogues = sum(
             all(response.from_dialogue for response in group[: 1 + (not cut_second)]) for group in usable
         )
-        self.tally.left_out = dict(Counter(reason for reason in found if reason))
-        self.tally.first_left_out = next((g[0].row.where for g, reason in zip(groups, found, strict=True) if reason), "")
+        self.tally.left_out = dict(Counter(reason for reason in reasons if reason))
+        self.tally.first_left_out = next((g[0].row.where for g, reason in zip(groups, reasons, strict=True) if reason), "")
 
 
 def unusable(group: tuple[Response, ...]) -> str:
-    """Returns why a group teaches nothing, "" if it does."""
+    """Return why a group teaches nothing, "" if it does."""
     if not row_weight(group[0].row):
         return "weight is 0"
     texts = [response.answer for response in group if isinstance(response.answer, str)]
@@ -239,60 +240,60 @@ def unusable(group: tuple[Response, ...]) -> str:
     return "two responses are equal" if is_pair and group[0].answer == group[-1].answer else ""
 
 
-def common_prompt(dialogues: Sequence[Any], where: str) -> Any:
-    """Returns the beginning that two dialogues share, up to the last turn that is a response in both. Raises DataError."""
-    one, other = dialogues
-    if isinstance(one, str) and isinstance(other, str):
-        end = one.rfind(TURN, 0, shared_length(one, other))
+def common_prompt(dialogues: Sequence[Any]) -> Any:
+    """Return the beginning that two dialogues share, up to the last turn that is a response in both. Raises DataError."""
+    chosen, rejected = dialogues
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        end = chosen.rfind(TURN, 0, shared_length(chosen, rejected))
         if end < 0:
-            raise DataError(
-                f"{where}: without a prompt two texts must be dialogues that begin alike, up to a turn {TURN!r}; name the prompt's "
+            raise RowError(
+                f"without a prompt two texts must be dialogues that begin alike, up to a turn {TURN!r}; name the prompt's "
                 f"column as data.prompt_key if there is one"
             )
-        return one[: end + len(TURN)]
-    if isinstance(one, str) or isinstance(other, str):
-        raise DataError(f"{where}: of the two responses one is text and one is messages")
-    first, second = check_messages(one, where), check_messages(other, where)
+        return chosen[: end + len(TURN)]
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise RowError("of the two responses one is text and one is messages")
+    first, second = check_messages(chosen), check_messages(rejected)
     return first[: min(shared_length(first, second), len(first) - 1, len(second) - 1)]
 
 
-def whole_prompt(prompt: Any, responses: list[Any], where: str) -> Any:
-    """Returns the common beginning of two message dialogues if it ends with the given text prompt, else ``prompt``."""
+def whole_prompt(prompt: Any, responses: list[Any]) -> Any:
+    """Return the common beginning of two message dialogues if it ends with the given text prompt, else ``prompt``."""
     if isinstance(prompt, str) and all(isinstance(response, list) and len(response) > 1 for response in responses):
-        messages = common_prompt(responses, where)
+        messages = common_prompt(responses)
         if messages and messages[-1].get("content") == prompt:
             return messages
     return prompt
 
 
 def answer_to(prompt: Any, response: Any, row: Row, numbers: dict[str, float]) -> Response:
-    """Returns a response from the data: text, the assistant's message, or a dialogue that continues the prompt.
+    """Return a response from the data: text, the assistant's message, or a dialogue that continues the prompt.
 
     Only a dialogue is cut, never a text that happens to begin like the prompt. Raises DataError.
     """
     if isinstance(response, str):
         is_dialogue = isinstance(prompt, str) and prompt.endswith(TURN) and response.startswith(prompt)
         return Response(prompt, response[len(prompt) :] if is_dialogue else response, row, numbers, is_dialogue)
-    messages = [response] if isinstance(response, dict) else response
-    messages = check_messages(messages, row.where)
-    before = check_messages(prompt, row.where) if isinstance(prompt, list | tuple) and prompt else None
+    with named_row(row.where):
+        messages = check_messages([response] if isinstance(response, dict) else response)
+        before = check_messages(prompt) if isinstance(prompt, list | tuple) and prompt else None
     is_dialogue = before is not None and messages[: len(before)] == before
     messages = messages[len(before or ()) :] if is_dialogue else messages
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in messages) or "none"
-        raise DataError(f"{row.where}: a response must be one message of the assistant after the prompt; there are: {roles}")
+        raise row.error(f"a response must be one message of the assistant after the prompt; there are: {roles}")
     if "weight" in messages[0]:
-        raise DataError(f"{row.where}: the response has the weight 0; leave the row out")
+        raise row.error("the response has the weight 0; leave the row out")
     return Response(prompt, str(messages[0]["content"]) if is_text(messages[0]) else messages[0], row, numbers, is_dialogue)
 
 
 def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: Any) -> dict[str, list[list[int]]]:
-    """Renders and tokenises each distinct pair once, however many rows it is in."""
+    """Render and tokenise each distinct pair once, however many rows it is in."""
     options = [[response.row.values.get(key) for key in ("tools", "chat_template_kwargs")] for response in responses]
-    keys = [
-        json.dumps([_with_texts(each.prompt, each.row), _with_texts(each.answer, each.row), its])
-        for each, its in zip(responses, options, strict=True)
-    ]
+    keys = []
+    for response, more in zip(responses, options, strict=True):
+        with named_row(response.row.where):
+            keys.append(json.dumps([_with_texts(response.prompt), _with_texts(response.answer), more]))
     distinct = dict(zip(reversed(keys), reversed(responses), strict=True))  # of equal ones the first, whose row an error names
     examples = [
         Example(each.prompt, each.answer if isinstance(each.answer, str) else [each.answer], each.row)
@@ -303,22 +304,22 @@ def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: A
     return {"prompt_ids": [prompt for prompt, _, _ in pairs], "response_ids": [response for _, response, _ in pairs]}
 
 
-def _with_texts(said: Any, row: Row) -> Any:
-    """Returns a text, or messages with the JSON text of their arguments, which some templates write as it is."""
+def _with_texts(said: Any) -> Any:
+    """Return a text, or messages with the JSON text of their arguments, which some templates write as it is."""
     if isinstance(said, str) or not said:
         return said
-    return with_arguments(check_messages([said] if isinstance(said, dict) else said, row.where), argument_text)
+    return with_arguments(check_messages([said] if isinstance(said, dict) else said), argument_text)
 
 
 def _response(row: Row, key: str, setting: str) -> Any:
     value = row.get(key, setting)
     if not isinstance(value, (str, dict, list)):
-        raise DataError(f"{row.where}: '{key}' ({setting}={key}) must be text or messages, not {value!r}")
+        raise row.error(f"'{key}' ({setting}={key}) must be text or messages, not {value!r}")
     return value
 
 
 def _bit(row: Row, key: str, setting: str, allowed: str = "true or false") -> int:
     value = row.get(key, setting)
     if value not in (0, 1):  # true and false are, too
-        raise DataError(f"{row.where}: '{key}' must be {allowed}, not {value!r}")
+        raise row.error(f"'{key}' must be {allowed}, not {value!r}")
     return int(value)

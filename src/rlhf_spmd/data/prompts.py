@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.config.constraints import NumRows, PositiveInt
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.data.batch import Ragged, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, StoredRowsConfig, TokenDataset, Truncation
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
-from rlhf_spmd.data.files import DataError, Row, RowOrError, list_paths, set_names, stream_rows
+from rlhf_spmd.data.files import Row, RowOrError, list_paths, named_row, set_names, stream_rows
 from rlhf_spmd.data.messages import chat_options
 from rlhf_spmd.data.tokenizer import prompt_texts
 
@@ -77,7 +78,7 @@ class ValidationPromptsConfig(StoredRowsConfig, PromptsConfig):
 
     @property
     def val_sets(self) -> dict[str, str]:
-        """Returns the path of each set by its name. Raises ValueError."""
+        """Return the path of each set by its name. Raises ValueError."""
         return set_names(list_paths(self.path))
 
 
@@ -92,15 +93,16 @@ class DataConfig(DatasetConfig, PromptsConfig):
       response ends in its step. See [generation.md](generation.md#responses-that-take-several-steps)
     """
 
-    gen_batch_size: NumRows | None = None
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("gen_batch_size", "train_batch_size"),
+            lambda s: s.gen_batch_size is not None and s.gen_batch_size < s.train_batch_size,
+            "the first counts the prompts in flight, of which a step takes the second",
+            "raise the first or leave it out",
+        ),
+    )
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.gen_batch_size is not None and self.gen_batch_size < self.train_batch_size:
-            raise ValueError(
-                f"{where}.gen_batch_size={self.gen_batch_size} is less than {where}.train_batch_size={self.train_batch_size}: "
-                "it counts the prompts in flight, of which a step takes the second; raise the first or leave it out"
-            )
+    gen_batch_size: NumRows | None = None
 
 
 class PromptDataset(TokenDataset):
@@ -137,14 +139,14 @@ class PromptDataset(TokenDataset):
         self.row_fields |= {"row": encode_json(seen), "kind": torch.tensor([_kind(row) for row in seen], dtype=torch.int64)}
 
     def row(self, index: int) -> dict[str, Any]:
-        """Decodes the row that rewards see."""
+        """Decode the row that rewards see."""
         field = cast(Ragged, self.row_fields["row"])
         begin, end = field.offsets[index : index + 2].tolist()
-        found: dict[str, Any] = json.loads(bytes(field.values[begin:end].numpy()))
-        return found
+        values: dict[str, Any] = json.loads(bytes(field.values[begin:end].numpy()))
+        return values
 
     def examples(self) -> list[dict[str, Any]]:
-        """Returns the first rows, and the first row of every ``data_source``, ``environment`` and set of filled columns.
+        """Return the first rows, and the first row of every ``data_source``, ``environment`` and set of filled columns.
 
         Checks look at these instead of at every row.
         """
@@ -152,7 +154,7 @@ class PromptDataset(TokenDataset):
         return [self.row(i) for i in sorted({*range(min(len(self), NUM_FIRST)), *first.tolist()})]
 
     def examples_by_path(self) -> list[list[dict[str, Any]]]:
-        """Returns for each path the first row of every kind (``data_source``, ``environment``, filled columns)."""
+        """Return for each path the first row of every kind (``data_source``, ``environment``, filled columns)."""
         path, kind = self.sources.numpy(), cast(Tensor, self.row_fields["kind"]).numpy()
         _, first = np.unique(np.stack([path, kind]), axis=1, return_index=True)
         return [[self.row(i) for i in first.tolist() if path[i] == number] for number in np.unique(path)]
@@ -164,14 +166,14 @@ def _kind(row: Mapping[str, Any]) -> int:
 
 
 def has_ids(row: Row, config: RowsConfig) -> bool:
-    """True if ``prompt_ids`` are the row's prompt, so no tokenizer is needed."""
+    """Return True if ``prompt_ids`` are the row's prompt, so no tokenizer is needed."""
     return config.prompt_key not in row and "prompt_ids" in row
 
 
 def encode_prompts(
     rows: Sequence[Row], config: RowsConfig, tokenizer: Any, vocab_size: int | None
 ) -> list[tuple[list[int], str]]:
-    """Returns token ids and text of each row's prompt: messages are rendered, given ids are decoded.
+    """Return token ids and text of each row's prompt: messages are rendered, given ids are decoded.
 
     Raises DataError, also for ids beyond ``vocab_size``.
     """
@@ -179,37 +181,41 @@ def encode_prompts(
     encoded: Iterable[tuple[list[int], str]] = ()
     if texts:
         if tokenizer is None:
-            raise DataError(f"{texts[0].where}: without a tokenizer a row must have 'prompt_ids'")
+            raise texts[0].error("without a tokenizer a row must have 'prompt_ids'")
         prompts = [row.get(config.prompt_key, "data.prompt_key") for row in texts]
         known = getattr(config, "tools", {})
         options = [chat_options(row, known.get(row.values.get("environment") or "environment")) for row in texts]
         encoded = PromptEncoder(tokenizer, config).encode(prompts, [row.where for row in texts], options)
-    given = [check_ids(row.values["prompt_ids"], vocab_size, row.where, "prompt_ids") for row in rows if has_ids(row, config)]
-    from_ids, from_texts = zip(given, prompt_texts(tokenizer, given), strict=True), iter(encoded)
+    ids = []
+    for row in rows:
+        if has_ids(row, config):
+            with named_row(row.where):
+                ids.append(check_ids(row.values["prompt_ids"], vocab_size, "prompt_ids"))
+    from_ids, from_texts = zip(ids, prompt_texts(tokenizer, ids), strict=True), iter(encoded)
     return [next(from_ids if has_ids(row, config) else from_texts) for row in rows]
 
 
 def response_limits(row: Row) -> list[int]:
-    """Returns the row's own ``min_response_length`` and ``max_response_length``, 0 for none. Raises DataError."""
+    """Return the row's own ``min_response_length`` and ``max_response_length``, 0 for none. Raises DataError."""
     for key, least in LIMITS.items():
         value = row.values.get(key)  # a parquet column with nulls holds floats
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1 or value < least):
-            raise DataError(f"{row.where}: {key}={value!r} must be a whole number of at least {least}")
+            raise row.error(f"{key}={value!r} must be a whole number of at least {least}")
     return [int(row.values.get(key) or 0) for key in LIMITS]
 
 
 def _limits_within(row: Row, limit: int) -> list[int]:
-    least, most = response_limits(row)
-    if most > limit:
-        raise DataError(f"{row.where}: max_response_length={most} must be at most data.max_response_length={limit}; raise that")
-    if least > (most or limit):
-        what = "the row's" if most else "data's"
-        raise DataError(f"{row.where}: min_response_length={least} must be at most {what} max_response_length={most or limit}")
-    return [least, most]
+    shortest, longest = response_limits(row)
+    if longest > limit:
+        raise row.error(f"max_response_length={longest} must be at most data.max_response_length={limit}; raise that")
+    if shortest > (longest or limit):
+        what = "the row's" if longest else "data's"
+        raise row.error(f"min_response_length={shortest} must be at most {what} max_response_length={longest or limit}")
+    return [shortest, longest]
 
 
 def reward_row(row: Row, index: int, rendered: str, config: QuestionsConfig) -> dict[str, Any]:
-    """Returns what rewards see of a row: its columns, ``prompt`` (text), ``answer``, ``data_source`` and ``id`` (else
+    """Return what rewards see of a row: its columns, ``prompt`` (text), ``answer``, ``data_source`` and ``id`` (else
     ``index``)."""
     values = dict(row.values)
     prompt = row.get(config.prompt_key, "data.prompt_key") if config.prompt_key in row else None
@@ -220,5 +226,5 @@ def reward_row(row: Row, index: int, rendered: str, config: QuestionsConfig) -> 
         if prompt is not None:
             values["messages"] = prompt
         prompt = rendered
-    own = {"answer": answer, "data_source": values.get("data_source"), "id": values.get("id", index)}
-    return {**values, "prompt": prompt, **own}
+    known = {"answer": answer, "data_source": values.get("data_source"), "id": values.get("id", index)}
+    return {**values, "prompt": prompt, **known}

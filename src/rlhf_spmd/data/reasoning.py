@@ -11,12 +11,12 @@ TAIL = 32  # tokens of a prompt's end that may hold an opening tag
 
 
 def begins_reasoning(text: str, opening: str) -> bool:
-    """True if a prompt ends with the opening tag, as generation prompts of some reasoning models do."""
+    """Return True if a prompt ends with the opening tag, as generation prompts of some reasoning models do."""
     return text.rstrip().endswith(opening)
 
 
 def strip_reasoning(tokenizer: Any, prompt: Sequence[int], response: Sequence[int], tags: Sequence[str]) -> str | None:
-    """Returns the text after the last closing tag, without the line breaks that begin it; None if reasoning is not closed.
+    """Return the text after the last closing tag, without the line breaks that begin it; None if reasoning is not closed.
 
     A response without any tag is its own answer, unless ``prompt`` ends with the opening tag. ``prompt`` and
     ``response`` are token ids; ``tags`` are (opening, closing).
@@ -25,19 +25,19 @@ def strip_reasoning(tokenizer: Any, prompt: Sequence[int], response: Sequence[in
     special = Decoding(tokenizer).special_ids
     ids = [*map(int, response)]
     if closing in special:  # which text does not show
-        at = next((i for i in reversed(range(len(ids))) if ids[i] == special[closing]), -1)
-        rest = decode(tokenizer, [ids[at + 1 :]])[0]
-        closed, open_again = at >= 0, special.get(opening) in ids[at + 1 :] or opening in rest
+        end = next((i for i in reversed(range(len(ids))) if ids[i] == special[closing]), -1)
+        rest = decode(tokenizer, [ids[end + 1 :]])[0]
+        closed, open_again = end >= 0, special.get(opening) in ids[end + 1 :] or opening in rest
     else:
-        _, found, rest = decode(tokenizer, [ids])[0].rpartition(closing)
-        closed, open_again = bool(found), opening in rest
+        _, closing_tag, rest = decode(tokenizer, [ids])[0].rpartition(closing)
+        closed, open_again = bool(closing_tag), opening in rest
     if not closed and not open_again:
         open_again = begins_reasoning(decode(tokenizer, [prompt[-TAIL:]], skip_special_tokens=False)[0], opening)
     return None if open_again else rest.lstrip("\n")
 
 
 def split_reasoning(text: str, begun: bool, tags: Sequence[str], ended: bool) -> tuple[str, str]:
-    """Returns the reasoning and the answer in a response, or in its beginning, as vLLM's reasoning parsers split it: at the
+    """Return the reasoning and the answer in a response, or in its beginning, as vLLM's reasoning parsers split it: at the
     first closing tag.
 
     ``begun``: the prompt ends with the opening tag. A response that neither begins with it nor follows one is all answer.
@@ -53,6 +53,6 @@ def split_reasoning(text: str, begun: bool, tags: Sequence[str], ended: bool) ->
         return "", text
     thoughts, closed, answer = text.partition(closing)
     if not closed and not ended:
-        held = next((n for n in range(len(closing) - 1, 0, -1) if thoughts.endswith(closing[:n])), 0)
-        thoughts = thoughts[: len(thoughts) - held]
+        length = next((n for n in range(len(closing) - 1, 0, -1) if thoughts.endswith(closing[:n])), 0)
+        thoughts = thoughts[: len(thoughts) - length]
     return thoughts, answer

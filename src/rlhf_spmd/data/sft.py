@@ -13,7 +13,7 @@ from rlhf_spmd.data.batch import ragged
 from rlhf_spmd.data.conversations import Example, MaskedPair, encode_examples, end_ids, single_answer
 from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset, Truncation
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
-from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.files import Row, RowError, named_row
 from rlhf_spmd.data.messages import check_messages, is_text, row_weight
 
 ID_KEYS = ("prompt_ids", "response_ids")
@@ -94,12 +94,12 @@ class ResponseDataset(TokenDataset):
         super().__init__(rows, columns, ("max_length", config.max_length), ("filter_overlong", config.filter_overlong))
         self.row_fields["response_mask"] = ragged([learnt[i][2] for i in self.kept], torch.bool)
         self.tally.num_cut = num_cut
-        self.tally.left_out = {reason: len(its) for reason, its in left_out.items() if its}
-        self.tally.first_left_out = next((row.where for its in left_out.values() for row in its), "")
+        self.tally.left_out = {reason: len(dropped) for reason, dropped in left_out.items() if dropped}
+        self.tally.first_left_out = next((row.where for dropped in left_out.values() for row in dropped), "")
 
 
 def _cut(pair: MaskedPair, limit: int, side: str) -> MaskedPair:
-    """Returns ``limit`` tokens of a longer row. The first is prompt even where the cut is in the response: nothing predicts it."""
+    """Return ``limit`` tokens of a longer row. The first is prompt even where the cut is in the response: nothing predicts it."""
     prompt, response, mask = pair
     if len(prompt) + len(response) <= limit:
         return pair
@@ -117,14 +117,17 @@ def has_ids(row: Row) -> bool:
 def encode_pairs(
     rows: Sequence[Row], config: PromptResponseConfig, tokenizer: Any, vocab_size: int | None
 ) -> list[tuple[list[int], list[int]]]:
-    """Returns (prompt ids, response ids) of each row: given ids, or its text's ids, which nothing ends.
+    """Return (prompt ids, response ids) of each row: given ids, or its text's ids, which nothing ends.
 
     After chat messages a response is its text alone; one that is a message is what the template writes of it, without
     what closes its turn. Raises DataError, also for ids beyond ``vocab_size``.
     """
 
     def encoded(texts: Sequence[Row]) -> list[MaskedPair]:
-        examples = [replace(_last_message(_example(row, config)), verbatim=True) for row in texts]
+        examples = []
+        for row in texts:
+            with named_row(row.where):
+                examples.append(replace(_last_message(_example(row, config)), verbatim=True))
         return encode_examples(examples, config, tokenizer, append_eos=False)
 
     return [(prompt, response) for prompt, response, _ in _or_ids(rows, tokenizer, vocab_size, encoded)]
@@ -133,15 +136,16 @@ def encode_pairs(
 def _or_ids(
     rows: Sequence[Row], tokenizer: Any, vocab_size: int | None, encode: Callable[[Sequence[Row]], list[MaskedPair]]
 ) -> list[MaskedPair]:
-    """Returns what the rows give as ids, and what ``encode`` returns for the others. Raises DataError."""
+    """Return what the rows give as ids, and what ``encode`` returns for the others. Raises DataError."""
 
     def ids(row: Row) -> MaskedPair:
-        prompt, response = (check_ids(row.values[key], vocab_size, row.where, key) for key in ID_KEYS)
+        with named_row(row.where):
+            prompt, response = (check_ids(row.values[key], vocab_size, key) for key in ID_KEYS)
         return prompt, response, [True] * len(response)
 
     texts = [row for row in rows if not has_ids(row)]
     if texts and tokenizer is None:
-        raise DataError(f"{texts[0].where}: without a tokenizer every row must have 'prompt_ids' and 'response_ids'")
+        raise texts[0].error("without a tokenizer every row must have 'prompt_ids' and 'response_ids'")
     encoded = iter(encode(texts))
     return [ids(row) if has_ids(row) else next(encoded) for row in rows]
 
@@ -151,64 +155,56 @@ def _encode(rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> list[Mask
 
 
 def _example(row: Row, config: PromptResponseConfig) -> Example:
-    """Returns the row's prompt and response, or its whole conversation. Raises DataError."""
+    """Return the row's prompt and response, or its whole conversation. Raises DataError."""
     key = config.response_key if config.response_key in row else "completion"
     response = row.get(key, "data.response_key") if key in row else None
     asked = config.prompt_key if config.prompt_key in row or "messages" not in row else "messages"
-    try:
-        prompt = row.get(asked, "data.prompt_key")
-    except DataError as error:
-        raise DataError(f"{error}{_hint(row, config)}") from error
+    prompt = row.get(asked, "data.prompt_key")
     if response is None and asked == PromptResponseConfig.prompt_key and isinstance(prompt, list):
         last = prompt[-1] if prompt else None
         if isinstance(last, dict) and last.get("role") != "assistant":  # a prompt whose answers have other names
             row.get(config.response_key, "data.response_key")
     if response is None and isinstance(prompt, str):
         if "messages" in row:
-            raise DataError(
-                f"{row.where} has '{config.prompt_key}' and 'messages', and no '{config.response_key}' (data.response_key); set "
+            raise row.error(
+                f"it has '{config.prompt_key}' and 'messages', and no '{config.response_key}' (data.response_key); set "
                 "data.prompt_key=messages to take the conversation"
             )
         response = row.get(config.response_key, "data.response_key")
     if isinstance(response, dict):
         response = [response]
     if (response is not None and not isinstance(response, str | list)) or (isinstance(prompt, str) and response is None):
-        raise DataError(f"{row.where}: '{config.response_key}' must be text, not {type(response).__name__}")
+        raise row.error(f"'{config.response_key}' must be text, not {type(response).__name__}")
     return Example(prompt, response, row)
 
 
-def _hint(row: Row, config: PromptResponseConfig) -> str:
-    """Returns what may be meant by a row without a prompt, "" if nothing is known."""
-    shares = row.values.get("conversations")
-    if isinstance(shares, list) and shares and isinstance(shares[0], dict) and "from" in shares[0]:
-        return "; ShareGPT's 'from' and 'value' are not read: give 'messages' with 'role' and 'content'"
-    return "; set data.text_key=text to learn all of it" if isinstance(config, SftConfig) and "text" in row else ""
-
-
 def _last_message(example: Example) -> Example:
-    """Returns a whole conversation as the prompt and the last message, the response. Raises DataError."""
+    """Return a whole conversation as the prompt and the last message, the response. Raises DataError."""
     if example.response is None:
-        where, messages = example.row.where, check_messages(example.prompt, example.row.where)
+        messages = check_messages(example.prompt)
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
-            raise DataError(f"{where}: without a response, the last of two or more messages must be the assistant's")
+            raise RowError("without a response, the last of two or more messages must be the assistant's")
         example = replace(example, prompt=messages[:-1], response=messages[-1:])
     if isinstance(example.response, list):
-        answer = single_answer(example.response, example.row.where)
+        answer = single_answer(example.response)
         return replace(example, response=answer["content"] if is_text(answer) else [answer])
     return example
 
 
 def _encode_texts(rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> list[MaskedPair]:
-    """The first token is the prompt, because nothing predicts it: the tokenizer's start token if it adds one."""
+    """Return the tokens of each row's text. Raises DataError.
+
+    The first token is the prompt, because nothing predicts it: the tokenizer's start token if it adds one.
+    """
     if not rows:
         return []
     key, end = str(config.text_key), end_ids(tokenizer, config.append_eos)
     texts = [row.get(key, "data.text_key") for row in rows]
     for row, text in zip(rows, texts, strict=True):
         if not isinstance(text, str) or not text:
-            raise DataError(f"{row.where}: '{key}' must be text that is not empty")
+            raise row.error(f"'{key}' must be text that is not empty")
     pairs = [(ids[:1], [*ids[1:], *end]) for ids in PromptEncoder(tokenizer, config).tokenize(texts, special_tokens=True)]
     for row, (_, response) in zip(rows, pairs, strict=True):
         if not response:
-            raise DataError(f"{row.where}: the response has no tokens")
+            raise row.error("the response has no tokens")
     return [(prompt, response, [True] * len(response)) for prompt, response in pairs]

@@ -20,7 +20,7 @@ UNFINISHED = "\ufffd"  # what a tokenizer writes for an incomplete character
 
 
 def load_tokenizer(path: str | Path, required: bool = True) -> Any:
-    """Returns the tokenizer in a Hugging Face directory (Any, because its files choose the class).
+    """Return the tokenizer in a Hugging Face directory (Any, because its files choose the class).
 
     Returns None if there is none and ``required`` is false. Raises DataError, one line.
     """
@@ -39,18 +39,18 @@ def load_tokenizer(path: str | Path, required: bool = True) -> Any:
 
 
 def _tokenizer_class(directory: Path) -> Any:
-    """Returns transformers' class for these files.
+    """Return transformers' class for these files.
 
     ``AutoTokenizer`` would choose the general class for the families below anyway, but it imports torch's compiler and
     a model server first, which costs each rank more than a second.
     """
-    said: dict[str, dict[str, Any]] = {}
+    files: dict[str, dict[str, Any]] = {}
     for name in ("config.json", "tokenizer_config.json"):
         with suppress(OSError, ValueError):
-            said[name] = parse_json((directory / name).read_bytes())
-    own = said.get("tokenizer_config.json", {})
-    general = own.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend") and "auto_map" not in own
-    family = said.get("config.json", {}).get("model_type")
+            files[name] = parse_json((directory / name).read_bytes())
+    settings = files.get("tokenizer_config.json", {})
+    general = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend") and "auto_map" not in settings
+    family = files.get("config.json", {}).get("model_type")
     if general and family in ("llama", "qwen3", "qwen3_moe") and (directory / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
@@ -61,7 +61,7 @@ def _tokenizer_class(directory: Path) -> Any:
 
 
 def decode(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
-    """Returns the text of each row of token ids as it continues other text, like a response; spaces are kept.
+    """Return the text of each row of token ids as it continues other text, like a response; spaces are kept.
 
     SentencePiece tokenizers drop a leading space. So each row is decoded behind a word, and the word is removed.
     """
@@ -72,7 +72,7 @@ def decode(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: b
 
 @lru_cache(maxsize=8)
 def _word_before(tokenizer: Any) -> tuple[list[int], str]:
-    """Returns a word that the tokenizer round-trips, and its token ids; empty if it has none."""
+    """Return a word that the tokenizer round-trips, and its token ids; empty if it has none."""
     for word in ("a", "1", "A", "."):
         ids = encode(tokenizer, word)
         if ids and tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == word:
@@ -81,50 +81,50 @@ def _word_before(tokenizer: Any) -> tuple[list[int], str]:
 
 
 def prompt_texts(tokenizer: Any, prompts: Sequence[list[int]]) -> list[str]:
-    """Decodes prompts without the start tokens that the tokenizer adds; tokens of a chat template are shown.
+    """Decode prompts without the start tokens that the tokenizer adds; tokens of a chat template are shown.
 
     Returns empty texts without a tokenizer.
     """
     if tokenizer is None:
         return [""] * len(prompts)
     begin, _ = added_ids(tokenizer)
-    own = [ids[len(begin) * (ids[: len(begin)] == begin) :] for ids in prompts]
-    return [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in own]
+    without_start = [ids[len(begin) * (ids[: len(begin)] == begin) :] for ids in prompts]
+    return [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in without_start]
 
 
 @lru_cache(maxsize=8)
 def added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Returns the special tokens that the tokenizer puts before and after a text."""
+    """Return the special tokens that the tokenizer puts before and after a text."""
     alone, word = _word_before(tokenizer)
     dressed = list(tokenizer(word)["input_ids"])
-    for at in range(len(dressed) - len(alone) + 1):
-        if alone and dressed[at : at + len(alone)] == alone:
-            return dressed[:at], dressed[at + len(alone) :]
+    for start in range(len(dressed) - len(alone) + 1):
+        if alone and dressed[start : start + len(alone)] == alone:
+            return dressed[:start], dressed[start + len(alone) :]
     end = dressed[-1:] if dressed[-1:] == [tokenizer.eos_token_id] else []
     return dressed[: len(dressed) - len(end)], end
 
 
-def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Returns how many first characters, tokens or messages are the same."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many first characters, tokens or messages are the same."""
+    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
 
 
 @lru_cache(maxsize=8)
 def longest_token(tokenizer: Any) -> int:
-    """Returns the characters of the vocabulary's longest token, which bound those of its text."""
+    """Return the characters of the vocabulary's longest token, which bound those of its text."""
     return max(map(len, tokenizer.get_vocab()))
 
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """Returns GPT-2's table: how byte-level BPE writes each byte in its vocabulary."""
+    """Return GPT-2's table: how byte-level BPE writes each byte in its vocabulary."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = sorted({*range(256)} - {*shown})
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 def token_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
-    """Returns the bytes of a token whose own text is ``text``, or None if the vocabulary does not tell them."""
+    """Return the bytes of a token whose own text is ``text``, or None if the vocabulary does not tell them."""
     if UNFINISHED not in text:
         return list(text.encode())
     piece, alphabet = str(tokenizer.convert_ids_to_tokens(token)), byte_alphabet()
@@ -134,13 +134,13 @@ def token_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Returns the token ids of a text alone, without added special tokens (those written in the text are recognised)."""
+    """Return the token ids of a text alone, without added special tokens (those written in the text are recognised)."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
     return ids
 
 
 def encode_continued(tokenizer: Any, text: str) -> list[int]:
-    """Returns the token ids of a text that continues other text, like an observation; see :func:`decode`.
+    """Return the token ids of a text that continues other text, like an observation; see :func:`decode`.
 
     SentencePiece tokenizers put a space before what begins a text. There the text is tokenised behind a character that
     does not merge with it.
@@ -171,12 +171,12 @@ class Decoding:
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """Ids of the special tokens, which text does not show, by their names."""
+        """Return the ids of the special tokens, which text does not show, by their names."""
         return _special_ids(self.tokenizer)
 
 
 def decoding(tokenizer: Any) -> Decoding | None:
-    """Returns None without a tokenizer."""
+    """Return None without a tokenizer."""
     return None if tokenizer is None else Decoding(tokenizer)
 
 
@@ -203,7 +203,7 @@ class TurnFrame(NamedTuple):
 
     @property
     def opens_thoughts(self) -> bool:
-        """True if the generation prompt leaves the thoughts open."""
+        """Return True if the generation prompt leaves the thoughts open."""
         return bool(self.tag) and self.thoughts.rfind(f"<{self.tag}>") > self.thoughts.rfind(f"</{self.tag}>")
 
 
@@ -211,7 +211,7 @@ NO_TURN = TurnFrame("", "", "", None)
 
 
 def turn_frame(tokenizer: Any, template: str | None = None, **arguments: Any) -> TurnFrame:
-    """Returns the frame of ``template``, by default the tokenizer's own; ``arguments`` are the template's variables.
+    """Return the frame of ``template``, by default the tokenizer's own; ``arguments`` are the template's variables.
 
     Returns ``NO_TURN`` without a template, or if it refuses a plain question and answer.
     """
@@ -225,24 +225,24 @@ def turn_frame(tokenizer: Any, template: str | None = None, **arguments: Any) ->
     try:
         asked = tokenizer.apply_chat_template(question, add_generation_prompt=False, **options)
         prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, **options)
-        whole = tokenizer.apply_chat_template(answered, add_generation_prompt=False, **options)
+        conversation = tokenizer.apply_chat_template(answered, add_generation_prompt=False, **options)
     except (TemplateError, *REFUSALS):
         return NO_TURN
-    before, _, after = whole.partition(PROBE)
+    before, _, after = conversation.partition(PROBE)
     # some vocabularies have runs of blanks among their added tokens
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     places = [(after.find(text), -len(text), text) for text in added if text in after]
     opening = before[len(prompt) :] if before.startswith(prompt) else ""
-    thoughts = _thoughts(asked, prompt, whole)
+    thoughts = _thoughts(asked, prompt, conversation)
     if not places:
         return TurnFrame(opening, after, "", None, *thoughts)
-    at, _, text = min(places)
-    stop = at + len(text)
+    start, _, text = min(places)
+    stop = start + len(text)
     return TurnFrame(opening, after[:stop], after[stop:], added[text], *thoughts)
 
 
 def _thoughts(asked: str, prompt: str, answered: str) -> tuple[str, str]:
-    """Returns the generation prompt from its first tag of thoughts on, and the tag's name; "" and "" without.
+    """Return the generation prompt from its first tag of thoughts on, and the tag's name; "" and "" without.
 
     ``asked``: a question without a generation prompt, ``prompt`` with it, ``answered`` with an answer. Marks of roles
     may look like tags: they are in the question, or open the answer and are never closed.
@@ -256,11 +256,11 @@ def _thoughts(asked: str, prompt: str, answered: str) -> tuple[str, str]:
 
 
 def end_token_ids(tokenizer: Any, template: str | None = None) -> tuple[int, ...]:
-    """Returns the sorted tokens that end a response: the end token, and the one that closes the assistant's turn.
+    """Return the sorted tokens that end a response: the end token, and the one that closes the assistant's turn.
 
     Returns none without a tokenizer.
     """
     if tokenizer is None:
         return ()
-    found = {getattr(tokenizer, "eos_token_id", None), turn_frame(tokenizer, template).end_id}
-    return tuple(sorted(token for token in found if token is not None))
+    ends = {getattr(tokenizer, "eos_token_id", None), turn_frame(tokenizer, template).end_id}
+    return tuple(sorted(token for token in ends if token is not None))

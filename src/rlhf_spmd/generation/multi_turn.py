@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
-from rlhf_spmd.data.files import Row
+from rlhf_spmd.data.files import Row, named_row
 from rlhf_spmd.data.messages import chat_options
 from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode, encode_continued, longest_token
@@ -246,7 +246,8 @@ class MultiTurnRollouts:
             ids = encode_continued(tokenizer, observation)
         else:
             data_row = Row(dict(self.environments.rows[row.request.row_id]), "its messages")
-            text = self._encoder.between_turns(observation, data_row.where, options=chat_options(data_row))
+            with named_row(data_row.where):
+                text = self._encoder.between_turns(observation, options=chat_options(data_row))
             ids = encode_continued(tokenizer, text) or [row.tokens[-1]]  # nothing: a template may drop it
             has_ended = ids[0] == row.tokens[-1] or {ids[0], row.tokens[-1]} <= set(self.spec.eos_token_ids)
             ids = ids[has_ended:]

@@ -2,6 +2,10 @@
 
 Floor F7. This package must not know ``training``.
 
+One path serves all programs: prompts become groups of the generator's ``Request`` (``prompt_sets`` from files, ``requests`` from
+callers), ``InferenceEngine.own_groups`` deals the groups to replicas, ``complete`` or the service's turns generate them, and
+``gather_records`` brings the results to rank 0.
+
 Read in this order. For ``generate``, ``evaluate`` and ``score``, which read and write files:
 
 - ``inference_program``: the command line of these programs and of ``serve``
@@ -12,9 +16,9 @@ Read in this order. For ``generate``, ``evaluate`` and ``score``, which read and
 
 For ``LLM`` and ``serve``, which answer requests:
 
-- ``sampling_params``: vLLM's ``SamplingParams`` and outputs
+- ``sampling_params``: ``SamplingParams`` and outputs, with vLLM's names
 - ``requests``: turns prompts into requests of the engine, and completions into outputs
-- ``llm``: vLLM's class ``LLM``
+- ``llm``: the class ``LLM``
 - ``openai_forms``: OpenAI's JSON
 - ``service``: the queue in front of the engine
 - ``endpoint``: HTTP

@@ -43,8 +43,6 @@ SILENT_S = 75.0  # after which a connection without a request is closed
 BODY_S = 60.0  # within which a request must arrive whole
 UNREAD_S = 60.0  # after which a client that does not read its answer is cut off
 CLOSE_S = 2.0  # for clients to read their answers when the service has ended
-LOOK, ASK = "GET, HEAD, OPTIONS", "POST, OPTIONS"  # HTTP methods
-METHODS = {"/v1/models": LOOK, "/health": LOOK, "/version": LOOK, "/v1/completions": ASK, "/v1/chat/completions": ASK}
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class AccessRules:
     max_queued_requests: int = 1024
 
     def check_source(self, headers: Mapping[str, str], bound: str) -> None:
-        """Raises Refusal. ``bound``: the address that the endpoint listens at.
+        """Raise Refusal. ``bound``: the address that the endpoint listens at.
 
         If it is a loopback address, a web page whose host name resolves to it (DNS rebinding) must not be answered.
         """
@@ -78,9 +76,9 @@ class AccessRules:
             raise Refusal(403, f"Origin: {origin!r} is not among allowed_origins={[*self.origins]}")
 
     def check_token(self, headers: Mapping[str, str]) -> None:
-        """Raises Refusal for a missing or wrong bearer token."""
-        given, wanted = headers.get("authorization", ""), f"Bearer {self.token}"
-        if self.token is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
+        """Raise Refusal for a missing or wrong bearer token."""
+        header, expected = headers.get("authorization", ""), f"Bearer {self.token}"
+        if self.token is not None and not hmac.compare_digest(header.encode(), expected.encode()):
             raise Refusal(401, "the bearer token is missing or wrong", "invalid_api_key")
 
 
@@ -133,14 +131,13 @@ class Endpoint:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _app(self) -> ASGIApp:
-        answers: dict[str, Callable[[Request], Any]] = {
-            "/v1/models": self._models,
-            "/health": self._health,
-            "/version": self._version,
-            "/v1/completions": partial(self._answer, False),
-            "/v1/chat/completions": partial(self._answer, True),
-        }
-        routes = [Route(path, self._route(path, answer), methods=METHODS[path].split(", ")) for path, answer in answers.items()]
+        routes = [
+            Route("/v1/models", self._models),
+            Route("/v1/completions", partial(self._answer, False), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self._answer, True), methods=["POST"]),
+            Route("/health", self._health),
+            Route("/version", self._version),
+        ]
         cors = Middleware(CORSMiddleware, allow_origins=self.access.origins, allow_methods=["*"], allow_headers=["*"])
         handlers = {
             Refusal: _answer_error,
@@ -151,17 +148,6 @@ class Endpoint:
         }
         app = Starlette(routes=routes, middleware=[cors] if self.access.origins else [], exception_handlers=handlers)
         return partial(self._gate, app)
-
-    def _route(self, path: str, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        async def route(request: Request) -> Response:
-            if request.method == "OPTIONS":
-                return Response(status_code=204, headers={"Allow": METHODS[path]})
-            if path.startswith("/v1/"):
-                self.access.check_token(request.headers)
-            found: Response = await answer(request)
-            return found
-
-        return route
 
     async def _gate(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse requests from elsewhere, and log each request in a line on standard error."""
@@ -186,6 +172,7 @@ class Endpoint:
             print(f"{time.strftime('%H:%M:%S')} {who} {asked} {status} {seconds:.3f} s", file=sys.stderr, flush=True)
 
     async def _models(self, request: Request) -> Response:
+        self.access.check_token(request.headers)
         length = self.service.processor.longest
         model = {"id": self.service.name, "object": "model", "created": 0, "owned_by": "rlhf_spmd", "max_model_len": length}
         return JSONResponse({"object": "list", "data": [model]})
@@ -198,6 +185,7 @@ class Endpoint:
 
     async def _answer(self, chat: bool, request: Request) -> Response:
         """Answer a completion or chat request. Raises ValueError, or ClientDisconnect if the client goes away."""
+        self.access.check_token(request.headers)
         loop, service, limit = asyncio.get_running_loop(), self.service, self.access.max_queued_requests
         if len(service.replies) - len(service.running) >= limit:
             raise Refusal(429, f"max_queued_requests={limit} requests wait already; ask again later")
@@ -286,17 +274,17 @@ class ServedConnection(H11Protocol):
             self.timeout_keep_alive_task = self.loop.call_at(due, self.timeout_keep_alive_handler)
 
 
-async def _read(request: Request, most: int) -> bytes:
-    """The body of a request. Raises Refusal if it has more than ``most`` bytes, by its header or in fact, or is too slow."""
+async def _read(request: Request, max_bytes: int) -> bytes:
+    """Return the body of a request. Raises Refusal if it is longer than ``max_bytes``, by its header or in fact, or too slow."""
     length, body = request.headers.get("content-length", "0"), bytearray()
-    too_long = Refusal(413, f"a request has at most max_body_bytes={most} bytes")
-    if int(length) > most:  # h11 has seen that it is a number
+    too_long = Refusal(413, f"a request has at most max_body_bytes={max_bytes} bytes")
+    if int(length) > max_bytes:  # h11 has seen that it is a number
         raise too_long
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 body += part
-                if len(body) > most:
+                if len(body) > max_bytes:
                     raise too_long
     except TimeoutError as error:
         raise Refusal(408, f"the request has not come within {BODY_S:.0f} s") from error
@@ -304,7 +292,7 @@ async def _read(request: Request, most: int) -> bytes:
 
 
 async def _unless_gone(request: Request, awaited: Any) -> Any:
-    """The result of ``awaited``. Raises ClientDisconnect if the client goes away before."""
+    """Return the result of ``awaited``. Raises ClientDisconnect if the client goes away before."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -327,13 +315,12 @@ def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _answer_http_error(request: Request, error: Exception) -> Response:
-    """The answer to a request for an unknown path or method."""
+    """Return the answer to a request for an unknown path or method."""
     assert isinstance(error, HTTPException), "registered for it"
     path = request.url.path
-    here = f"{path} takes {METHODS[path]}" if path in METHODS else f"there is nothing at {path}; there are {', '.join(METHODS)}"
-    response = _answer_error(request, Refusal(error.status_code, here))
-    if path in METHODS:
-        response.headers["Allow"] = METHODS[path]
+    text = f"{path} takes no {request.method}" if error.status_code == 405 else f"there is nothing at {path}"
+    response = _answer_error(request, Refusal(error.status_code, text))
+    response.headers.update(error.headers or {})
     return response
 
 

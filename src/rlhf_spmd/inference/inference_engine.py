@@ -9,26 +9,34 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from rlhf_spmd.checkpoint.save import RoleState
+from rlhf_spmd.config.rules import Rule, Rules, value_at
 from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.balance import partition_by_tokens
-from rlhf_spmd.data.tokenizer import decoding
+from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.pipeline_channels import connect_channels
-from rlhf_spmd.inference.loaded_model import LoadedModel, ModelConfig, base_directory, load_from_checkpoint
+from rlhf_spmd.inference.loaded_model import (
+    LoadedConfig,
+    LoadedModel,
+    ModelConfig,
+    base_directory,
+    load_from_checkpoint,
+    read_weights,
+)
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import cache_shape
-from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.spec import ModelSpec, join_ends
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.device_setup import choose_device
 from rlhf_spmd.parallel.launch import Launch
-from rlhf_spmd.parallel.layout import Layout, LayoutConfig
+from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World
 
@@ -37,30 +45,56 @@ HANDED_OUT = 0.5  # a call returns when this share of its groups has ended, so t
 HANDED_OUT_S = 60.0  # a call returns after these seconds in any case
 
 
-def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None:
-    """Raises ValueError for settings of training, for settings that ``layout`` replaces, and for what the device cannot do."""
-    for axis in ("pp", "tp"):
-        if getattr(generation, axis) != 1:
-            raise ValueError(f"generation.{axis}={getattr(generation, axis)}: here layout.{axis} says it; leave it out")
-    usual = GenerationConfig()
-    for key in ("reshard_method", "buffers", "overlap", "reuse_rollout_log_probs", "kv_cache"):
-        if (value := getattr(generation, key)) != getattr(usual, key):
-            raise ValueError(f"generation.{key}={value}: nothing is trained here; leave it out")
-    if layout.zero:
-        raise ValueError(f"layout.zero={layout.zero}: nothing is trained here; allowed is 0")
-    if layout.cp != 1:
-        raise ValueError(f"layout.cp={layout.cp}: generation does not split sequences; allowed is 1")
-    if layout.ep != 1:
-        raise ValueError(f"layout.ep={layout.ep}: generation shares experts over layout.tp by generation.ep; allowed is 1")
-    if layout.vpp != 1:
-        raise ValueError(f"layout.vpp={layout.vpp}: generation does not interleave stages; allowed is 1")
-    if layout.sequence_parallel:
-        raise ValueError("layout.sequence_parallel=true: generation runs without it; allowed is false")
-    generation.check_device("generation")
+OF_TRAINING = ("reshard_method", "buffers", "overlap", "reuse_rollout_log_probs", "kv_cache")  # keys of ``generation``
+
+
+def _only(key: str, allowed: Any, why: str, remedy: str) -> Rule:
+    return Rule((key,), lambda s: value_at(s, key) != allowed, why, remedy)
+
+
+@dataclass(frozen=True)
+class GeneratingConfig(LoadedConfig):
+    """A model that generates in ``layout``."""
+
+    rules: ClassVar[Rules] = (
+        *(_only(f"generation.{axis}", 1, f"here layout.{axis} says it", "leave it out") for axis in ("pp", "tp")),
+        *(
+            _only(f"generation.{key}", getattr(GenerationConfig(), key), "nothing is trained here", "leave it out")
+            for key in OF_TRAINING
+        ),
+        _only("layout.zero", 0, "nothing is trained here", "leave it out"),
+        _only("layout.cp", 1, "generation does not split sequences", "leave it out"),
+        _only("layout.ep", 1, "generation shares experts over layout.tp by generation.ep", "leave it out"),
+        _only("layout.vpp", 1, "generation does not interleave stages", "leave it out"),
+        _only("layout.sequence_parallel", False, "generation runs without it", "leave it out"),
+    )
+
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+    def check(self, where: str) -> None:
+        self.generation.check_device("generation")
+
+
+def read_generating_model(
+    config: GeneratingConfig,
+    launch: Launch,
+    needs_tokenizer: bool,
+    template: str | None = None,
+    tokenizer_path: str | None = None,
+) -> LoadedModel:
+    """Return what ``config`` names, read before the ranks meet. Local: no communication. Raises ValueError or DataError, one line.
+
+    ``template``: the chat template whose end token ends responses too, by default the tokenizer's. ``tokenizer_path``: its directory
+    in place of the model's.
+    """
+    config, spec, layout, checkpoint = read_weights(config, launch, config.generation.ep)
+    check_cache(spec, layout, config.generation, config.model, launch)
+    tokenizer = load_tokenizer(tokenizer_path or config.model.path, required=needs_tokenizer)
+    return LoadedModel(config, join_ends(spec, tokenizer, template), layout, checkpoint, tokenizer)
 
 
 def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, model: ModelConfig, launch: Launch) -> None:
-    """Raises ValueError if the device lacks memory for ``num_pages`` (at least one), or if there is no device."""
+    """Raise ValueError if the device lacks memory for ``num_pages`` (at least one), or if there is no device."""
     device, pages = choose_device(launch), generation.num_pages or 1
     layers, planes = -(-spec.num_hidden_layers // layout.pp), 2 if spec.latent is None else 1
     numbers = min(planes * math.prod(cache_shape(kind, 0, layout.tp)) for kind in spec.kinds_of_heads())
@@ -74,24 +108,24 @@ def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, m
         )
 
 
-def build_generator(ready: LoadedModel, world: World) -> Generator:
-    """Builds the generator of ``ready`` and loads its weights. The configuration has ``generation``.
+def build_generator(loaded: LoadedModel, world: World) -> Generator:
+    """Build the generator of ``loaded`` and load its weights. The configuration has ``generation``.
 
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
     """
-    config, layout = ready.config, ready.layout
+    config, layout = loaded.config, loaded.layout
     mesh, dtype = build_mesh(world, range(world.size), layout), config.model.torch_dtype(world.device)
-    whole = layout.expert_parallel_generation
-    decoder = Decoder(ready.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device, expert_parallel_generation=whole)
-    if (directory := base_directory(config.model.path, ready.checkpoint)) is not None:
+    expert_parallel = layout.expert_parallel_generation
+    decoder = Decoder(loaded.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device, expert_parallel_generation=expert_parallel)
+    if (directory := base_directory(config.model.path, loaded.checkpoint)) is not None:
         load_pretrained(decoder, directory)
-    held = RoleState(decoder.shards, dict(decoder.named_parameters()))
-    load_from_checkpoint(ready.spec, held, config.model.path, ready.checkpoint, world)
+    weights = RoleState(decoder.shards, dict(decoder.named_parameters()))
+    load_from_checkpoint(loaded.spec, weights, config.model.path, loaded.checkpoint, world)
     attention = config.generation.attention, config.model.attention
-    backend = choose_backend(*attention, dtype, world.device, "generation.attention", ready.spec)
+    backend = choose_backend(*attention, dtype, world.device, "generation.attention", loaded.spec)
     generation = replace(config.generation, attention=backend)
-    ends, size = ready.spec.eos_token_ids, world.launch.local_size
-    generator = Generator(decoder, mesh, generation, ends, decoding(ready.tokenizer), size)
+    ends, size = loaded.spec.eos_token_ids, world.launch.local_size
+    generator = Generator(decoder, mesh, generation, ends, decoding(loaded.tokenizer), size)
     mesh.tp.meet(world.device)
     connect_channels(mesh, world.device)
     # before any rank generates: the others must not wait in a collective for one that cannot load its weights
@@ -105,18 +139,18 @@ class InferenceEngine:
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
     """
 
-    def __init__(self, ready: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, loaded: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
         self.world, self.tick = world, tick
-        self.generator = build_generator(ready, world)
+        self.generator = build_generator(loaded, world)
         self.mesh = self.generator.mesh
 
     @property
     def leads(self) -> bool:
-        """True on the first rank of a replica. All its ranks have the same completions; this one reports them."""
+        """Return True on the first rank of a replica. All its ranks have the same completions; this one reports them."""
         return self.mesh.replica.rank == 0
 
     def own_groups(self, groups: Sequence[Sequence[Request]]) -> list[int]:
-        """Returns indices of the groups that this replica generates; tokens are balanced over replicas. Local.
+        """Return indices of the groups that this replica generates; tokens are balanced over replicas. Local.
 
         The longest rows come first: pages that are allocated for them have room for all that follow.
         """
@@ -131,7 +165,7 @@ class InferenceEngine:
         seed: int,
         environments: Environments | None = None,
     ) -> Iterator[list[Completion]]:
-        """Yields the completions of this replica's ``groups``, some at a time as they end. Raises NotFinite.
+        """Yield the completions of this replica's ``groups``, some at a time as they end. Raises NotFinite.
 
         Rows with environments, and rows that move between replicas, end together. Collective over the replica, with
         ``rebalance_steps`` over the world: every rank of it must call, in program order, a replica's with the same arguments.
@@ -142,22 +176,22 @@ class InferenceEngine:
             requests = [request for group in waiting for request in group]
             yield generator.generate(requests, sampling, seed, 0, self.tick, environments if requests else None)
             return
-        most = max(IN_FLIGHT * generator.config.max_num_seqs // len(waiting[0]), 1) if waiting else 0
+        max_groups = max(IN_FLIGHT * generator.config.max_num_seqs // len(waiting[0]), 1) if waiting else 0
         limits = GenerationLimits(fraction=HANDED_OUT, seconds=HANDED_OUT_S)
         while waiting or generator.kept:
-            room = most - len({row.request.group_id for row in generator.kept})
+            room = max_groups - len({row.request.group_id for row in generator.kept})
             requests = [request for _ in range(min(room, len(waiting))) for request in waiting.popleft()]
             yield generator.generate_until(requests, sampling, seed, 0, limits, 0, self.tick)
 
 
 def own_rows(tokens: Sequence[int], mesh: Mesh) -> list[int]:
-    """Returns indices of the rows that this rank's replica computes. ``tokens``: of each row, balanced over replicas."""
+    """Return indices of the rows that this rank's replica computes. ``tokens``: of each row, balanced over replicas."""
     parts = partition_by_tokens(tokens, mesh.layout.dp)
     return [number for number, part in enumerate(parts.tolist()) if part == mesh.dp_rank]
 
 
 def gather_records(world: World, records: Sequence[tuple[Any, Any]], label: str) -> list[tuple[Any, Any]] | None:
-    """Returns on rank 0 all ranks' records (position of a row, its result as JSON) by position; None elsewhere.
+    """Return on rank 0 all ranks' records (position of a row, its result as JSON) by position; None elsewhere.
 
     Collective over the world: every rank of it must call, in program order.
     """

@@ -33,14 +33,14 @@ class InferenceConfig(LoadedConfig):
 
 
 def read_config(schema: type[Config], path: str | None, overrides: Sequence[str]) -> Config:
-    """Returns the checked configuration. Raises ConfigError, one line."""
+    """Return the checked configuration. Raises ConfigError, one line."""
     config = load(schema, path, overrides)
     check_tree(config)
     return config
 
 
 def say_warnings(launch: Launch, lines: Iterable[str]) -> None:
-    """Prints warnings about the settings, once for all ranks."""
+    """Print warnings about the settings, once for all ranks."""
     for line in lines if launch.rank == 0 else ():
         print(f"warning: {line}", file=sys.stderr)
 
@@ -53,7 +53,7 @@ def inference_program(
     work: Callable[[Any, World, Board], None],
     when_told: str | None = None,
 ) -> tuple[Callable[..., Iterator[Key]], Callable[..., None]]:
-    """Returns the functions ``keys(overrides)`` and ``main(argv)`` of a program.
+    """Return the functions ``keys(overrides)`` and ``main(argv)`` of a program.
 
     ``main`` calls ``prepare(config file, overrides, launch)``, then ``work(prepared, world, board)`` on all ranks.
     ``when_told``: for a program that reads ``board.preempted`` itself, a line about what it does when a signal ends it.
@@ -62,13 +62,13 @@ def inference_program(
     def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
         return list_keys(schema, {})
 
-    def settings(ready: LoadedModel) -> ProgramSettings:
-        config = ready.config
+    def settings(loaded: LoadedModel) -> ProgramSettings:
+        config = loaded.config
         files = {"model.path (its tokenizer and configuration)": text_digest(Path(config.model.path)), **file_digests(config)}
         return ProgramSettings(
             timeout_s=config.timeout_s,
             threads=config.threads,
-            must_match={**ready.must_match, **files},
+            must_match={**loaded.must_match, **files},
             when_told=when_told or "",
         )
 
@@ -80,7 +80,7 @@ def inference_program(
             settings,
             saves_on_signal=when_told is not None,
             dry_run=(
-                lambda ready: f"{name}: good for {command.launch.size} rank{'s' * (command.launch.size > 1)}, {ready.layout}"
+                lambda loaded: f"{name}: good for {command.launch.size} rank{'s' * (command.launch.size > 1)}, {loaded.layout}"
             )
             if command.dry_run
             else None,

@@ -17,42 +17,16 @@ from tqdm import tqdm
 
 from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.config.schema import read_section
-from rlhf_spmd.data.chat_variables import unread_variables
 from rlhf_spmd.data.encoding import read_template
+from rlhf_spmd.data.messages import unread_variables
 from rlhf_spmd.data.tokenizer import end_token_ids
 from rlhf_spmd.inference.requests import EngineConfig, Prompt, RequestProcessor, is_ids, prepare_model
-from rlhf_spmd.inference.sampling_params import RequestOutput, SamplingParams, refuse_vllm_only
+from rlhf_spmd.inference.sampling_params import RequestOutput, SamplingParams
 from rlhf_spmd.kernels.devices import set_up_cuda
 from rlhf_spmd.parallel.launch import read_launch
 from rlhf_spmd.parallel.world import join_world
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-
-# vLLM's arguments of LLM that nothing here reads: the values that ask for nothing, and what to do instead of the others
-VLLM_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "trust_remote_code": (
-        (False,),
-        "no code of a model's directory is ever run; convert the model to a family in docs/models.md",
-    ),
-    "quantization": ((None,), "weights are computed with as they are; set dtype"),
-    "tokenizer_mode": (("auto",), "the tokenizer is the one that its files name; give another directory in tokenizer"),
-    "skip_tokenizer_init": ((False,), "a model's directory without a tokenizer has none; give prompts as token ids"),
-    "revision": ((None,), "a model is a directory or what the hub has now; download the revision and name its directory"),
-    "download_dir": ((None,), "the hub's own cache is used; set HF_HOME in the environment"),
-    "load_format": (("auto", "safetensors"), "weights are read from safetensors files; convert others"),
-    "kv_cache_dtype": (("auto",), "keys and values have the model's dtype; set dtype"),
-    "block_size": ((None,), "give page_size"),
-    "swap_space": ((0,), "rows that find no room are computed again later; lower max_num_seqs"),
-    "cpu_offload_gb": ((0,), "the weights stay on the device; raise tensor_parallel_size"),
-    "pipeline_parallel_size": ((1,), "a model that is asked has no stages; give tensor_parallel_size"),
-    "data_parallel_size": ((1,), "it is torchrun's number of ranks over tensor_parallel_size"),
-    "distributed_executor_backend": ((None,), "start the script with torchrun"),
-    "enable_lora": ((False,), "give the run's directory or checkpoint, whose adapters are added to its weights"),
-    "speculative_config": ((None,), "every token is drawn by the model itself"),
-    "disable_log_stats": ((True, False), "nothing is logged"),
-    "disable_custom_all_reduce": ((True, False), "there is none"),
-    "max_logprobs": ((20,), "up to 100 may be asked for"),
-}
 
 
 class LLM:
@@ -83,16 +57,14 @@ class LLM:
     ) -> None:
         settings = {"model": {"path": str(model), "dtype": dtype}, "layout": {"tp": tensor_parallel_size}, "seed": seed or 0}
         settings |= {"max_model_len": max_model_len, "tokenizer": None if tokenizer is None else str(tokenizer)}
-        refuse_vllm_only(generation, VLLM_ONLY)
-        knobs = {key: value for key, value in generation.items() if key not in VLLM_ONLY}
-        config = read_section(EngineConfig, settings | {"generation": knobs})
+        config = read_section(EngineConfig, settings | {"generation": generation})
         check_tree(config)
         set_up_cuda()
-        ready = prepare_model(config, read_launch())
-        self.processor = RequestProcessor(ready, join_world())
+        loaded = prepare_model(config, read_launch())
+        self.processor = RequestProcessor(loaded, join_world())
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of transformers, or None if the model has none."""
+        """Return the tokenizer of transformers, or None if the model has none."""
         return self.processor.tokenizer
 
     def generate(self, prompts: Any, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
@@ -101,11 +73,11 @@ class LLM:
         ``sampling_params``: for all prompts, or a list for each. ``use_tqdm``: a bar counts the responses, on a terminal.
         Collective as :class:`LLM` says.
         """
-        given = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # an array
-        given = [given] if isinstance(given, str | Mapping) or is_ids(given) else given
-        if not isinstance(given, Sequence):
+        prompt_list = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # an array
+        prompt_list = [prompt_list] if isinstance(prompt_list, str | Mapping) or is_ids(prompt_list) else prompt_list
+        if not isinstance(prompt_list, Sequence):
             raise ValueError(f"prompts are a {type(prompts).__name__}: give a text, token ids, a mapping, or a list of these")
-        return self._answer(self.processor.encode(given), sampling_params, use_tqdm)
+        return self._answer(self.processor.encode(prompt_list), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -136,21 +108,20 @@ class LLM:
         self, prompts: Sequence[Prompt], params: Params, use_tqdm: bool, ends: Sequence[int] = ()
     ) -> list[RequestOutput]:
         """``ends``: the end tokens of a chat template that is not the tokenizer's."""
-        each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
-        if wrong := [type(one).__name__ for one in each if not isinstance(one, SamplingParams)]:
+        params_of = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        if wrong := [type(value).__name__ for value in params_of if not isinstance(value, SamplingParams)]:
             raise ValueError(f"sampling_params are a {wrong[0]}: give SamplingParams, or a list of them")
-        if len(each) != len(prompts):
+        if len(params_of) != len(prompts):
             raise ValueError(
-                f"sampling_params: {len(each)} of them for {len(prompts)} prompts; give one for all, or one for each"
+                f"sampling_params: {len(params_of)} of them for {len(prompts)} prompts; give one for all, or one for each"
             )
         if ends:
-            stops = [[*(one.stop_token_ids or ()), *(() if one.ignore_eos else ends)] for one in each]
-            each = [replace(one, stop_token_ids=stop) for one, stop in zip(each, stops, strict=True)]
-        asked = self.processor.requests(prompts, each)
+            stops = [[*(value.stop_token_ids or ()), *(() if value.ignore_eos else ends)] for value in params_of]
+            params_of = [replace(value, stop_token_ids=stop) for value, stop in zip(params_of, stops, strict=True)]
+        asked = self.processor.requests(prompts, params_of)
         engine = self.processor.engine
         shown = use_tqdm and engine.world.rank == 0 and sys.stderr.isatty()
-        total = (
-            sum(len(each.requests) for each in asked) if engine.mesh.layout.dp == 1 else None
-        )  # other replicas' do not count
+        # the bar counts this replica's responses, so only one replica has a total
+        total = sum(len(each.requests) for each in asked) if engine.mesh.layout.dp == 1 else None
         with tqdm(total=total, unit=" responses", disable=not shown) as bar:
             return self.processor.generate(asked, bar.update)

@@ -72,7 +72,7 @@ class LoadedModel:
 
     @property
     def must_match(self) -> dict[str, str]:
-        """Values that must be equal on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
+        """Return values that must be equal on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
         sources = base_directory(self.config.model.path, self.checkpoint), self.checkpoint
         return {"set of weights": str([weights_digest(Path(source)) for source in sources if source is not None])}
 
@@ -81,18 +81,18 @@ Config = TypeVar("Config", bound=LoadedConfig)
 
 
 def find_weights(path: str) -> tuple[str, Path | None]:
-    """Returns the directory of the model's configuration and tokenizer, and the checkpoint with its weights, or None.
+    """Return the directory of the model's configuration and tokenizer, and the checkpoint with its weights, or None.
 
     ``path`` is a Hugging Face directory, a run's directory, or one of its checkpoints. A run's directory stands for its newest
     checkpoint. The run's export is read instead if it was made from that checkpoint, or if there is none. Raises ValueError for a
     checkpoint whose run does not name the model that it started from.
     """
     here = named_checkpoint(Path(path))
-    whole = committed(here)
+    complete = committed(here)
     exported = (here / EXPORT_DIR / "config.json").is_file() and (here / CONFIG_FILE).is_file()
-    if exported and (not whole or exported_checkpoint(here) == whole[0].path.name):
+    if exported and (not complete or exported_checkpoint(here) == complete[0].path.name):
         return str(here / EXPORT_DIR), None
-    checkpoint = here if (here / COMMIT).is_file() else whole[0].path if whole else None
+    checkpoint = here if (here / COMMIT).is_file() else complete[0].path if complete else None
     if (here / "config.json").is_file() or checkpoint is None:
         return path, None
     written = checkpoint.parent.parent / CONFIG_FILE
@@ -104,15 +104,15 @@ def find_weights(path: str) -> tuple[str, Path | None]:
 
 
 def read_weights(config: Config, launch: Launch, generation_ep: int = 1) -> tuple[Config, ModelSpec, Layout, Path | None]:
-    """Returns the configuration with the model's full path, the architecture, the layout, and the checkpoint or None.
+    """Return the configuration with the model's full path, the architecture, the layout, and the checkpoint or None.
 
     The checkpoint has the weights if they are not in the model's directory. Local: no communication. Raises ValueError, one line.
     """
-    given = Path(config.model.path)
+    named = Path(config.model.path)
     directory, checkpoint = find_weights(config.model.path)
-    if launch.rank == 0 and (given / CONFIG_FILE).is_file():
-        of = (checkpoint.name if checkpoint else exported_checkpoint(given)) or "an unknown checkpoint"
-        print(f"model.path={given}: the weights of {of}, from {checkpoint or directory}", file=sys.stderr)
+    if launch.rank == 0 and (named / CONFIG_FILE).is_file():
+        source = (checkpoint.name if checkpoint else exported_checkpoint(named)) or "an unknown checkpoint"
+        print(f"model.path={named}: the weights of {source}, from {checkpoint or directory}", file=sys.stderr)
     config = replace(config, model=replace(config.model, path=local_directory(directory, "model.path")))
     spec = read_spec(config.model.path)
     layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
@@ -129,12 +129,12 @@ def read_weights(config: Config, launch: Launch, generation_ep: int = 1) -> tupl
 
 
 def base_directory(directory: str, checkpoint: Path | None) -> str | None:
-    """Returns the directory whose weights are loaded before :func:`load_from_checkpoint`; None if the checkpoint has all weights."""
+    """Return the directory whose weights are loaded before :func:`load_from_checkpoint`; None if the checkpoint has all weights."""
     return directory if checkpoint is None or find_adapters(checkpoint, ROLE) is not None else None
 
 
-def load_from_checkpoint(spec: ModelSpec, held: RoleState, directory: str, checkpoint: Path | None, world: World) -> None:
-    """Loads the checkpoint, if there is one, into this rank's weights, in their dtype.
+def load_from_checkpoint(spec: ModelSpec, weights: RoleState, directory: str, checkpoint: Path | None, world: World) -> None:
+    """Load the checkpoint, if there is one, into this rank's weights, in their dtype.
 
     Adapters are added to the weights of ``directory``, which were loaded before.
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
@@ -143,19 +143,19 @@ def load_from_checkpoint(spec: ModelSpec, held: RoleState, directory: str, check
         return
     adapters = find_adapters(checkpoint, ROLE)
     if adapters is not None:
-        adapters.add_to(spec, held, Path(directory))
+        adapters.add_to(spec, weights, Path(directory))
         return
     dtype = DTYPES[read_manifest(checkpoint).dtype_of(ROLE)]
-    stored = {name: torch.empty(value.shape, dtype=dtype) for name, value in held.tensors.items()}
+    stored = {name: torch.empty(value.shape, dtype=dtype) for name, value in weights.tensors.items()}
     beside = frozenset([spec.names.second_head])  # an actor that is also the critic has one
-    load_checkpoint(checkpoint, ROLE, RoleState(held.shards, stored), world.all, beside)
+    load_checkpoint(checkpoint, ROLE, RoleState(weights.shards, stored), world.all, beside)
     with torch.no_grad():
-        for name, value in held.tensors.items():
+        for name, value in weights.tensors.items():
             value.copy_(stored.pop(name))
 
 
 def not_finite(row: int, name: Any, model: ModelConfig) -> FloatingPointError:
-    """Returns the error for row number ``row``, whose id in the input is ``name``."""
+    """Return the error for row number ``row``, whose id in the input is ``name``."""
     return FloatingPointError(
         f"row {row} (id {name!r}) has log-probs that are not finite; check the weights in {model.path}, or set model.dtype=float32"
     )

@@ -55,14 +55,14 @@ class Refusal(ValueError):
 
 
 def refused(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and the JSON of an answer to a request that failed with ``error``."""
+    """Return the HTTP status and the JSON of an answer to a request that failed with ``error``."""
     status = getattr(error, "status", 400 if isinstance(error, ValueError) else 500)
     kind = "invalid_request_error" if status < 500 else "server_error"
     return status, {"error": {"message": str(error), "type": kind, "param": None, "code": getattr(error, "code", None)}}
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """A request's JSON object. Raises ValueError if it is none, too deep, or has text that is not Unicode."""
+    """Return a request's JSON object. Raises ValueError if it is none, too deep, or has text that is not Unicode."""
 
     def depth(value: Any) -> int:
         inner = value.values() if isinstance(value, dict) else value
@@ -84,7 +84,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
 
 def check_sizes(body: Mapping[str, Any], vocab_size: int, longest: int) -> None:
-    """Raises ValueError for a field that is longer than it can be, before it is read: that would hold up other requests.
+    """Raise ValueError for a field that is longer than it can be, before it is read: that would hold up other requests.
 
     ``longest``: tokens of a prompt and its response.
     """
@@ -100,7 +100,7 @@ def check_sizes(body: Mapping[str, Any], vocab_size: int, longest: int) -> None:
 
 
 def prompts_of(body: Mapping[str, Any], chat: bool) -> list[Any]:
-    """The prompts of a request. Raises ValueError for messages that are no list of objects."""
+    """Return the prompts of a request. Raises ValueError for messages that are no list of objects."""
     if not chat:
         prompt = body.get("prompt")
         return [prompt] if not isinstance(prompt, list) or is_ids(prompt) else prompt
@@ -137,7 +137,7 @@ class AnswerFormat:
 
 
 def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, SamplingParams]:
-    """How a request is to be answered and sampled. Raises ValueError, also for fields that are not supported.
+    """Return how a request is to be answered and sampled. Raises ValueError, also for fields that are not supported.
 
     ``max_tokens`` may be 0 with ``echo``; the sampling parameters then have 1.
     """
@@ -146,17 +146,17 @@ def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, Sam
         if key in asked:
             raise ValueError(f"{key} {'are' if key.endswith('s') else 'is'} not supported yet; leave the field out")
     shaping = {each.name for each in fields(AnswerFormat)} - {"generates"}
-    given = {key: value for key, value in asked.items() if key not in OTHER and key not in shaping}
-    if bad := [key for key in INTERNAL if key in given]:
+    settings = {key: value for key, value in asked.items() if key not in OTHER and key not in shaping}
+    if bad := [key for key in INTERNAL if key in settings]:
         raise ValueError(f"unknown key '{bad[0]}'")
     if chat:
-        given["max_tokens"] = given.pop("max_completion_tokens", given.get("max_tokens"))
-        likeliest = given.pop("top_logprobs", 0)
-        given["logprobs"] = likeliest if given.pop("logprobs", False) else None
+        settings["max_tokens"] = settings.pop("max_completion_tokens", settings.get("max_tokens"))
+        likeliest = settings.pop("top_logprobs", 0)
+        settings["logprobs"] = likeliest if settings.pop("logprobs", False) else None
     answer: AnswerFormat = _read(AnswerFormat, {key: value for key, value in asked.items() if key in shaping})
-    if type(most := given.get("max_tokens")) is int and most == 0:  # neither false nor 0.0
-        answer, given["max_tokens"] = replace(answer, generates=False), 1
-    params: SamplingParams = _read(SamplingParams, given)
+    if type(max_tokens := settings.get("max_tokens")) is int and max_tokens == 0:  # neither false nor 0.0
+        answer, settings["max_tokens"] = replace(answer, generates=False), 1
+    params: SamplingParams = _read(SamplingParams, settings)
     if answer.echo and chat:
         raise ValueError("echo=true is for /v1/completions: a chat's prompt is its messages")
     if answer.chat_template_kwargs and not chat:
@@ -166,8 +166,8 @@ def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, Sam
     return answer, replace(params, prompt_logprobs=params.logprobs if answer.echo else None)
 
 
-def _read(schema: Any, given: Mapping[str, Any]) -> Any:
-    return read_section(schema, given, strict=True)
+def _read(schema: Any, values: Mapping[str, Any]) -> Any:
+    return read_section(schema, values, strict=True)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class TextDelta:
 
 
 def choice_of(index: int, delta: TextDelta, chat: bool, to_bytes: ToBytes, part: str | None = None) -> dict[str, Any]:
-    """The ``choice`` of an OpenAI answer. ``part``: the "first" or a "later" one of a stream; None: a whole response."""
+    """Return the ``choice`` of an OpenAI answer. ``part``: the "first" or a "later" one of a stream; None: a whole response."""
     content: dict[str, Any] = {"text": delta.text}
     if chat:
         role = {} if part == "later" else {"role": "assistant"}
@@ -204,14 +204,14 @@ def choice_of(index: int, delta: TextDelta, chat: bool, to_bytes: ToBytes, part:
 
 def _completion_logprobs(entries: Sequence[Entry], offsets: Sequence[int]) -> dict[str, Any]:
     """``top_logprobs`` also has the token itself. Of tokens with the same text it has the likeliest."""
-    own = [next(iter(entry.values())) for entry in entries]
-    best = [[token, *(each for _, each in reversed(_ranked(entry)))] for token, entry in zip(own, entries, strict=True)]
+    drawn = [next(iter(entry.values())) for entry in entries]
+    best = [[token, *(each for _, each in reversed(_ranked(entry)))] for token, entry in zip(drawn, entries, strict=True)]
     return {
-        "tokens": [token.decoded_token for token in own],
-        "token_logprobs": [_finite(token.logprob) for token in own],
+        "tokens": [token.decoded_token for token in drawn],
+        "token_logprobs": [_finite(token.logprob) for token in drawn],
         "top_logprobs": [
             None if isnan(token.logprob) else {each.decoded_token: _finite(each.logprob) for each in tokens}
-            for token, tokens in zip(own, best, strict=True)
+            for token, tokens in zip(drawn, best, strict=True)
         ],
         "text_offset": [*offsets],
     }
@@ -227,11 +227,11 @@ def _chat_logprobs(entries: Sequence[Entry], to_bytes: ToBytes) -> dict[str, Any
 
     first = [next(iter(entry.items())) for entry in entries]
     ranked = [[named(token, each) for token, each in _ranked(entry)] for entry in entries]
-    return {"content": [{**named(*own), "top_logprobs": top} for own, top in zip(first, ranked, strict=True)]}
+    return {"content": [{**named(*drawn), "top_logprobs": top} for drawn, top in zip(first, ranked, strict=True)]}
 
 
 def _ranked(entry: Entry) -> list[tuple[int, Logprob]]:
-    """The likeliest tokens in order."""
+    """Return the likeliest tokens in order."""
     return sorted(((token, each) for token, each in entry.items() if each.rank), key=lambda each: each[1].rank or 0)
 
 
@@ -252,7 +252,7 @@ class TextOffsets:
         self._open: list[int] = []  # the tokens so far of an incomplete character
 
     def add(self, ids: Sequence[int]) -> list[int]:
-        """Where the next tokens begin."""
+        """Return where the next tokens begin."""
         offsets = []
         for token in ids:
             offsets.append(self.length)

@@ -15,7 +15,7 @@ from rlhf_spmd.telemetry.run_dir import atomic_write_text, writing
 
 
 def check_out(out: Path, *sources: str) -> None:
-    """Makes the directory of ``out`` and checks that a file can be written there, before hours of work. Raises ValueError."""
+    """Make the directory of ``out`` and check that a file can be written there, before hours of work. Raises ValueError."""
     try:
         if out.exists() and not out.is_file():
             raise ValueError(f"out={out} is {'a directory' if out.is_dir() else 'not a regular file'}; name a file")
@@ -34,7 +34,7 @@ def write_rows(out: str, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def other_job(out: str, what: str) -> ValueError:
-    """Returns the error for ``out`` that has results of another job."""
+    """Return the error for ``out`` that has results of another job."""
     return ValueError(
         f"out={out}: {what} of a job with another model, other prompts or other settings; remove it, or give another out"
     )
@@ -57,8 +57,8 @@ class Journal:
                 raise other_job(out, f"{directory} holds rows")
 
     def read(self, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], dict[str, Any]]:
-        """Returns rows that earlier starts of the job have finished, among ``places``: (set, row id)."""
-        found: dict[tuple[int, int], dict[str, Any]] = {}
+        """Return rows that earlier starts of the job have finished, among ``places``: (set, row id)."""
+        rows: dict[tuple[int, int], dict[str, Any]] = {}
         for path in sorted(self.directory.glob("*.jsonl")):
             with path.open(encoding="utf-8", errors="replace") as lines:
                 lines.readline()
@@ -66,11 +66,11 @@ class Journal:
                     if line.endswith("\n"):
                         number, row_id, row = json.loads(line)
                         if (number, row_id) in places:
-                            found[number, row_id] = row
-        return found
+                            rows[number, row_id] = row
+        return rows
 
     def append(self, records: Sequence[tuple[tuple[int, int], Any]]) -> None:
-        """Writes and flushes ``records``, so that they survive a kill of this process. Raises WriteError."""
+        """Write and flush ``records``, so that they survive a kill of this process. Raises WriteError."""
         with writing(self.directory):
             if self._file is None:
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class Journal:
             self._file.flush()
 
     def remove(self) -> None:
-        """Deletes the files, once the results are in place and no rank writes any more."""
+        """Delete the files, once the results are in place and no rank writes any more."""
         for path in self.directory.glob("*.jsonl"):
             path.unlink(missing_ok=True)
         with suppress(OSError):  # there was no directory

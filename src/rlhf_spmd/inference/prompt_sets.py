@@ -23,21 +23,20 @@ import torch
 from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.encoding import check_ids, read_template
-from rlhf_spmd.data.files import DataError, Row
+from rlhf_spmd.data.files import DataError, Row, named_row
 from rlhf_spmd.data.prompts import QuestionsConfig, encode_prompts, response_limits, reward_row
 from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import decode, decoding
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.environments.runner import check_failed_rows, failures_by_name
-from rlhf_spmd.generation import Completion, GenerationConfig, NotFinite, Request, SamplingConfig
+from rlhf_spmd.generation import Completion, NotFinite, Request, SamplingConfig
 from rlhf_spmd.generation.multi_turn import Environments, turn_messages
 from rlhf_spmd.generation.sampler import drawable_ids
 from rlhf_spmd.generation.stopping import build_stop_criteria
-from rlhf_spmd.inference.inference_engine import InferenceEngine, check_generation, gather_records
+from rlhf_spmd.inference.inference_engine import GeneratingConfig, InferenceEngine, gather_records
 from rlhf_spmd.inference.inference_program import InferenceConfig
 from rlhf_spmd.inference.loaded_model import LoadedModel, not_finite
 from rlhf_spmd.inference.output_files import Journal
-from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.input_digests import sample_of
 from rlhf_spmd.rewards.binding import TURNS
@@ -50,16 +49,12 @@ Record = tuple[Place, dict[str, Any]]  # a row's place and its result
 
 
 @dataclass(frozen=True)
-class AnswerConfig(InferenceConfig):
-    """The common configuration of ``generate`` and ``evaluate``. Responses are generated in ``layout``."""
+class AnswerConfig(GeneratingConfig, InferenceConfig):
+    """The common configuration of ``generate`` and ``evaluate``."""
 
     data: QuestionsConfig = field(default_factory=QuestionsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-
-    def check(self, where: str) -> None:
-        check_generation(self.layout, self.generation)
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class PromptSet:
     """Checked prompts.
 
     - key: the configuration key of the reward, for messages
-    - given: the prompts as the file has them; rows: as rewards see them; prompts: as token ids
+    - source_prompts: the prompts as the file has them; rows: as rewards see them; prompts: as token ids
     - limits: least and most tokens of each prompt's responses
     - errors: by number, the prompts that are not answered and why
     """
@@ -76,18 +71,18 @@ class PromptSet:
     key: str
     sampling: SamplingConfig
     reward: RewardConfig
-    given: list[Any]
+    source_prompts: list[Any]
     rows: list[dict[str, Any]]
     prompts: list[list[int]]
     limits: list[tuple[int, int]]
     errors: dict[int, str]
 
     def requests(self) -> list[list[Request]]:
-        """``n`` requests for each prompt that is answered, in order."""
+        """Return ``n`` requests for each prompt that is answered, in order."""
         n = self.sampling.n
         return [
-            [Request(i * n + j, i, prompt, most, least) for j in range(n)]
-            for i, (prompt, (least, most)) in enumerate(zip(self.prompts, self.limits, strict=True))
+            [Request(i * n + j, i, prompt, longest, shortest) for j in range(n)]
+            for i, (prompt, (shortest, longest)) in enumerate(zip(self.prompts, self.limits, strict=True))
             if i not in self.errors
         ]
 
@@ -103,7 +98,7 @@ class InferJob(LoadedModel):
 
     @property
     def must_match(self) -> dict[str, str]:
-        """What must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
+        """Return what must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
         return {"model, set of prompts or setting": self.journal.job}
 
 
@@ -111,20 +106,21 @@ def check_set(
     name: str,
     key: str,
     rows: Sequence[Row],
-    config: Any,
+    config: AnswerConfig,
     sampling: SamplingConfig,
     reward: RewardConfig,
-    model: tuple[ModelSpec, Any],
+    model: LoadedModel,
 ) -> PromptSet:
-    """The prompts of a set for ``model`` (its architecture and tokenizer). Raises ValueError or DataError, one line.
+    """Return the prompts of a set for ``model``. Raises ValueError or DataError, one line.
 
     A prompt that leaves no room in the model's context gets an entry in ``errors``; if none leaves room, DataError is raised.
     """
-    spec, tokenizer = model
+    spec, tokenizer = model.spec, model.tokenizer
     encoded = encode_prompts(rows, config.data, tokenizer, spec.vocab_size)
-    prompts = [
-        check_ids(ids, spec.vocab_size, row.where, config.data.prompt_key) for row, (ids, _) in zip(rows, encoded, strict=True)
-    ]
+    prompts = []
+    for row, (ids, _) in zip(rows, encoded, strict=True):
+        with named_row(row.where):
+            prompts.append(check_ids(ids, spec.vocab_size, config.data.prompt_key))
     context = spec.max_position_embeddings
     errors = {
         i: f"{rows[i].where}: the prompt has {len(ids)} tokens, the model's context {context}"
@@ -138,7 +134,7 @@ def check_set(
     ends = build_stop_criteria(sampling, spec.eos_token_ids, decoding(tokenizer), where)
     drawable = drawable_ids(spec.vocab_size, spec.eos_token_ids, decoding(tokenizer))
     sampling.check_ids(spec.vocab_size, drawable, ends.token_ids, any(least for least, _ in limits), where)
-    longest = max(len(prompt) + most for prompt, (_, most) in zip(prompts, limits, strict=True))
+    longest = max(len(prompt) + longest_response for prompt, (_, longest_response) in zip(prompts, limits, strict=True))
     config.generation.check_model("generation", spec)
     config.generation.check_row("generation", longest, f"the longest row may have {longest} tokens")
     seen = [reward_row(row, i, encoded[i][1], config.data) for i, row in enumerate(rows)]
@@ -147,24 +143,24 @@ def check_set(
             raise ValueError(f"{key}.{setting}={value}: here responses are scored by a function; leave it out")
     reward.check_no_model(key)
     reward.check_rows(key, seen, [row.where for row in rows])
-    given = [row.get(config.data.prompt_key, "") if config.data.prompt_key in row else None for row in rows]
-    return PromptSet(name, key, sampling, reward, given, seen, prompts, limits, errors)
+    source_prompts = [row.get(config.data.prompt_key, "") if config.data.prompt_key in row else None for row in rows]
+    return PromptSet(name, key, sampling, reward, source_prompts, seen, prompts, limits, errors)
 
 
 def limits_of(row: Row, room: int, sampling: SamplingConfig) -> tuple[int, int]:
-    """Least and most tokens of a response: the row's own limits or the common ones, and at most ``room``. Raises DataError."""
-    least, own = response_limits(row)
-    most = min(room, own or sampling.max_response_length or room)
-    if least > most:
-        raise DataError(
-            f"{row.where}: min_response_length={least} must be at most {most}, which max_response_length (the row's, else "
+    """Return the least and most tokens of a response: the row's limits, else the common ones, at most ``room``. Raises DataError."""
+    shortest, row_limit = response_limits(row)
+    longest = min(room, row_limit or sampling.max_response_length or room)
+    if shortest > longest:
+        raise row.error(
+            f"min_response_length={shortest} must be at most {longest}, which max_response_length (the row's, else "
             "sampling's) and the model's context leave"
         )
-    return least, most
+    return shortest, longest
 
 
-def job_of(config: Any, checkpoint: Path | None, sets: Sequence[PromptSet]) -> str:
-    """A hash of what decides the rows: samples of the weight files, the prompts, the settings and the reward function's file.
+def job_of(config: AnswerConfig, checkpoint: Path | None, sets: Sequence[PromptSet]) -> str:
+    """Return a hash of what decides the rows: samples of the weight files, the prompts, the settings and the reward function's file.
 
     Copies of a model on several nodes give the same hash.
     """
@@ -178,7 +174,7 @@ def job_of(config: Any, checkpoint: Path | None, sets: Sequence[PromptSet]) -> s
 
 
 def code_of(asked: PromptSet) -> str | None:
-    """A hash of the file that defines the set's reward function; None without a reward."""
+    """Return a hash of the file that defines the set's reward function; None without a reward."""
     if asked.reward.function is None:
         return None
     function = inspect.unwrap(asked.reward.bind(asked.key).function)
@@ -188,7 +184,7 @@ def code_of(asked: PromptSet) -> str | None:
 
 
 def answer(
-    ready: InferJob, world: World, tick: Callable[[], None], write: Callable[[list[list[dict[str, Any]]]], None]
+    job: InferJob, world: World, tick: Callable[[], None], write: Callable[[list[list[dict[str, Any]]]], None]
 ) -> str | None:
     """Generate all responses. Returns a line about the work on rank 0, and None elsewhere.
 
@@ -196,32 +192,32 @@ def answer(
     are empty for prompts that are not answered. Collective over the world: every rank of it must call. Raises
     FloatingPointError if a log-prob is not finite.
     """
-    config, started = ready.config, time.perf_counter()
-    engine = InferenceEngine(ready, world, tick)
+    config, started = job.config, time.perf_counter()
+    engine = InferenceEngine(job, world, tick)
     loaded = time.perf_counter()
-    runs = [PromptSetRun(ready, number, engine) for number in range(len(ready.sets))]
+    runs = [PromptSetRun(job, number, engine) for number in range(len(job.sets))]
     places = {(run.number, request.row_id) for run in runs for group in run.groups for request in group}
-    there = ready.journal.read(places) if engine.leads and places else {}
+    there = job.journal.read(places) if engine.leads and places else {}
     records = [record for run in runs for record in run.answer(there)]
     before = int(world.all.all_reduce(torch.tensor(sum(run.num_before for run in runs)), "generate:before"))
     gathered = gather_records(world, records, "generate:results")
     line = None
     if gathered is not None:
-        rows: list[list[dict[str, Any]]] = [[{} for _ in s.prompts for _ in range(s.sampling.n)] for s in ready.sets]
+        rows: list[list[dict[str, Any]]] = [[{} for _ in s.prompts for _ in range(s.sampling.n)] for s in job.sets]
         for (number, row_id), row in gathered:
             rows[number][row_id] = row
         write(rows)
         num_tokens = sum(row["length"] for _, row in gathered)
         seconds = time.perf_counter() - loaded
         line = f"{counted(len(gathered), 'response')}, {counted(num_tokens, 'token')} in {seconds:.1f} s "
-        line += f"({num_tokens / seconds:.0f} tokens/s; {loaded - started:.1f} s to load) on {ready.layout}, "
+        line += f"({num_tokens / seconds:.0f} tokens/s; {loaded - started:.1f} s to load) on {job.layout}, "
         line += f"{counted(config.threads, 'thread')}, attention {engine.generator.config.attention}: {config.out}"
         line += f"; {before} of them were there from an earlier start" if before else ""
-        errors = [error for s in ready.sets for error in s.errors.values()]
+        errors = [error for s in job.sets for error in s.errors.values()]
         line += f"; {counted(len(errors), 'prompt')} not answered, the first: {errors[0]}" if errors else ""
     world.all.barrier("generate:written")
     if world.rank == 0:
-        ready.journal.remove()
+        job.journal.remove()
     return line
 
 
@@ -231,16 +227,16 @@ class PromptSetRun:
     ``groups``: the requests of each prompt that this replica answers; ``num_before``: responses that an earlier start had made.
     """
 
-    def __init__(self, ready: InferJob, number: int, engine: InferenceEngine) -> None:
-        self.ready, self.number, self.engine = ready, number, engine
-        self.set = ready.sets[number]
+    def __init__(self, job: InferJob, number: int, engine: InferenceEngine) -> None:
+        self.job, self.number, self.engine = job, number, engine
+        self.set = job.sets[number]
         groups = self.set.requests()
         self.groups = [groups[i] for i in engine.own_groups(groups)]
         self.scorer = RewardScorer(self.set, engine.tick)
         self.num_before = 0
 
     def answer(self, before: Mapping[Place, dict[str, Any]]) -> list[Record]:
-        """The records of this replica's rows on its first rank, and none elsewhere. ``before``: those of earlier starts.
+        """Return the records of this replica's rows on its first rank, and none elsewhere. ``before``: those of earlier starts.
 
         Collective over the replica, with environments over the world: every rank of it must call, in program order.
         """
@@ -253,9 +249,9 @@ class PromptSetRun:
         begun: dict[int, list[Completion]] = {}  # responses to a prompt go together: rewards may compare them
         scored: Future[list[Record]] | None = None
         environments = None
-        if self.ready.environments:
+        if self.job.environments:
             rows = {request.row_id: self.set.rows[request.group_id] for group in waiting for request in group}
-            environments = Environments(self.ready.environments, rows, self.ready.tokenizer, self.ready.config.data)
+            environments = Environments(self.job.environments, rows, self.job.tokenizer, self.job.config.data)
         try:
             with ThreadPoolExecutor(1) as pool:  # rewards take their time: the next rows are generated meanwhile
                 for completions in engine.complete(waiting, self.set.sampling, self.set.sampling.seed, environments):
@@ -268,23 +264,23 @@ class PromptSetRun:
                     ]
                     if engine.leads and ended:
                         records += scored.result() if scored else []
-                        taken = [completion for group in ended for completion in sorted(group, key=lambda c: c.row_id)]
-                        scored = pool.submit(self._write_down, taken)
+                        complete = [completion for group in ended for completion in sorted(group, key=lambda c: c.row_id)]
+                        scored = pool.submit(self._write_down, complete)
                 records += scored.result() if scored else []
                 self.scorer.close()  # its processes end with the thread that started them
         except NotFinite as error:
             row = error.row_id // n
-            raise not_finite(row, self.set.rows[row]["id"], self.ready.config.model) from error
+            raise not_finite(row, self.set.rows[row]["id"], self.job.config.model) from error
         return records if engine.leads else []
 
     def _check_failures(self, completions: Sequence[Completion], before: Sequence[Record]) -> None:
-        """Raises EnvironmentFailure on rank 0 if the environment failed in too many rows of the set; other ranks then wait for the end.
+        """Raise EnvironmentFailure on rank 0 if the environment failed in too many rows of the set; other ranks then wait for the end.
 
         ``completions`` and ``before``, the records of earlier starts, are all rows of this replica.
 
         Collective over the world: every rank of it must call, in program order.
         """
-        world, configs, n = self.engine.world, self.ready.environments, self.set.sampling.n
+        world, configs, n = self.engine.world, self.job.environments, self.set.sampling.n
         failures = {row_id: row.get("environment_failure") for (_, row_id), row in before}
         failures |= {each.row_id: each.failure for each in completions}
         gathered = gather_records(world, [*failures.items()] if self.engine.leads else [], "generate:failures")
@@ -296,35 +292,35 @@ class PromptSetRun:
         world.all.barrier("generate:judged")  # before any rank writes rows to the journal
 
     def _seen(self, completion: Completion) -> dict[str, Any]:
-        """What the reward sees of the completion's row."""
+        """Return what the reward sees of the completion's row."""
         number, reward = completion.row_id // self.set.sampling.n, self.set.reward
         if completion.mask is None:
             return self.set.rows[number]
         tags = reward.reasoning_tags if reward.strip_reasoning else None
         of_turns = completion.token_ids, completion.mask, completion.observations, tags
-        messages = turn_messages(self.ready.tokenizer, self.set.prompts[number], *of_turns)
+        messages = turn_messages(self.job.tokenizer, self.set.prompts[number], *of_turns)
         return self.set.rows[number] | {TURNS: messages}
 
     def _write_down(self, completions: Sequence[Completion]) -> list[Record]:
         """Score ``completions`` and write them to the journal, on the thread that the reward's processes belong to."""
-        rows = [record(completion, self.ready.keeps_tokens) for completion in completions]
+        rows = [record(completion, self.job.keeps_tokens) for completion in completions]
         if self.set.reward.function is not None:
             prompts = [self._seen(completion) for completion in completions]
             ids = [completion.token_ids for completion in completions]
-            texts = decode(self.ready.tokenizer, ids)
+            texts = decode(self.job.tokenizer, ids)
             answers: list[str | None] = [*texts]
             if self.set.reward.strip_reasoning:
                 asked = [self.set.prompts[completion.row_id // self.set.sampling.n] for completion in completions]
-                tokenizer, tags = self.ready.tokenizer, self.set.reward.reasoning_tags
+                tokenizer, tags = self.job.tokenizer, self.set.reward.reasoning_tags
                 answers = [strip_reasoning(tokenizer, *pair, tags) for pair in zip(asked, ids, strict=True)]
                 for row, stripped in zip(rows, answers, strict=True):
                     row["stripped"] = stripped
             scored = self.scorer.score(prompts, [answer or "" for answer in answers], ids)
             for row, text, verdict, completion in zip(rows, texts, scored, completions, strict=True):
                 row |= {"response": text, **verdict} | ({"score": None} if completion.failure else {})
-        made = [((self.number, completion.row_id), row) for completion, row in zip(completions, rows, strict=True)]
-        self.ready.journal.append(made)
-        return made
+        written = [((self.number, completion.row_id), row) for completion, row in zip(completions, rows, strict=True)]
+        self.job.journal.append(written)
+        return written
 
 
 class RewardScorer:
@@ -340,7 +336,7 @@ class RewardScorer:
             self.runner.close()
 
     def score(self, prompts: Sequence[dict[str, Any]], texts: Sequence[str], ids: Sequence[list[int]]) -> list[dict[str, Any]]:
-        """For each response its ``score``, None if the reward does not score the row, and, if the reward reads answers, the one
+        """Return for each response its ``score``, None if the reward does not score the row, and, if the reward reads answers, the one
         that it has ``extracted``, None for none. Raises RewardError."""
         reward = self.set.reward
         scores: list[dict[str, Any]] = [{"score": None} for _ in texts]
@@ -363,14 +359,14 @@ class RewardScorer:
             action = f"{self.set.key}.function {reward.function!r} failed; {self.set.key}.{reward.after_failure}"
             print(f"{action}: {error}", file=sys.stderr)
             self.reported = True
-        for at, (i, score) in enumerate(zip(chosen, result.scores, strict=True)):
+        for place, (i, score) in enumerate(zip(chosen, result.scores, strict=True)):
             scores[i]["score"] = None if score is None else reward.weight * score
-            scores[i] |= {"extracted": result.answers[at]} if at in result.answers else {}
+            scores[i] |= {"extracted": result.answers[place]} if place in result.answers else {}
         return scores
 
 
 def record(completion: Completion, keeps_tokens: bool) -> dict[str, Any]:
-    """A completion as JSON. ``keeps_tokens``: with its token ids and log-probs, not only their number.
+    """Return a completion as JSON. ``keeps_tokens``: with its token ids and log-probs, not only their number.
 
     A failure of its environment is kept in any case, for the verdict of a later start."""
     row: dict[str, Any] = {"length": len(completion.token_ids), "finish_reason": completion.finish_reason}

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from numbers import Integral
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.config.constraints import Range, Seed
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.data.balance import micro_batches_by_tokens
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
+from rlhf_spmd.data.files import named_row
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer, longest_token
-from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig, StopStrings
+from rlhf_spmd.generation import Completion, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.stopping import StopCriteria, build_stop_criteria, special_stops
-from rlhf_spmd.inference.inference_engine import InferenceEngine, check_cache, check_generation, gather_records
-from rlhf_spmd.inference.loaded_model import LoadedConfig, LoadedModel, read_weights
+from rlhf_spmd.inference.inference_engine import GeneratingConfig, InferenceEngine, gather_records, read_generating_model
+from rlhf_spmd.inference.loaded_model import LoadedModel
 from rlhf_spmd.inference.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
-from rlhf_spmd.models.spec import join_ends
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 
@@ -32,45 +33,43 @@ Entries = list[list[tuple[int, float]]]  # for each token: itself and its log-pr
 
 
 @dataclass(frozen=True)
-class EngineConfig(LoadedConfig):
-    """A model that answers requests. It generates in ``layout``.
+class EngineConfig(GeneratingConfig):
+    """A model that answers requests.
 
     - seed: keys the draws of requests without a seed
     - max_model_len: tokens of a prompt and its response; null: what the model's context has
     - tokenizer: directory of the tokenizer; null: the model's
     """
 
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
     seed: Seed = 0
     max_model_len: Annotated[int, Range(least=2)] | None = None
     tokenizer: str | None = None
 
-    def check(self, where: str) -> None:
-        check_generation(self.layout, self.generation)
-        if self.layout.pp != 1:
-            raise ValueError(f"layout.pp={self.layout.pp}: a model that is asked has no stages; allowed is 1, and layout.tp")
-        if self.generation.rebalance_steps:
-            raise ValueError(
-                f"generation.rebalance_steps={self.generation.rebalance_steps}: rows stay where they are; allowed is 0"
-            )
+    rules: ClassVar[Rules] = (
+        Rule(("layout.pp",), lambda s: s.layout.pp != 1, "a model that is asked has no stages", "set layout.tp instead"),
+        Rule(
+            ("generation.rebalance_steps",),
+            lambda s: s.generation.rebalance_steps,
+            "rows of requests stay on their replica",
+            "leave it out",
+        ),
+    )
 
 
 def prepare_model(config: EngineConfig, launch: Launch) -> LoadedModel:
-    """Read what ``config`` names, before the ranks meet. Local: no communication. Raises ValueError or DataError, one line."""
-    config, spec, layout, checkpoint = read_weights(config, launch, config.generation.ep)
-    check_cache(spec, layout, config.generation, config.model, launch)
-    if (config.max_model_len or 0) > spec.max_position_embeddings:
+    """Return what ``config`` names, read before the ranks meet. Local: no communication. Raises ValueError or DataError, one line."""
+    loaded = read_generating_model(config, launch, config.tokenizer is not None, tokenizer_path=config.tokenizer)
+    context = loaded.spec.max_position_embeddings
+    if (config.max_model_len or 0) > context:
         raise ValueError(
-            f"max_model_len={config.max_model_len}: the model's context is max_position_embeddings={spec.max_position_embeddings}; "
-            "lower it, or leave it out"
+            f"max_model_len={config.max_model_len}: the model's context is max_position_embeddings={context}; lower it, or leave it out"
         )
-    tokenizer = load_tokenizer(config.tokenizer or config.model.path, required=config.tokenizer is not None)
-    if config.tokenizer is not None and len(tokenizer) > spec.vocab_size:
+    if config.tokenizer is not None and len(loaded.tokenizer) > loaded.spec.vocab_size:
         raise ValueError(
-            f"tokenizer={config.tokenizer}: it has {len(tokenizer)} tokens, and the model's vocabulary {spec.vocab_size}; "
-            "leave it out for the model's own"
+            f"tokenizer={config.tokenizer}: it has {len(loaded.tokenizer)} tokens, and the model's vocabulary "
+            f"{loaded.spec.vocab_size}; leave it out for the model's own"
         )
-    return LoadedModel(config, join_ends(spec, tokenizer), layout, checkpoint, tokenizer)
+    return loaded
 
 
 @dataclass(frozen=True)
@@ -89,19 +88,19 @@ class PromptRequest:
 
 
 def is_ids(prompt: Any) -> bool:
-    """Whether ``prompt`` is a list of token ids, not a text and not messages."""
+    """Return True if ``prompt`` is a list of token ids, not a text and not messages."""
     return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Integral)
 
 
 class RequestProcessor:
     """Answers prompts with an engine. ``longest``: tokens that a prompt and its response may have together."""
 
-    def __init__(self, ready: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, loaded: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
         """Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError."""
-        self.engine = InferenceEngine(ready, world, tick)
-        self.seed, self.spec, self.tokenizer = ready.config.seed, ready.spec, ready.tokenizer
-        self.path = ready.config.model.path
-        self.longest = ready.config.max_model_len or ready.spec.max_position_embeddings
+        self.engine = InferenceEngine(loaded, world, tick)
+        self.seed, self.spec, self.tokenizer = loaded.config.seed, loaded.spec, loaded.tokenizer
+        self.path = loaded.config.model.path
+        self.longest = loaded.config.max_model_len or loaded.spec.max_position_embeddings
         self._num_rows = 0
         self._texts: dict[int, str] = {}  # of tokens
 
@@ -112,40 +111,42 @@ class RequestProcessor:
         variables: Mapping[str, Any] | None = None,
         generates: bool = True,
     ) -> list[Prompt]:
-        """The token ids of texts, token ids, chat messages, or mappings with ``prompt`` or ``prompt_token_ids``.
+        """Return the token ids of texts, token ids, chat messages, or mappings with ``prompt`` or ``prompt_token_ids``.
 
         Messages are rendered by ``template``, by default the tokenizer's, with its ``variables``. Without ``generates`` a
         prompt may fill the context. Local; any thread may call.
         Raises ValueError or DataError, one line.
         """
-        given = [p.get("prompt_token_ids", p.get("prompt")) if isinstance(p, Mapping) else p for p in prompts]
-        given = [p.tolist() if hasattr(p, "tolist") else p for p in given]  # an array
-        names = [f"prompt {number}" for number in range(len(given))]
+        inputs = [p.get("prompt_token_ids", p.get("prompt")) if isinstance(p, Mapping) else p for p in prompts]
+        inputs = [p.tolist() if hasattr(p, "tolist") else p for p in inputs]  # an array
+        names = [f"prompt {number}" for number in range(len(inputs))]
 
         def check_room(length: int, name: str) -> None:
             if self.longest - length < generates:
                 answer = ", one of which is the response's" if generates else ""
                 raise ValueError(f"{name} has {length} tokens, and a row may have {self.longest}{answer}")
 
-        for name, prompt in zip(names, given, strict=True):
+        for name, prompt in zip(names, inputs, strict=True):
             if is_ids(prompt):  # first: reading millions of ids takes seconds
                 check_room(len(prompt), name)
-        texts = [i for i, p in enumerate(given) if not is_ids(p)]
-        read: dict[int, Prompt] = {i: (list(p), None) for i, p in enumerate(given) if is_ids(p)}
+        texts = [i for i, p in enumerate(inputs) if not is_ids(p)]
+        read: dict[int, Prompt] = {i: (list(p), None) for i, p in enumerate(inputs) if is_ids(p)}
         if texts:
             tokenizer = self.tokenizer or load_tokenizer(self.path)
             encoding = EncodingConfig(chat_template=template, chat_template_kwargs=dict(variables or {}))
             encoding.check("chat")
             encoder = PromptEncoder(tokenizer, encoding, "")
-            most = self.longest * longest_token(tokenizer)
-            encoded = encoder.encode([given[i] for i in texts], [names[i] for i in texts], most_characters=most)
+            max_characters = self.longest * longest_token(tokenizer)
+            encoded = encoder.encode([inputs[i] for i in texts], [names[i] for i in texts], most_characters=max_characters)
             read |= zip(texts, encoded, strict=True)
         for i, name in enumerate(names):
-            check_room(len(check_ids(read[i][0], self.spec.vocab_size, name, "prompt_token_ids")), name)
-        return [read[i] for i in range(len(given))]
+            with named_row(name):
+                check_ids(read[i][0], self.spec.vocab_size, "prompt_token_ids")
+            check_room(len(read[i][0]), name)
+        return [read[i] for i in range(len(inputs))]
 
     def requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[PromptRequest]:
-        """The requests for ``prompts``, as :meth:`encode` returns them. Numbers the responses. Local. Raises ValueError, one line."""
+        """Return the requests for prompts that :meth:`encode` returned. Numbers the responses. Local. Raises ValueError, one line."""
         return [self._request(*prompt, each) for prompt, each in zip(prompts, params, strict=True)]
 
     def _request(self, ids: list[int], text: str | None, params: SamplingParams) -> PromptRequest:
@@ -156,22 +157,24 @@ class RequestProcessor:
         if (params.prompt_logprobs or 0) > drawable:
             raise ValueError(f"{where}.prompt_logprobs={params.prompt_logprobs}: the model's vocabulary has {drawable} tokens")
         room = self.longest - len(ids)
-        most = min(params.max_tokens or room, room)
-        if params.min_tokens > most:
-            raise ValueError(f"{where}.min_tokens={params.min_tokens}: must be at most {most}, the tokens that are left")
+        max_new_tokens = min(params.max_tokens or room, room)
+        if params.min_tokens > max_new_tokens:
+            raise ValueError(
+                f"{where}.min_tokens={params.min_tokens}: must be at most {max_new_tokens}, the tokens that are left"
+            )
         processors = tuple(params.logits_processors or ())
         if processors and (config.steps_per_sync or 1) > 1:
             raise ValueError(f"{where}.logits_processors need steps_per_sync=1: they see drawn tokens")
         first, self._num_rows = self._num_rows, self._num_rows + params.n
         keys = [None if params.seed is None else (params.seed, j) for j in range(params.n)]
-        limits = most, params.min_tokens, params.overrides
+        limits = max_new_tokens, params.min_tokens, params.overrides
         requests = [Request(first + j, first, ids, *limits, key, processors) for j, key in enumerate(keys)]
         return PromptRequest(text, ids, params, sampling, stop, requests)
 
     def generate(
         self, asked: Sequence[PromptRequest], ended_more: Callable[[int], Any] = lambda count: None
     ) -> list[RequestOutput]:
-        """The outputs in the order of ``asked``. ``ended_more`` gets the number of this replica's responses that have just ended.
+        """Return the outputs in the order of ``asked``. ``ended_more`` hears how many responses of this replica have just ended.
 
         Collective over the world: every rank of it must call, in program order, with the same arguments. Raises NotFinite.
         """
@@ -190,14 +193,14 @@ class RequestProcessor:
         scored = dict(zip(many, prompt_log_probs(engine.generator, prompts, [*many.values()], at_once), strict=True))
         records = []
         for i in mine if engine.leads else ():
-            made = [self.record(asked[i], ended[request.row_id]) for request in asked[i].requests]
-            records.append((i, [made, scored.get(i)]))
+            responses = [self.record(asked[i], ended[request.row_id]) for request in asked[i].requests]
+            records.append((i, [responses, scored.get(i)]))
         gathered = gather_records(engine.world, records, "generate:results")
         shared = engine.world.all.broadcast_json(gathered, "generate:results")
         return [self.output(each, *record) for each, (_, record) in zip(asked, shared, strict=True)]
 
     def record(self, asked: PromptRequest, completion: Completion) -> dict[str, Any]:
-        """A completion as JSON, which the replica sends to the other ranks."""
+        """Return a completion as JSON, which the replica sends to the other ranks."""
         ids, log_probs, entries = completion.token_ids, completion.log_probs_t1.double(), None
         if asked.params.logprobs is not None:
             entries = entries_of(ids, log_probs, completion.top_log_probs)
@@ -206,35 +209,36 @@ class RequestProcessor:
         return {"text": text, "token_ids": ids, "cumulative_logprob": float(log_probs.sum()), **more}
 
     def output(self, asked: PromptRequest, records: Sequence[dict[str, Any]], prompt: Entries | None = None) -> RequestOutput:
-        """vLLM's output from the records of all responses; ``prompt``: the log-probs of its tokens."""
+        """Return vLLM's output from the records of all responses; ``prompt``: the log-probs of its tokens."""
         named = [record | {"logprobs": record["logprobs"] and self.named(record["logprobs"])} for record in records]
         outputs = [CompletionOutput(j, **fields) for j, fields in enumerate(named)]
         first = None if prompt is None else [None, *self.named(prompt)]
         return RequestOutput(str(asked.requests[0].row_id), asked.prompt, asked.prompt_ids, first, outputs)
 
     def text_of(self, asked: PromptRequest, ids: Sequence[int], stopped: bool) -> tuple[str, int | str | None]:
-        """The text of a response or of its beginning, and what stopped it: a stop string, a token id, or None."""
-        params, whole, stops = asked.params, asked.params.include_stop_str_in_output, asked.sampling.stop
+        """Return the text of a response or of its beginning, and what stopped it: a stop string, a token id, or None."""
+        params, keeps_stop, stops = asked.params, asked.params.include_stop_str_in_output, asked.sampling.stop
         token = ids[-1] if stopped and ids[-1] in asked.stop.token_ids else None
         ended = None if token in self.engine.generator.eos_ids and not params.ignore_eos else token
         decoding = self.engine.generator.decoding
         if decoding is None:
             return "", ended
-        plain = partial(self._decode, skips=params.skip_special_tokens)
+        plain = partial(self.decode, skips=params.skip_special_tokens)
         if stopped and token is None:
             (text, _), (_, stop) = (StopStrings(stops, each).cut(ids) for each in (plain, decoding))
-            return text + stop * whole, stop
+            return text + stop * keeps_stop, stop
         special = {token: stop for stop, token in special_stops(stops, decoding.special_ids, "").items()}
-        return plain(ids if whole or token is None else ids[:-1]), None if ended is None else special.get(ended, ended)
+        return plain(ids if keeps_stop or token is None else ids[:-1]), None if ended is None else special.get(ended, ended)
 
-    def _decode(self, ids: Sequence[int], skips: bool) -> str:
+    def decode(self, ids: Sequence[int], skips: bool) -> str:
+        """Return the text of token ids, "" without a tokenizer. ``skips``: without special tokens."""
         return "" if self.tokenizer is None else decode(self.tokenizer, [ids], skips)[0]
 
     def named(self, entries: Entries) -> list[dict[int, Logprob]]:
-        """``entries`` with the rank and the text of each token."""
+        """Return ``entries`` with the rank and the text of each token."""
         texts, named = self._texts, list[dict[int, Logprob]]()
         for token in {token for entry in entries for token, _ in entry}.difference(texts):
-            texts[token] = self._decode([token], skips=False)
+            texts[token] = self.decode([token], skips=False)
         for entry in entries:
             ranks = {token: rank for rank, (token, _) in enumerate(entry[1:], 1)}
             named.append({token: Logprob(value, ranks.get(token), texts[token]) for token, value in entry})
@@ -242,7 +246,7 @@ class RequestProcessor:
 
 
 def entries_of(token_ids: Sequence[int], log_probs: Tensor, top: Sequence[Tensor] | None) -> Entries:
-    """The entries of a response. ``log_probs`` [tokens]; ``top``: ids and log-probs of the likeliest, [tokens, how many] each."""
+    """Return the entries of a response. ``log_probs`` [tokens]; ``top``: ids and log-probs of the likeliest, [tokens, number] each."""
     entries: Entries = [[pair] for pair in zip(token_ids, log_probs.tolist(), strict=True)]
     for entry, *likeliest in zip(entries, *(part.tolist() for part in top or ()), strict=True):
         entry += zip(*likeliest, strict=True)
@@ -252,14 +256,14 @@ def entries_of(token_ids: Sequence[int], log_probs: Tensor, top: Sequence[Tensor
 def prompt_log_probs(
     generator: Generator, prompts: Sequence[Sequence[int]], many: Sequence[int], max_tokens: int
 ) -> list[Entries]:
-    """The entries of all tokens of the prompts but the first, at temperature 1, as training computes them.
+    """Return the entries of all tokens of the prompts but the first, at temperature 1, as training computes them.
 
     ``many``: for each prompt, how many of the likeliest tokens; ``max_tokens``: about how many tokens to compute at once.
     Collective over tp: every rank of it must call, in program order, with the same arguments.
     """
     decoder = generator.decoder
     lengths, device = [len(ids) for ids in prompts], decoder.head_weight.device
-    found: list[Entries] = [[] for _ in prompts]
+    entries_of_prompts: list[Entries] = [[] for _ in prompts]
     chunk = max(decoder.ops.chunk_logits // decoder.head_weight.shape[0], 64)
     for rows in micro_batches_by_tokens(lengths, max([max_tokens, *lengths])):
         packed, sizes = torch.tensor([token for i in rows for token in prompts[i]], device=device), [lengths[i] for i in rows]
@@ -273,5 +277,5 @@ def prompt_log_probs(
             values = log_probs_of(decoder, logits, ids)
             entries += [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
         for i, end in zip(rows, accumulate(sizes), strict=True):
-            found[i] = [entry[: 1 + many[i]] for entry in entries[end - lengths[i] : end - 1]]
-    return found
+            entries_of_prompts[i] = [entry[: 1 + many[i]] for entry in entries[end - lengths[i] : end - 1]]
+    return entries_of_prompts

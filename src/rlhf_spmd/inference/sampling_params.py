@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, fields
-from typing import Annotated, Any
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar
 
 from rlhf_spmd.config.constraints import NonNegativeInt, NumRows, PositiveInt, Range, Seed
-from rlhf_spmd.config.rules import check_section
-from rlhf_spmd.config.schema import check_fields, read_value, type_hints
+from rlhf_spmd.config.rules import Rule, Rules, check_section
+from rlhf_spmd.config.schema import read_value, type_hints
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.generation.config import MAX_LOGPROBS
 from rlhf_spmd.generation.sequence import SamplingOverrides
@@ -16,18 +15,6 @@ from rlhf_spmd.generation.sequence import SamplingOverrides
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # fields that all rows of a generator call share, beside stop
 SHARED = (*PENALTIES, "logit_bias", "allowed_token_ids", "stop_token_ids", "ignore_eos", "logprobs")
-
-# vLLM's arguments of SamplingParams that nothing here reads: the values that ask for nothing, and what to do instead of the others
-VLLM_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "best_of": ((None, 1), "ask for n responses and choose by cumulative_logprob"),
-    "bad_words": ((None, []), "give logit_bias -100 to their tokens"),
-    "structured_outputs": ((None,), "give a library's function in logits_processors (docs/python.md)"),
-    "guided_decoding": ((None,), "give a library's function in logits_processors (docs/python.md)"),
-    "truncate_prompt_tokens": ((None,), "cut the prompt's token ids yourself"),
-    "detokenize": ((True,), "texts are always made"),
-    "output_kind": ((None, 0), "all of a text is returned at once; `serve` streams"),
-    "spaces_between_special_tokens": ((True,), "special tokens are left out of a text, or shown as they are"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +31,15 @@ class SamplingParams:
     - logits_processors: functions (tokens drawn so far, logits [vocabulary]) -> logits to draw from, applied after all
       penalties. Every rank of a replica calls them for every token with the same arguments, so they must keep no state of a row
     """
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("min_tokens", "max_tokens"),
+            lambda s: s.max_tokens is not None and s.min_tokens > s.max_tokens,
+            "no response could be as long",
+            "lower the first or raise the second",
+        ),
+    )
 
     n: NumRows = 1
     temperature: float = 1.0
@@ -66,47 +62,27 @@ class SamplingParams:
     prompt_logprobs: Annotated[int, Range(least=0, most=MAX_LOGPROBS)] | None = None
     skip_special_tokens: bool = True
     logits_processors: Any = None
-    best_of: InitVar[int | None] = None
-    bad_words: InitVar[list[str] | None] = None
-    structured_outputs: InitVar[Any] = None
-    guided_decoding: InitVar[Any] = None
-    truncate_prompt_tokens: InitVar[int | None] = None
-    detokenize: InitVar[bool] = True
-    output_kind: InitVar[int | None] = None
-    spaces_between_special_tokens: InitVar[bool] = True
 
-    def __post_init__(self, *vllm_only: Any) -> None:
-        """Puts every field in its declared type. Raises ValueError, one line, also for an argument of ``VLLM_ONLY`` that asks for
-        something."""
-        refuse_vllm_only(dict(zip(VLLM_ONLY, vllm_only, strict=True)), VLLM_ONLY)
+    def __post_init__(self) -> None:
+        """Put every field in its declared type. Raises ValueError, one line."""
         for each in fields(self):
             value = read_value(type_hints(SamplingParams)[each.name], getattr(self, each.name), each.name)
             object.__setattr__(self, each.name, value)
         functions = self.logits_processors
         if not (functions is None or (isinstance(functions, list | tuple) and all(map(callable, functions)))):
             raise ValueError(f"logits_processors={functions!r} must be a list of functions")
-        check_fields(self, "sampling_params")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"sampling_params.min_tokens={self.min_tokens}: must be at most max_tokens={self.max_tokens}")
+        check_section(self, "sampling_params")
         check_section(self.of_call().with_overrides(self.overrides), "sampling_params")
 
     @property
     def overrides(self) -> SamplingOverrides:
-        """The fields in which rows of one call may differ."""
+        """Return the fields in which rows of one call may differ."""
         return SamplingOverrides(self.temperature, self.top_p, self.top_k, self.min_p)
 
     def of_call(self) -> SamplingConfig:
-        """The fields that all rows of one generator call share."""
+        """Return the fields that all rows of one generator call share."""
         shared = {key: value for key in SHARED if (value := getattr(self, key)) is not None}
         return SamplingConfig(**shared, stop=[self.stop] if isinstance(self.stop, str) else self.stop or [])
-
-
-def refuse_vllm_only(given: Mapping[str, Any], only: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-    """Raises ValueError for the first argument in ``given`` that ``only`` has and whose value asks for something."""
-    for key, value in given.items():
-        usual, instead = only.get(key, ((value,), ""))
-        if value not in usual:
-            raise ValueError(f"{key}={value!r} is vLLM's and has no effect here: {instead}")
 
 
 @dataclass(frozen=True)

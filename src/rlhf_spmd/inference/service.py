@@ -19,7 +19,7 @@ import torch
 
 from rlhf_spmd.config.schema import counted
 from rlhf_spmd.data.reasoning import begins_reasoning, split_reasoning
-from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, decode, prompt_texts, token_bytes
+from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, prompt_texts, token_bytes
 from rlhf_spmd.generation import Completion, GenerationLimits, NotFinite, Request, SamplingConfig
 from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.inference.openai_forms import (
@@ -93,12 +93,12 @@ class ServedRequest:
 
 
 def fit_together(num_rows: int, longest: int, sampling: SamplingConfig) -> bool:
-    """Whether the log-probs of so many rows, of at most ``longest`` tokens each, are at most MOST_LOG_PROBS."""
+    """Return True if the log-probs of so many rows, of at most ``longest`` tokens each, are at most MOST_LOG_PROBS."""
     return num_rows * longest * (1 + sampling.logprobs) <= MOST_LOG_PROBS
 
 
 def longest_of(requests: Iterable[Request]) -> int:
-    """The most tokens that one of these rows may get; 0 without rows."""
+    """Return the most tokens that one of these rows may get; 0 without rows."""
     return max((request.max_new_tokens for request in requests), default=0)
 
 
@@ -137,7 +137,7 @@ class Service:
         processor.longest = self.engine.generator.reserve_pages(processor.longest)
 
     def read(self, raw: bytes, chat: bool) -> dict[str, Any]:
-        """A request with its prompts as token ids, as JSON. Raises ValueError or DataError.
+        """Return a request with its prompts as token ids, as JSON. Raises ValueError or DataError.
 
         Local; any thread may call, so that no other request waits while a long text is tokenised.
         """
@@ -155,7 +155,7 @@ class Service:
         return {"chat": chat, "body": rest, "prompts": read}
 
     def turn(self) -> bool:
-        """Take what has arrived, and generate for a moment. Returns whether the service goes on.
+        """Take what has arrived, and generate for a moment. Return True while the service goes on.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -174,7 +174,7 @@ class Service:
         return True
 
     def _arrived(self) -> list[Arrival]:
-        """What has arrived (rank 0). Waits if there is nothing to do."""
+        """Return what has arrived (rank 0). Wait if there is nothing to do."""
         arrived: list[Arrival] = []
         with suppress(Empty):
             if not self.running and not self.waiting and not self.told_to_end():
@@ -184,7 +184,7 @@ class Service:
         return arrived
 
     def _state(self) -> str:
-        """The state from now on (rank 0)."""
+        """Return the state from now on (rank 0)."""
         if not self.told_to_end():
             return "on"
         if self.state == "on":
@@ -213,7 +213,7 @@ class Service:
             self.running[number] = served
 
     def _job(self, number: int, chat: bool, body: Mapping[str, Any], prompts: Sequence[Prompt]) -> ServedRequest:
-        """Raises ValueError."""
+        """Return the request while it is answered. Raises ValueError."""
         format, params = read_request(body, chat)
         asked = self.processor.requests(prompts, [params] * len(prompts))
         served = ServedRequest(number, chat, format, asked)
@@ -228,7 +228,7 @@ class Service:
         return served
 
     def _admit(self) -> list[Request]:
-        """The rows that start now: one of each request in turn, so that a request with many rows does not hold up the others.
+        """Return the rows that start now: one of each request in turn, so that a request with many rows does not hold up the others.
 
         Rows in flight are sampled alike. A request with another ``sampling`` waits until they have ended, and none overtakes it.
         """
@@ -260,7 +260,7 @@ class Service:
         Collective over the world: every rank of it must call, in program order.
         """
         generator, prompts = self.engine.generator, list[tuple[ServedRequest, int]]()
-        left = most = generator.config.max_num_batched_tokens
+        left = max_tokens = generator.config.max_num_batched_tokens
         turns = deque(served for served in self.running.values() if served.unscored)
         while turns and left > 0:
             served = turns.popleft()
@@ -275,8 +275,8 @@ class Service:
         asked = [served.asked[number] for served, number in prompts]
 
         def score() -> None:
-            many = [each.params.prompt_logprobs or 0 for each in asked]
-            entries = prompt_log_probs(generator, [each.prompt_ids for each in asked], many, most)
+            num_likeliest = [each.params.prompt_logprobs or 0 for each in asked]
+            entries = prompt_log_probs(generator, [each.prompt_ids for each in asked], num_likeliest, max_tokens)
             for (served, number), each, scored in zip(prompts, asked, entries, strict=True):
                 if any(value != value for entry in scored for _, value in entry):
                     raise NotFinite(each.requests[0].row_id)
@@ -304,11 +304,11 @@ class Service:
                 self._fail([served], error)
 
     def _is_shared(self, error: Exception) -> bool:
-        """Whether every rank has met ``error``, so that all drop the same request."""
+        """Return True if every rank has met ``error``, so that all drop the same request."""
         return self.engine.world.size == 1 or isinstance(error, OF_REQUESTS)
 
     def _attempt(self, work: Callable[[], T], newcomers: Sequence[ServedRequest]) -> T | None:
-        """The result of ``work``. If it fails, the request that the error names, or else the ``newcomers``, are answered with it.
+        """Return the result of ``work``. If it fails, the request that the error names, else the ``newcomers``, get the error.
 
         Raises what no newcomer can have caused, and what the other ranks may not have met.
         """
@@ -352,11 +352,15 @@ class Service:
         if len(served.ended) < len(served.rows):
             return
         del self.running[served.number]
-        made, prompts = (
+        num_generated, num_prompt_tokens = (
             sum(len(output.token_ids) for output in served.ended.values()),
             sum(len(asked.prompt_ids) for asked in served.asked),
         )
-        usage = {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}
+        usage = {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt_tokens + num_generated,
+        }
         if not served.format.stream:
             wholes = [
                 self._delta(served, row, StreamProgress(), served.ended[row].text, served.ended[row].logprobs)
@@ -380,8 +384,7 @@ class Service:
             text, entries, noted, first = self._text(asked, kept.token_ids), None, kept.token_logprobs, sent.tokens
             if asked.params.logprobs is not None:
                 top = (noted.top_ids[first:], noted.top_log_probs[first:]) if noted.top_ids.shape[1] else None
-                found = entries_of(kept.token_ids[first:], noted.log_probs_t1[first:].double(), top)
-                entries = self.processor.named(found)
+                entries = self.processor.named(entries_of(kept.token_ids[first:], noted.log_probs_t1[first:].double(), top))
         else:
             return
         is_news = row in served.ended or len(text) > len(sent.text) or (sent.first and served.format.echo)
@@ -393,12 +396,12 @@ class Service:
     def _delta(
         self, served: ServedRequest, row: int, sent: StreamProgress, text: str, entries: Sequence[Entry] | None
     ) -> TextDelta:
-        """What is new in a response since ``sent``, which is updated.
+        """Return what is new in a response since ``sent``, which is updated.
 
         ``text``: the response's whole text so far; ``entries``: the log-probs of its new tokens.
         """
         asked, ended = served.asked[served.rows[row]], served.ended.get(row)
-        new, told, offsets, reasoning = text[len(sent.text) :], entries, list[int](), None
+        new, shown_entries, offsets, reasoning = text[len(sent.text) :], entries, list[int](), None
         if served.chat and self.reasoning_tags is not None:
             begun = begins_reasoning(self._prompt(asked), self.reasoning_tags[0])
             parts = split_reasoning(text, begun, self.reasoning_tags, ended is not None)
@@ -407,39 +410,36 @@ class Service:
         if entries is not None and not served.chat:
             echoed = len(self._prompt(asked)) if served.format.echo else 0
             if sent.offsets is None:
-                sent.offsets = TextOffsets(partial(self._decode, asked.params.skip_special_tokens), echoed)
-            offsets = [min(at, echoed + len(text)) for at in sent.offsets.add([next(iter(entry)) for entry in entries])]
+                sent.offsets = TextOffsets(partial(self.processor.decode, skips=asked.params.skip_special_tokens), echoed)
+            offsets = [min(offset, echoed + len(text)) for offset in sent.offsets.add([next(iter(entry)) for entry in entries])]
         if sent.first and served.format.echo:
             new = self._prompt(asked) + new
             if entries is not None:
                 scored = served.scored[served.rows[row]]
-                told, offsets = [*scored, *entries], [*self._prompt_offsets(asked), *offsets]
+                shown_entries, offsets = [*scored, *entries], [*self._prompt_offsets(asked), *offsets]
         sent.text, sent.tokens, sent.first, sent.ended = text, sent.tokens + len(entries or ()), False, ended is not None
         finish, stop = (ended.finish_reason, ended.stop_reason) if ended else (None, None)
-        return TextDelta(new, told, offsets, finish, stop, reasoning)
+        return TextDelta(new, shown_entries, offsets, finish, stop, reasoning)
 
     def _prompt(self, asked: PromptRequest) -> str:
         return prompt_texts(self.processor.tokenizer, [asked.prompt_ids])[0] if asked.prompt is None else asked.prompt
 
     def _prompt_offsets(self, asked: PromptRequest) -> list[int]:
-        """Where each prompt token begins in the prompt's text.
+        """Return where each prompt token begins in the prompt's text.
 
         The text has neither the special tokens that a tokenizer starts each text with, nor the blank that some put before it.
         """
         begin = [] if self.processor.tokenizer is None else added_ids(self.processor.tokenizer)[0]
         before = len(begin) * (asked.prompt_ids[: len(begin)] == begin)
-        ids, decode_on = asked.prompt_ids[before:], partial(self._decode, False)
+        ids, decode_on = asked.prompt_ids[before:], partial(self.processor.decode, skips=False)
         offsets = TextOffsets(decode_on, len(self._prompt(asked)) - len(decode_on(ids))).add(ids)
-        return [0] * before + [max(at, 0) for at in offsets]
-
-    def _decode(self, skips: bool, ids: Sequence[int]) -> str:
-        return "" if self.processor.tokenizer is None else decode(self.processor.tokenizer, [ids], skips)[0]
+        return [0] * before + [max(offset, 0) for offset in offsets]
 
     def _text(self, asked: PromptRequest, ids: Sequence[int]) -> str:
-        """The text of an unfinished response, without what may be the beginning of a character or of a stop string."""
-        held = max(map(len, asked.sampling.stop), default=1) - 1
+        """Return the text of an unfinished response, without what may be the beginning of a character or of a stop string."""
+        reserve = max(map(len, asked.sampling.stop), default=1) - 1
         text = self.processor.text_of(asked, ids, stopped=False)[0].rstrip(UNFINISHED)
-        return text[: max(len(text) - held, 0)]
+        return text[: max(len(text) - reserve, 0)]
 
     def _choice(self, served: ServedRequest, index: int, delta: TextDelta, part: str | None = None) -> dict[str, Any]:
         return choice_of(index, delta, served.chat, partial(token_bytes, self.processor.tokenizer), part)

@@ -12,6 +12,7 @@ import torch
 from rlhf_spmd.data.batch import Batch, decode_json, ragged
 from rlhf_spmd.data.conversations import conversation
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
+from rlhf_spmd.data.files import named_row
 from rlhf_spmd.data.messages import check_messages
 from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import Decoding, decode, end_token_ids, load_tokenizer
@@ -61,9 +62,9 @@ class Retokenizer:
         if prompt is None and applies is True:
             prompt = row["prompt"]
         if prompt is not None:
-            where = f"{self.where}.model, row {row.get('id')}"
-            chat = conversation(prompt, response.removeprefix(self.opening), where).messages
-            text = self.encoder.apply_template(chat, where, add_generation_prompt=False)
+            with named_row(f"{self.where}.model, row {row.get('id')}"):
+                chat = conversation(prompt, response.removeprefix(self.opening)).messages
+                text = self.encoder.apply_template(chat, add_generation_prompt=False)
             return next(self.encoder.tokenize([text.removesuffix(self.encoder.frame.rest)], special_tokens=False))
         ids = next(self.encoder.tokenize([row["prompt"] + response], special_tokens=True))
         end = self.own.eos_token_id
@@ -128,14 +129,16 @@ class JudgePrompts(Retokenizer):
     def encode(self, row: Mapping[str, Any], response: str, ended: bool) -> list[int]:
         """The question's tokens. Raises DataError if there is no chat template, or it refuses a user's message."""
         where = f"{self.where}.judge, row {row.get('id')}"
-        messages = None if (chat := chat_messages(row, row["prompt"])) is None else check_messages(chat, where)
+        with named_row(where):
+            messages = None if (chat := chat_messages(row, row["prompt"])) is None else check_messages(chat)
         prompt = row["prompt"] if messages is None else messages[0]["content"]
         if messages is not None and len(messages) > 1:
             prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
         values = {"prompt": prompt, "response": response, "answer": str(row.get("answer"))}
         text = self.judge.render({name: self._without_special(value) for name, value in values.items()})
         if self.chats:
-            text = self.encoder.apply_template([{"role": "user", "content": text}], where)
+            with named_row(where):
+                text = self.encoder.apply_template([{"role": "user", "content": text}])
         return next(self.encoder.tokenize([text], special_tokens=not self.chats))
 
     def _without_special(self, text: str) -> str:

@@ -1,6 +1,6 @@
 """The task of the calculator example: word problems whose numbers are too large to compute without a tool.
 
-    python -m rlhf_spmd.data.word_problems --out DIR --seed 0
+    python examples/word_problems.py --out DIR --seed 0
 
 ``DIR/{sft,train,val}.jsonl`` hold ``{"id", "prompt", "answer", "data_source"}``. Sft rows also have ``response``, with
 the calculator's results where it would give them: ``<<47*36=1692>><<1692+58=1750>>#### 1750``. No prompt occurs twice.
@@ -14,7 +14,7 @@ import random
 import string
 from pathlib import Path
 
-from rlhf_spmd.data.sort_digits import LLAMA, SPECIAL, write_json, write_splits, write_tokenizer
+from sort_digits import LLAMA, SPECIAL, write_json, write_splits, write_tokenizer
 
 VOCABULARY = (*SPECIAL, *string.digits, *string.ascii_lowercase, *" .<>=+-*#")
 NAMES = ("ann", "bob", "eve", "joe", "kim", "max", "sue", "tom")
@@ -23,7 +23,7 @@ CHANGES = {"": "", "gets": "+", "loses": "-"}
 
 
 def make_row(rng: random.Random) -> dict[str, str]:
-    """Returns a problem of one or two steps: a product, and a number that is added or subtracted."""
+    """Return a problem of one or two steps: a product, and a number that is added or subtracted."""
     name, thing, change = rng.choice(NAMES), rng.choice(THINGS), rng.choice(list(CHANGES))
     count, each, more = rng.randint(11, 99), rng.randint(11, 99), rng.randint(11, 99)
     plural = thing.split()[-1]
@@ -38,7 +38,7 @@ def make_row(rng: random.Random) -> dict[str, str]:
 
 
 def write_task(out: Path, seed: int, num_sft: int = 20000, num_train: int = 8000, num_val: int = 256) -> None:
-    """Writes all files of the task to ``out``; the same seed and sizes give the same bytes."""
+    """Write all files of the task to ``out``; the same seed and sizes give the same bytes."""
     rng = random.Random(f"word_problems {seed}")
     write_splits(out, "word_problems", lambda: make_row(rng), num_sft, num_train, num_val)
     write_tokenizer(out / "model", VOCABULARY)

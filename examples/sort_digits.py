@@ -1,6 +1,6 @@
 """The quickstart's task: sort 4 to 14 digits. Writes data, a character tokenizer and a model configuration.
 
-    python -m rlhf_spmd.data.sort_digits --out DIR --seed 0
+    python examples/sort_digits.py --out DIR --seed 0
 
 ``DIR/{sft,train,val}.jsonl`` hold ``{"id", "prompt": "5397>", "answer": "3579", "data_source"}``; sft rows also have
 ``response``. No prompt occurs twice. ``DIR/pairs.jsonl`` and ``pairs_val.jsonl`` hold ``{"id", "prompt", "chosen",
@@ -51,7 +51,7 @@ def make_row(rng: random.Random, digits: tuple[int, int]) -> dict[str, str]:
 
 
 def make_pair(rng: random.Random, digits: tuple[int, int]) -> dict[str, object]:
-    """Returns two responses. The chosen one has more digits in place, and is unsafe only if the other is too."""
+    """Return two responses. The chosen one has more digits in place, and is unsafe only if the other is too."""
     row = make_row(rng, digits)
     answer = row["answer"]
     while True:
@@ -64,22 +64,22 @@ def make_pair(rng: random.Random, digits: tuple[int, int]) -> dict[str, object]:
 
 
 def spoil(rng: random.Random, answer: str) -> str:
-    """Returns ``answer`` with up to three pairs of digits swapped, and sometimes with a digit that the task lacks."""
-    found = list(answer)
+    """Return ``answer`` with up to three pairs of digits swapped, and sometimes with a digit that the task lacks."""
+    digits = list(answer)
     for _ in range(rng.randint(0, 3)):
-        one, other = rng.randrange(len(found)), rng.randrange(len(found))
-        found[one], found[other] = found[other], found[one]
+        i, j = rng.randrange(len(digits)), rng.randrange(len(digits))
+        digits[i], digits[j] = digits[j], digits[i]
     if rng.random() < 0.4:
-        found[rng.randrange(len(found))] = rng.choice("0123456789")
-    return "".join(found)
+        digits[rng.randrange(len(digits))] = rng.choice("0123456789")
+    return "".join(digits)
 
 
 def errors(text: str, answer: str) -> int:
-    return sum(one != other for one, other in zip(text, answer, strict=True))
+    return sum(digit != right for digit, right in zip(text, answer, strict=True))
 
 
 def write_pairs(path: Path, rng: random.Random, num_pairs: int, digits: tuple[int, int]) -> None:
-    """Writes ``num_pairs`` pairs as jsonl."""
+    """Write ``num_pairs`` pairs as jsonl."""
     with path.open("w", encoding="utf-8") as file:
         for number in range(num_pairs):
             file.write(json.dumps({"id": f"{path.stem}-{number}", **make_pair(rng, digits)}) + "\n")
@@ -88,7 +88,7 @@ def write_pairs(path: Path, rng: random.Random, num_pairs: int, digits: tuple[in
 def write_splits(
     out: Path, source: str, make: Callable[[], dict[str, str]], num_sft: int, num_train: int, num_val: int
 ) -> None:
-    """Writes ``out/{val,sft,train}.jsonl`` with rows from ``make``; no prompt repeats, and only sft rows keep
+    """Write ``out/{val,sft,train}.jsonl`` with rows from ``make``; no prompt repeats, and only sft rows keep
     ``response``."""
     seen: set[str] = set()
     out.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def write_splits(
 
 
 def write_tokenizer(directory: Path, vocabulary: Sequence[str] = VOCABULARY) -> None:
-    """Writes a Hugging Face tokenizer with one token per character and a leading ``<bos>``.
+    """Write a Hugging Face tokenizer with one token per character and a leading ``<bos>``.
 
     ``vocabulary`` begins with SPECIAL.
     """
@@ -127,7 +127,7 @@ def write_tokenizer(directory: Path, vocabulary: Sequence[str] = VOCABULARY) -> 
 def write_task(
     out: Path, seed: int, num_sft: int = 20000, num_train: int = 8000, num_val: int = 256, digits: tuple[int, int] = (8, 12)
 ) -> None:
-    """Writes all files of the task to ``out``; the same seed and sizes give the same bytes."""
+    """Write all files of the task to ``out``; the same seed and sizes give the same bytes."""
     low, high = digits
     if not 1 <= low <= high:
         raise ValueError(f"digits from {low} to {high}: the range must be at least 1 and not empty")
