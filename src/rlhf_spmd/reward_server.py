@@ -21,7 +21,7 @@ from typing import Any
 from rlhf_spmd.process.arguments import Parser, ignore_closed_pipes
 from rlhf_spmd.rewards.binding import TURNS, BoundReward
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.rewards.worker import read_result
+from rlhf_spmd.rewards.results import read_result
 
 
 def score(bound: BoundReward, request: dict[str, Any]) -> list[Any]:

@@ -22,11 +22,12 @@ import asyncio
 import functools
 import inspect
 import sys
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from typing import Any
 
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.schema import check_fields, full_type_hints, nearest, read_value
 
 RewardRow = tuple[str, str, dict[str, Any]]  # prompt, response, the row's columns
 
@@ -144,6 +145,15 @@ class BoundReward:
     def missing_settings(self) -> list[str]:
         """Returns the settings of a built-in reward that ``kwargs`` must have and has not."""
         return [] if self.is_own else [name for name in self.required if name not in FROM_ROW | COLUMNS]
+
+    def check_settings(self, where: str) -> None:
+        """Raise ValueError for a setting of a built-in reward that does not fit the type of its parameter. ``where``: their key."""
+        if self.is_own:
+            return
+        types = typing.get_type_hints(self.function)
+        ranges = full_type_hints(self.function)
+        settings = {name: read_value(types[name], value, f"{where}.{name}") for name, value in self.kwargs.items()}
+        check_fields(make_dataclass("Settings", [(name, ranges[name]) for name in settings])(**settings), where)
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]], source: str = "") -> None:
         """Raises ValueError, one line, if no row has a value for a required argument. ``rows``: the rows' columns. ``source``: the

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt
 from rlhf_spmd.rewards.binding import right_answer
 from rlhf_spmd.rewards.sandbox import Outcome, SandboxLimits, run
 
@@ -53,13 +54,6 @@ class CodeTask:
     cases: tuple[tuple[str, str], ...] = ()
     names: tuple[str, ...] = ()
     set_up: str = ""
-
-
-def check(where: str, partial: bool = False, **limits: float) -> None:
-    """Raises ValueError for limits that are not above 0."""
-    for key, value in limits.items():
-        if not isinstance(value, int | float) or value <= 0:
-            raise ValueError(f"{where}.{key}={value!r} must be above 0")
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
@@ -168,10 +162,10 @@ def score(
     row: dict[str, Any],
     ground_truth: object = None,
     partial: bool = False,
-    time_s: float = 5.0,
-    memory_mb: int = 1024,
-    processes: int = 16,
-    file_mb: int = 16,
+    time_s: PositiveFloat = 5.0,
+    memory_mb: PositiveInt = 1024,
+    processes: PositiveInt = 16,
+    file_mb: PositiveInt = 16,
 ) -> dict[str, float]:
     """Returns ``score``: 1.0 if all tests pass, else 0.0; with ``partial`` the share that passes.
 

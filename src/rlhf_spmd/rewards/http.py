@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from http.client import HTTPException
 from typing import Any
 
+from rlhf_spmd.config.constraints import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlhf_spmd.config.json_input import parse_json
 
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP codes of failures that may pass
@@ -32,7 +33,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
-def check(where: str, url: str, token_env: str | None = None, **numbers: float) -> None:
+def check(where: str, url: str, token_env: str | None = None, **_: float) -> None:
     """Raises ValueError for a bad setting, and if the token's environment variable is missing."""
     parts = urllib.parse.urlsplit(str(url))
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
@@ -41,10 +42,6 @@ def check(where: str, url: str, token_env: str | None = None, **numbers: float) 
         )
     if token_env is not None and not os.environ.get(token_env):
         raise ValueError(f"{where}.token_env={token_env!r}: there is no such variable in the environment")
-    for key, value in numbers.items():
-        least = 1 if key == "batch_size" else 0
-        if value < least or (key == "request_timeout_s" and value == 0):
-            raise ValueError(f"{where}.{key}={value} must be {'above' if key == 'request_timeout_s' else 'at least'} {least}")
 
 
 def score(
@@ -53,10 +50,10 @@ def score(
     row: Sequence[dict[str, Any]],
     url: str,
     token_env: str | None = None,
-    batch_size: int = 64,
-    retries: int = 3,
-    request_timeout_s: float = 5.0,
-    backoff_s: float = 0.25,
+    batch_size: PositiveInt = 64,
+    retries: NonNegativeInt = 3,
+    request_timeout_s: PositiveFloat = 5.0,
+    backoff_s: NonNegativeFloat = 0.25,
 ) -> list[Any]:
     """Returns the server's scores; rows of a request that finally failed get the error.
 

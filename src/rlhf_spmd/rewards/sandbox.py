@@ -16,7 +16,6 @@ wants data.
 from __future__ import annotations
 
 import errno
-import fcntl
 import functools
 import json
 import os
@@ -25,8 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,8 @@ def run(
     job = {"program": parts, "name": name, "limits": asdict(limits)}
     judged = {"tests": list(tests), "names": list(names), "before": before}
     with ExitStack() as opened:
-        directory = opened.enter_context(_own_directory())
+        directory = tempfile.mkdtemp(prefix=PREFIX)
+        opened.callback(remove_tree, directory)
         files = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(6)]
         given, asked, read, wrote, failed, verdict = files
         for file, text in ((given, json.dumps(job)), (asked, json.dumps(judged)), (read, stdin)):
@@ -199,50 +199,7 @@ def _size(directory: str) -> float:
     return total
 
 
-@contextmanager
-def _own_directory() -> Iterator[str]:
-    """An empty directory, removed in the end. While this process lives it holds a lock on it, by which :func:`remove_unused` knows."""
-    while True:
-        directory = tempfile.mkdtemp(prefix=PREFIX)
-        with _locked(directory, no_locks=True) as is_ours:
-            if is_ours and os.path.exists(directory):  # else another process has just taken it for one that was left
-                try:
-                    yield directory
-                finally:
-                    _remove_tree(directory)
-                return
-
-
-@contextmanager
-def _locked(directory: str, no_locks: bool) -> Iterator[bool]:
-    """Yields whether this process holds the directory's lock; ``no_locks`` if the file system has none."""
-    try:
-        opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # gone, or another user's
-        yield False
-        return
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_ours = True
-    except BlockingIOError:
-        is_ours = False
-    except OSError:
-        is_ours = no_locks
-    try:
-        yield is_ours
-    finally:
-        os.close(opened)
-
-
-def remove_unused() -> None:
-    """Removes directories whose process was killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with _locked(str(path), no_locks=False) as is_ours:
-            if is_ours:
-                _remove_tree(str(path))
-
-
-def _remove_tree(directory: str) -> None:
+def remove_tree(directory: str) -> None:
     """Removes a directory of any depth: its paths may be too long for Python's rmtree. What cannot be removed stays."""
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
     if subprocess.run(["rm", "-rf", "--", directory], **quiet).returncode:  # the program has closed some to us
