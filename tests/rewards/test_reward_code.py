@@ -169,7 +169,7 @@ def assert_all_ended():
 
 def _state_of_sandboxed(process):
     try:
-        is_ours = b"rlhf_spmd_code_" in (process / "environ").read_bytes()
+        is_ours = b"rlhf_spmd_program_" in (process / "environ").read_bytes()
         return is_ours and (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False

@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 def failures_by_name(
     configs: Named, rows: Iterable[Mapping[str, Any]], failures: Iterable[str | None]
 ) -> dict[str, list[str | None]]:
-    """Returns by environment why it failed in each of its rows (None: it did not). ``failures``: of all ``rows``."""
+    """Return by environment why it failed in each of its rows (None: it did not). ``failures``: of all ``rows``."""
     by_name: dict[str, list[str | None]] = {}
     for row, failure in zip(rows, failures, strict=True):
         if (name := environment_of(configs, row)) is not None:
@@ -63,7 +63,7 @@ def failures_by_name(
 
 
 def check_failed_rows(config: EnvironmentConfig, name: str, failed: int, rows: int, first: str | None) -> None:
-    """Raises EnvironmentFailure if more of the ``rows`` of environment ``name`` failed than its ``max_failure_rate`` allows.
+    """Raise EnvironmentFailure if more of the ``rows`` of environment ``name`` failed than its ``max_failure_rate`` allows.
 
     ``first``: why the first of them failed.
     """
@@ -107,19 +107,19 @@ class EnvironmentRunner:
         self._calls[self._names[row_id]].put((row_id, text, context or TurnContext()))
 
     def answers(self, wait: bool, tick: Callable[[], None] = lambda: None) -> list[Answer]:
-        """Returns the answers that have arrived; with ``wait`` at least one, which must have been asked for.
+        """Return the answers that have arrived; with ``wait`` at least one, which must have been asked for.
 
         ``tick`` is called while waiting. Raises EnvironmentFailure if too many calls that overran do not return.
         """
-        found: list[Answer] = []
+        answers: list[Answer] = []
         while True:
-            must_wait = wait and not found
+            must_wait = wait and not answers
             try:
-                found.append(self._answers.get(block=must_wait, timeout=BEAT_S if must_wait else None))
+                answers.append(self._answers.get(block=must_wait, timeout=BEAT_S if must_wait else None))
             except Empty:
                 self._end_overruns()
                 if not must_wait:
-                    return found
+                    return answers
                 tick()
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class EnvironmentRunner:
 
 
 def error_words(error: BaseException) -> str:
-    """Returns the error's type and text, at most 2,000 characters; the text of the user's own errors may itself fail."""
+    """Return the error's type and text, at most 2,000 characters; the text of the user's own errors may itself fail."""
     try:
         return f"{type(error).__name__}: {error}"[:2000]
     except Exception as second:
@@ -201,26 +201,28 @@ def error_words(error: BaseException) -> str:
 
 
 def _exit_status(error: BaseException) -> int:
-    """Returns the status with which Python ends a process that raised ``error``."""
+    """Return the status with which Python ends a process that raised ``error``."""
     if not isinstance(error, SystemExit):
         return 1
     return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 def _builder(config: EnvironmentConfig, template: str | None) -> Callable[[], Environment]:
-    """Returns what makes an environment; its class gets the chat template if it takes one."""
+    """Return what makes an environment; its class gets the chat template if it takes one."""
     cls, args = resolve_class(config.cls or ""), config.args
     takes = "chat_template" in inspect.signature(cls).parameters
     return partial(cls, **{**({"chat_template": template} if takes else {}), **args})
 
 
 def _are_messages(value: object) -> bool:
-    """True for a non-empty list of messages."""
+    """Return True for a non-empty list of messages."""
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content")) for one in value)
+    return all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content")) for message in value
+    )
 
 
 def _readable(text: str) -> str:
-    """Replaces lone surrogates, which broken bytes or JSON put into a text and no tokenizer reads."""
+    """Replace lone surrogates, which broken bytes or JSON put into a text and no tokenizer reads."""
     return text.encode(errors="replace").decode()

@@ -100,7 +100,7 @@ class RewardConfig:
     max_file_gb: PositiveFloat = 4.0
 
     def check(self, where: str = "reward") -> None:
-        """Raises ValueError that names the key and the value; imports the function's module to see that it exists."""
+        """Raise ValueError that names the key and the value; imports the function's module to see that it exists."""
         check_tags(f"{where}.reasoning_tags", self.reasoning_tags)
         if self.function is None:
             return
@@ -115,7 +115,7 @@ class RewardConfig:
         self._hook(bound, "check", f"{where}.kwargs", **self.kwargs)
 
     def _hook(self, bound: BoundReward, name: str, *args: Any, **kwargs: Any) -> None:
-        """Calls function ``name`` of a built-in reward's module, if there is one. Raises what it raises."""
+        """Call function ``name`` of a built-in reward's module, if there is one. Raises what it raises."""
         if not bound.is_own:
             try:
                 getattr(sys.modules[bound.function.__module__], name, lambda *_, **__: None)(*args, **kwargs)
@@ -123,7 +123,7 @@ class RewardConfig:
                 raise bound.refusal(f"with kwargs={self.kwargs}: {error}") from error
 
     def check_no_model(self, where: str) -> None:
-        """Raises ValueError for a setting of a scoring model if there is none."""
+        """Raise ValueError for a setting of a scoring model if there is none."""
         for key in ("model_weight", "retokenize", "apply_chat_template", "chat_template", "chat_template_kwargs"):
             if (value := getattr(self, key)) != getattr(RewardConfig(), key):
                 raise ValueError(f"{where}.{key}={value} does nothing without a model that scores; leave it out")
@@ -139,14 +139,14 @@ class RewardConfig:
         return f"function {self.function!r}" if self.function is not None else "model" if self.judge is None else "judge"
 
     def bind(self, where: str) -> BoundReward:
-        """Returns the function with its arguments bound. Raises ValueError, one line, if it is not found or cannot be
+        """Return the function with its arguments bound. Raises ValueError, one line, if it is not found or cannot be
         bound."""
         assert self.function is not None, "there is a function to bind"
         label = f"{where}.function={self.function!r}"
         return bind_reward(resolve_reward(self.function, f"{where}.function"), label, self.kwargs)
 
     def check_together(self, where: str, run_timeout_s: float) -> None:
-        """Checks against the program's limit of silence. Raises ValueError."""
+        """Check against the program's limit of silence. Raises ValueError."""
         if self.function is not None and self.timeout_s >= run_timeout_s:
             raise ValueError(
                 f"{where}.timeout_s={self.timeout_s}: other ranks wait for a call, and no longer than run.timeout_s={run_timeout_s}; "
@@ -154,11 +154,11 @@ class RewardConfig:
             )
 
     def chooses(self, row: Mapping[str, Any]) -> bool:
-        """True if this reward scores a row with these columns."""
+        """Return True if this reward scores a row with these columns."""
         return self.data_sources is None or row.get("data_source") in self.data_sources
 
     def misses_answers(self, where: str, rows: Sequence[Mapping[str, Any]]) -> bool:
-        """True if the user's function takes an optional answer, but no row that it scores has one."""
+        """Return True if the user's function takes an optional answer, but no row that it scores has one."""
         chosen = [row for row in rows if self.chooses(row)]
         if self.function is None or not chosen or any(right_answer(row) is not None for row in chosen):
             return False
@@ -166,7 +166,7 @@ class RewardConfig:
         return bound.is_own and not {"answer", "ground_truth"}.isdisjoint(bound.optional)
 
     def check_rows(self, where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str] = ()) -> None:
-        """Checks the data: every data source has rows, required arguments have columns, a judge's rows have answers.
+        """Check the data: every data source has rows, required arguments have columns, a judge's rows have answers.
 
         Rows for training and for validation are checked separately. ``places``: setting and id of each row, as in
         ``data.path, row 3``. Raises ValueError.
@@ -185,16 +185,16 @@ class RewardConfig:
         if self.function is not None:
             bound = self.bind(where)
             named = [places[i] if places else f"row {i}" for i, row in enumerate(rows) if self.chooses(row)]
-            of_each: dict[str, list[Mapping[str, Any]]] = {}
+            rows_of_source: dict[str, list[Mapping[str, Any]]] = {}
             for place, row in zip(named, chosen, strict=True):
-                of_each.setdefault(place.rpartition(", row ")[0], []).append(row)
-            for source, its in of_each.items() or [("", [])]:
-                bound.check_rows(its, source)
+                rows_of_source.setdefault(place.rpartition(", row ")[0], []).append(row)
+            for source, source_rows in rows_of_source.items() or [("", [])]:
+                bound.check_rows(source_rows, source)
             self._hook(bound, "check_rows", where, chosen, named)
 
 
 def check_tags(where: str, tags: Sequence[str]) -> None:
-    """Raises ValueError unless ``tags`` are an opening and a closing tag, with one name if both are in angle brackets."""
+    """Raise ValueError unless ``tags`` are an opening and a closing tag, with one name if both are in angle brackets."""
     if len(tags) != 2 or tags[0] == tags[1] or not all(tag.strip() for tag in tags):
         raise ValueError(f"{where}={list(tags)} must be two different texts: [opening, closing]")
     first, last = (re.fullmatch(form, tag.strip()) for form, tag in zip((r"<(\w+)>", r"</(\w+)>"), tags, strict=True))
@@ -203,23 +203,23 @@ def check_tags(where: str, tags: Sequence[str]) -> None:
 
 
 def reward_key(name: str) -> str:
-    """Returns the configuration key of a named reward, for messages."""
+    """Return the configuration key of a named reward, for messages."""
     return "reward" if name == "reward" else f"rewards.{name}"
 
 
 def named_rewards(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> dict[str, RewardConfig]:
-    """Returns ``rewards``, plus ``reward`` under that name if it is set. Raises ValueError if both are given."""
-    given = {} if reward == RewardConfig() else {"reward": reward}
-    if given and "reward" in rewards:
+    """Return ``rewards``, plus ``reward`` under that name if it is set. Raises ValueError if both are given."""
+    unnamed = {} if reward == RewardConfig() else {"reward": reward}
+    if unnamed and "reward" in rewards:
         raise ValueError("reward and rewards.reward are the same reward; give one of them")
-    return given | dict(rewards)
+    return unnamed | dict(rewards)
 
 
 def resolve_reward(name: str, where: str = "reward.function") -> Callable[..., Any]:
-    """Returns the function called ``name``; see :func:`registry.resolve`. verl's ``compute_score`` may stand in for
+    """Return the function called ``name``; see :func:`registry.resolve`. verl's ``compute_score`` may stand in for
     ``score``."""
     exports = "score"
     if "." in name and not registry.split_name(name)[1]:
         module = registry.find(where, "rlhf_spmd.rewards", name, "__name__")
-        exports = next((found for found in ("score", "compute_score") if hasattr(module, found)), "score")
+        exports = next((export for export in ("score", "compute_score") if hasattr(module, export)), "score")
     return registry.resolve(where, "rlhf_spmd.rewards", name, exports)

@@ -38,7 +38,7 @@ class JudgeConfig:
     temperature: NonNegativeFloat = 0.0
 
     def check(self, where: str) -> None:
-        """Raises ValueError that names the key and the value; reads the template's file."""
+        """Raise ValueError that names the key and the value; reads the template's file."""
         if self.pattern is not None:
             check_pattern(where, self.pattern)
         limits = self.range
@@ -66,11 +66,11 @@ class JudgeConfig:
         return re.findall(r"\{(\w+)\}", self.text)
 
     def render(self, values: Mapping[str, str]) -> str:
-        """Returns the question about a row; braces in ``values`` (prompt, response, answer) are text."""
+        """Return the question about a row; braces in ``values`` (prompt, response, answer) are text."""
         return re.sub(r"\{(\w+)\}", lambda match: values[match[1]], self.text)
 
     def score(self, verdict: str, cut: bool = False) -> float:
-        """Returns the score. Raises ValueError with the reason if the verdict cannot be read.
+        """Return the score. Raises ValueError with the reason if the verdict cannot be read.
 
         ``cut``: the verdict was cut at ``max_response_length``, so its last number may be incomplete, or without a pattern
         not the last.
@@ -91,7 +91,7 @@ class JudgeConfig:
         return (number - lowest) / (highest - lowest) if self.range else number
 
     def _match(self, verdict: str) -> tuple[str | None, bool]:
-        """Returns what ``pattern`` finds, and whether text follows it."""
+        """Return what ``pattern`` finds, and whether text follows it."""
         assert self.pattern is not None, "there is a pattern to search for"
         matches = list(re.finditer(self.pattern, verdict, re.DOTALL))
         group = min(1, re.compile(self.pattern).groups)
@@ -123,7 +123,7 @@ _REMARKED = re.compile(_LABELLED, re.MULTILINE | re.IGNORECASE)  # a labelled nu
 
 
 def stated_number(verdict: str, limits: Sequence[float] | None) -> str | None:
-    """Returns the number that a verdict states in one of the forms ``STATED``, or None: without one, and where two differ.
+    """Return the number that a verdict states in one of the forms ``STATED``, or None: without one, and where two differ.
 
     The last two forms have no label. They are none where a labelled number differs (``Rating: 8, it covers 2/3.``).
     ``limits``: lowest and highest rating; a number of another scale (``4/5`` of 1 to 10) is none.

@@ -85,7 +85,7 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """True if an answer is due before ``deadline``."""
+        """Return True if an answer is due before ``deadline``."""
         return bool(self.calls) or not self.is_ready
 
     def send(self, request: bytes) -> None:
