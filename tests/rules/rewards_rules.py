@@ -32,4 +32,9 @@ CASES = [
         "reward.kwargs.buffer=6, reward.kwargs.max_length=5: the penalty would begin below length 0; lower the first or raise the "
         "second",
     ),
+    (
+        lambda: RewardConfig(function="gsm8k", timeout_s=20.0).check_together("rewards.cost", 20.0),
+        "rewards.cost.timeout_s=20.0: other ranks wait for a call, and no longer than run.timeout_s=20.0; lower the first or raise the "
+        "second",
+    ),
 ]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from rlhf_spmd.config import registry
 from rlhf_spmd.config.constraints import FiniteFloat, Fraction, PositiveInt, Seconds, Workers
+from rlhf_spmd.config.rules import Rule, Rules, check_rules
 from rlhf_spmd.config.schema import nearest
 
 ChatMessage = dict[str, Any]  # with ``role`` and ``content`` (text)
@@ -93,25 +94,46 @@ class EnvironmentConfig:
             raise ValueError(f"{where}.args={self.args}: {error}") from error
 
     def check_together(self, where: str, run_timeout_s: float, rebalance_steps: int, partial: bool = False) -> None:
-        """Check against other settings: ``run.timeout_s``, ``generation.rebalance_steps``, ``data.gen_batch_size``.
+        """Raise ValueError where settings of other sections contradict these; see :class:`EnvironmentInRun`."""
+        check_rules(RUN_RULES, EnvironmentInRun(self.cls, self.timeout_s, run_timeout_s, rebalance_steps, partial), where)
 
-        Raises ValueError. ``partial``: ``data.gen_batch_size`` exceeds a batch.
-        """
-        if self.timeout_s >= run_timeout_s:
-            raise ValueError(
-                f"{where}.timeout_s={self.timeout_s}: other ranks wait for it, and no longer than {run_timeout_s} s (timeout_s of the "
-                "program); lower the first or raise the second"
-            )
-        if rebalance_steps:
-            raise ValueError(
-                f"generation.rebalance_steps={rebalance_steps}: an environment's rows stay on their replica; set it to 0"
-            )
-        if partial:
-            raise ValueError(
-                f"data.gen_batch_size above data.train_batch_size together with {where}.cls: an environment's rows end in the step "
-                "that began them; leave data.gen_batch_size out"
-            )
 
+@dataclass(frozen=True)
+class EnvironmentInRun:
+    """Settings of an environment and of other sections that rules relate.
+
+    - run_timeout_s: ``run.timeout_s``, or ``timeout_s`` of a program without a section ``run``
+    - rebalance_steps: of the section ``generation``
+    - partial: ``data.gen_batch_size`` is above ``data.train_batch_size``
+    """
+
+    cls: str | None
+    timeout_s: float
+    run_timeout_s: float
+    rebalance_steps: int
+    partial: bool
+
+
+RUN_RULES: Rules = (
+    Rule(
+        ("timeout_s",),
+        lambda s: s.timeout_s >= s.run_timeout_s,
+        "other ranks wait for it, and no longer than the program's timeout_s={s.run_timeout_s}",
+        "lower the first or raise the second",
+    ),
+    Rule(
+        ("cls",),
+        lambda s: s.rebalance_steps > 0,
+        "its rows stay on their replica, and generation.rebalance_steps={s.rebalance_steps} moves rows",
+        "set the second to 0",
+    ),
+    Rule(
+        ("cls",),
+        lambda s: s.partial,
+        "its rows end in the step that began them, and data.gen_batch_size is above data.train_batch_size",
+        "leave data.gen_batch_size out",
+    ),
+)
 
 Named = Mapping[str, EnvironmentConfig]
 

@@ -28,7 +28,7 @@ from rlhf_spmd.environments.config import (
 )
 from rlhf_spmd.environments.tool_calls import TurnContext
 
-MOST_THREADS = 4096  # of a process, beyond which no call that overruns is left alone
+MAX_THREADS = 4096  # of a process, beyond which no call that overruns is left alone
 BEAT_S = 0.1  # between looks at the clock while waiting
 
 
@@ -132,7 +132,7 @@ class EnvironmentRunner:
             name = self._names[row_id]
             limit = self._configs[name].timeout_s
             if time.monotonic() - began > limit and self._started.pop(row_id, None) is not None:
-                if active_count() > MOST_THREADS:
+                if active_count() > MAX_THREADS:
                     raise EnvironmentFailure(
                         f"{active_count()} threads: calls of {environment_key(name)} that overran do not return"
                     )

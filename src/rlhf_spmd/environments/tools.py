@@ -19,8 +19,8 @@ from rlhf_spmd.environments.config import ChatMessage
 from rlhf_spmd.environments.tool_calls import FORMATS, ToolCall, TurnContext, check_format, detect_format, parse_turn
 
 TOGETHER = 8  # calls of one turn that run at the same time
-MOST_RUNNING = 512  # threads of calls in a process, with those that nobody waits for any more
-PLACES = BoundedSemaphore(MOST_RUNNING)
+MAX_RUNNING = 512  # threads of calls in a process, with those that nobody waits for any more
+RUNNING_CALLS = BoundedSemaphore(MAX_RUNNING)
 SHARE_OF_TIME = 0.9  # of a turn's time; the rest is for reading the turn and rendering the results
 
 
@@ -65,14 +65,14 @@ class Tools:
             for number, call in waiting:  # an iterator of a list, which threads may share
                 if time.monotonic() < deadline:
                     replies[number] = self._reply(call)
-            PLACES.release()
+            RUNNING_CALLS.release()
 
         threads: list[Thread] = []
-        while len(threads) < min(len(calls), TOGETHER) and PLACES.acquire(timeout=0.0 if threads else limit):
+        while len(threads) < min(len(calls), TOGETHER) and RUNNING_CALLS.acquire(timeout=0.0 if threads else limit):
             threads.append(Thread(target=work, name="tool", daemon=True))
             threads[-1].start()
         if not threads:  # what the model reads would be the same in every later turn: this row fails, and is counted
-            raise RuntimeError(f"{MOST_RUNNING} calls of tools have not returned; give the tools time limits of their own")
+            raise RuntimeError(f"{MAX_RUNNING} calls of tools have not returned; give the tools time limits of their own")
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         late = f"error: no result within {limit:g} s"

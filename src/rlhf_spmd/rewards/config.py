@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from rlhf_spmd.config import registry
 from rlhf_spmd.config.constraints import FiniteFloat, Fraction, PositiveFloat, Seconds, Workers
-from rlhf_spmd.config.rules import Rule, Rules
+from rlhf_spmd.config.rules import Rule, Rules, check_rules
 from rlhf_spmd.rewards.binding import BoundReward, bind_reward, right_answer
 from rlhf_spmd.rewards.judge import JudgeConfig
 
@@ -146,12 +146,8 @@ class RewardConfig:
         return bind_reward(resolve_reward(self.function, f"{where}.function"), label, self.kwargs)
 
     def check_together(self, where: str, run_timeout_s: float) -> None:
-        """Check against the program's limit of silence. Raises ValueError."""
-        if self.function is not None and self.timeout_s >= run_timeout_s:
-            raise ValueError(
-                f"{where}.timeout_s={self.timeout_s}: other ranks wait for a call, and no longer than run.timeout_s={run_timeout_s}; "
-                "lower the first or raise the second"
-            )
+        """Raise ValueError where settings of other sections contradict these; see :class:`RewardInRun`."""
+        check_rules(RUN_RULES, RewardInRun(self.function, self.timeout_s, run_timeout_s), where)
 
     def chooses(self, row: Mapping[str, Any]) -> bool:
         """Return True if this reward scores a row with these columns."""
@@ -193,10 +189,29 @@ class RewardConfig:
             self._hook(bound, "check_rows", where, chosen, named)
 
 
+@dataclass(frozen=True)
+class RewardInRun:
+    """Settings of a reward and of other sections that rules relate. ``run_timeout_s``: ``run.timeout_s``."""
+
+    function: str | None
+    timeout_s: float
+    run_timeout_s: float
+
+
+RUN_RULES: Rules = (
+    Rule(
+        ("timeout_s",),
+        lambda s: s.function is not None and s.timeout_s >= s.run_timeout_s,
+        "other ranks wait for a call, and no longer than run.timeout_s={s.run_timeout_s}",
+        "lower the first or raise the second",
+    ),
+)
+
+
 def check_tags(where: str, tags: Sequence[str]) -> None:
     """Raise ValueError unless ``tags`` are an opening and a closing tag, with one name if both are in angle brackets."""
     if len(tags) != 2 or tags[0] == tags[1] or not all(tag.strip() for tag in tags):
-        raise ValueError(f"{where}={list(tags)} must be two different texts: [opening, closing]")
+        raise ValueError(f"{where}={list(tags)}: two different texts are needed; give [opening, closing]")
     first, last = (re.fullmatch(form, tag.strip()) for form, tag in zip((r"<(\w+)>", r"</(\w+)>"), tags, strict=True))
     if first and last and first[1] != last[1]:
         raise ValueError(f"{where}={list(tags)}: the closing tag of {tags[0]} is </{first[1]}>")
