@@ -8,8 +8,8 @@ GAME = EnvironmentConfig(cls="calculator", timeout_s=20.0)
 CASES = [
     (
         lambda: GAME.check_together("environment", 20.0, 0),
-        "environment.timeout_s=20.0: other ranks wait for it, and no longer than the program's timeout_s=20.0; lower the first or raise "
-        "the second",
+        "environment.timeout_s=20.0: other ranks wait for it, and no longer than the program's timeout_s=20.0; lower the first or "
+        "raise the second",
     ),
     (
         lambda: GAME.check_together("environments.game", 60.0, 4),

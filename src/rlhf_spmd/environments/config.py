@@ -1,4 +1,4 @@
-"""What an environment is, its settings (``environment.*``, ``environments.<name>.*``), and which one a row has."""
+"""The protocol of environments, their settings (``environment.*``, ``environments.<name>.*``), and which of them a row has."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ RUN_RULES: Rules = (
     ),
 )
 
-Named = Mapping[str, EnvironmentConfig]
+EnvironmentConfigs = Mapping[str, EnvironmentConfig]
 
 
 def environment_key(name: str) -> str:
@@ -143,7 +143,7 @@ def environment_key(name: str) -> str:
     return DEFAULT if name == DEFAULT else f"environments.{name}"
 
 
-def named_environments(environment: EnvironmentConfig, environments: Named) -> dict[str, EnvironmentConfig]:
+def named_environments(environment: EnvironmentConfig, environments: EnvironmentConfigs) -> dict[str, EnvironmentConfig]:
     """Return ``environments``, plus ``environment`` under that name if it has a class. Raises ValueError."""
     default = {} if environment.cls is None else {DEFAULT: environment}
     if DEFAULT in environments:
@@ -154,12 +154,14 @@ def named_environments(environment: EnvironmentConfig, environments: Named) -> d
     return default | dict(environments)
 
 
-def environment_of(environments: Named, row: Mapping[str, Any]) -> str | None:
+def environment_of(environments: EnvironmentConfigs, row: Mapping[str, Any]) -> str | None:
     """Return the name of a row's environment, or None if the model answers the row once."""
     return row.get("environment") or (DEFAULT if DEFAULT in environments else None)
 
 
-def check_rows(environments: Named, rows: Sequence[Mapping[str, Any]], places: Sequence[str], scored: bool) -> None:
+def check_rows(
+    environments: EnvironmentConfigs, rows: Sequence[Mapping[str, Any]], places: Sequence[str], scored: bool
+) -> None:
     """Raise ValueError for a row with an unknown environment or without a score, and for an environment that no row
     names.
 
@@ -178,7 +180,7 @@ def check_rows(environments: Named, rows: Sequence[Mapping[str, Any]], places: S
         raise ValueError(f"environments.{unused}: no row has this name in its column 'environment'")
 
 
-def tools_of(environments: Named, columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+def tools_of(environments: EnvironmentConfigs, columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """Return the tool schemas for the chat template by environment: those of ``columns``, then the environment's."""
     schemas = {name: [*columns.get(name, ()), *config.schemas()] for name, config in environments.items()}
     return {name: tools for name, tools in {**columns, **schemas}.items() if tools}

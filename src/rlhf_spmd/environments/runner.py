@@ -21,7 +21,7 @@ from rlhf_spmd.environments.config import (
     ChatMessage,
     Environment,
     EnvironmentConfig,
-    Named,
+    EnvironmentConfigs,
     environment_key,
     environment_of,
     resolve_class,
@@ -39,7 +39,7 @@ class EnvironmentFailure(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """What ``reset`` (reward 0, not done) or ``step`` of a row's environment returned.
+    """The answer of a row's environment: of ``reset`` (reward 0, not done) or ``step``.
 
     ``failure``: why the call failed (it raised, overran or returned nonsense), which ends the row; else None.
     """
@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 
 
 def failures_by_name(
-    configs: Named, rows: Iterable[Mapping[str, Any]], failures: Iterable[str | None]
+    configs: EnvironmentConfigs, rows: Iterable[Mapping[str, Any]], failures: Iterable[str | None]
 ) -> dict[str, list[str | None]]:
     """Return by environment why it failed in each of its rows (None: it did not). ``failures``: of all ``rows``."""
     by_name: dict[str, list[str | None]] = {}
@@ -73,7 +73,7 @@ def check_failed_rows(config: EnvironmentConfig, name: str, failed: int, rows: i
         raise EnvironmentFailure(f"{where} failed in {failed} of {rows} rows, {limit}; the first: {first}")
 
 
-Call = tuple[int, str | None, TurnContext]  # row id, the turn (None: reset), its context
+PendingCall = tuple[int, str | None, TurnContext]  # row id, the turn (None: reset), its context
 
 
 class EnvironmentRunner:
@@ -84,11 +84,15 @@ class EnvironmentRunner:
     """
 
     def __init__(
-        self, configs: Named, names: Mapping[int, str], rows: Mapping[int, Mapping[str, Any]], template: str | None = None
+        self,
+        configs: EnvironmentConfigs,
+        names: Mapping[int, str],
+        rows: Mapping[int, Mapping[str, Any]],
+        template: str | None = None,
     ) -> None:
         self._configs, self._names, self._rows = configs, names, rows
         self._environments: dict[int, Environment] = {}
-        self._calls: dict[str, SimpleQueue[Call | None]] = {}
+        self._calls: dict[str, SimpleQueue[PendingCall | None]] = {}
         self._answers: SimpleQueue[Answer] = SimpleQueue()
         self._started: dict[int, float] = {}  # row id -> when its running call began; who takes an entry out answers the call
         self._builders = {name: _builder(configs[name], template) for name in set(names.values())}

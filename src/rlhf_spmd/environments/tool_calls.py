@@ -31,7 +31,7 @@ class ParsedTurn(NamedTuple):
 
 
 class TurnContext(NamedTuple):
-    """What a turn's text does not show.
+    """Facts about a turn that its text does not show.
 
     - before: the end of the text that the turn continues, with its special tokens
     - marks: for each added token whose text the turn also spells in other tokens: where in the turn the token itself begins
@@ -49,7 +49,7 @@ Reader = Callable[[str, int, Texts], tuple[Calls, int]]  # text, place behind a 
 
 
 class ToolFormat(NamedTuple):
-    """How a family writes calls. ``form``: for messages to the model; ``signs``: its chat templates have one of them."""
+    """The form of a family's calls. ``form``: for messages to the model; ``signs``: its chat templates have one of them."""
 
     form: str
     signs: tuple[str, ...]

@@ -68,9 +68,14 @@ class BoundReward:
         return not BATCHED.isdisjoint(self.required + self.optional)
 
     @property
-    def is_own(self) -> bool:
+    def is_users(self) -> bool:
         """Return True for the user's function, False for a built-in one."""
         return not getattr(self.function, "__module__", "").startswith("rlhf_spmd.rewards.")
+
+    def hook(self, name: str) -> Callable[..., None]:
+        """Return the function ``name`` of a built-in reward's module; one that does nothing for the user's, and where there is none."""
+        module = None if self.is_users else sys.modules[self.function.__module__]
+        return getattr(module, name, lambda *_, **__: None)
 
     @property
     def takes_ids(self) -> bool:
@@ -81,8 +86,7 @@ class BoundReward:
         """Return the reward ready to be called: a class instantiated, a built-in one's libraries imported (its module's
         ``load``). Raises ValueError, one line, if a constructor raises."""
         function, kwargs = self.function, self.kwargs
-        if not self.is_own:
-            getattr(sys.modules[function.__module__], "load", lambda: None)()
+        self.hook("load")()
         if self.is_class:
             try:
                 function, kwargs = function(**kwargs), {}
@@ -146,11 +150,11 @@ class BoundReward:
     @property
     def missing_settings(self) -> list[str]:
         """Return the settings of a built-in reward that ``kwargs`` must have and has not."""
-        return [] if self.is_own else [name for name in self.required if name not in FROM_ROW | COLUMNS]
+        return [] if self.is_users else [name for name in self.required if name not in FROM_ROW | COLUMNS]
 
     def check_settings(self, where: str) -> None:
         """Raise ValueError for a setting of a built-in reward that does not fit the type of its parameter. ``where``: their key."""
-        if self.is_own:
+        if self.is_users:
             return
         types = typing.get_type_hints(self.function)
         ranges = full_type_hints(self.function)

@@ -42,7 +42,7 @@ def same(output, expected, wrapped):
 
 @dataclass(frozen=True)
 class CodeTask:
-    """What a row asks.
+    """The tests of a row.
 
     With tests: ``before``, the program and ``after`` run as one, then ``set_up``, then ``tests``. Otherwise the program
     runs for each of ``cases`` (standard input, output). ``names``: what the tests call.
@@ -80,7 +80,7 @@ def extract(response: str) -> str:
 
 
 def read_task(row: Mapping[str, Any], ground_truth: object) -> CodeTask:
-    """Return what the row asks. Raises ValueError if its tests are missing or unreadable."""
+    """Return the row's tests. Raises ValueError if its tests are missing or unreadable."""
     if row.get("test") and row.get("entry_point"):
         task = CodeTask(tests=(f"{row['test']}\ncheck({row['entry_point']})\n",), names=(str(row["entry_point"]),))
     elif row.get("test_list"):

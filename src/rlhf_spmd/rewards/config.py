@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -112,15 +111,7 @@ class RewardConfig:
         if self.by_group and not bound.batched:
             raise bound.refusal(f"with {where}.by_group it must take lists over rows (prompts, completions or completion_ids)")
         bound.check_settings(f"{where}.kwargs")
-        self._hook(bound, "check", f"{where}.kwargs", **self.kwargs)
-
-    def _hook(self, bound: BoundReward, name: str, *args: Any, **kwargs: Any) -> None:
-        """Call function ``name`` of a built-in reward's module, if there is one. Raises what it raises."""
-        if not bound.is_own:
-            try:
-                getattr(sys.modules[bound.function.__module__], name, lambda *_, **__: None)(*args, **kwargs)
-            except TypeError as error:  # a setting is missing or has another type
-                raise bound.refusal(f"with kwargs={self.kwargs}: {error}") from error
+        bound.hook("check")(f"{where}.kwargs", **self.kwargs)
 
     def check_no_model(self, where: str) -> None:
         """Raise ValueError for a setting of a scoring model if there is none."""
@@ -130,12 +121,12 @@ class RewardConfig:
 
     @property
     def after_failure(self) -> str:
-        """What happens to a row whose call failed, for messages; follows the reward's key."""
+        """Return the setting that says what happens to a row whose call failed, for messages; it follows the reward's key."""
         return "default=null leaves such rows out" if self.default is None else f"default={self.default} is their score"
 
     @property
     def scorer(self) -> str:
-        """What scores, for messages."""
+        """Return the name of what scores, for messages."""
         return f"function {self.function!r}" if self.function is not None else "model" if self.judge is None else "judge"
 
     def bind(self, where: str) -> BoundReward:
@@ -159,7 +150,7 @@ class RewardConfig:
         if self.function is None or not chosen or any(right_answer(row) is not None for row in chosen):
             return False
         bound = self.bind(where)
-        return bound.is_own and not {"answer", "ground_truth"}.isdisjoint(bound.optional)
+        return bound.is_users and not {"answer", "ground_truth"}.isdisjoint(bound.optional)
 
     def check_rows(self, where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str] = ()) -> None:
         """Check the data: every data source has rows, required arguments have columns, a judge's rows have answers.
@@ -186,7 +177,7 @@ class RewardConfig:
                 rows_of_source.setdefault(place.rpartition(", row ")[0], []).append(row)
             for source, source_rows in rows_of_source.items() or [("", [])]:
                 bound.check_rows(source_rows, source)
-            self._hook(bound, "check_rows", where, chosen, named)
+            bound.hook("check_rows")(where, chosen, named)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 from rlhf_spmd.rewards.binding import RewardRow
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import RewardError, RewardResult, RowResult
-from rlhf_spmd.rewards.worker import START_LIMIT_S, Call, Worker, WorkerOutput
+from rlhf_spmd.rewards.worker import START_LIMIT_S, RewardCall, WorkerOutput, WorkerProcess
 
 # Seconds beyond the time limit before a silent worker is killed. The worker measures each call exactly; this covers the
 # transfer of its answer.
@@ -49,7 +49,7 @@ class RewardRunner:
         self.bound = config.bind(where)
         self._name = f"{where}.function {config.function!r}"
         self._output = WorkerOutput(self._name)
-        self._workers: list[Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._num_calls = 0
         self._forget()
         self.grow(config.num_workers)
@@ -72,7 +72,7 @@ class RewardRunner:
     def grow(self, num_workers: int) -> None:
         """Start workers until there are ``num_workers``. Returns at once."""
         while len(self._workers) < num_workers:
-            self._workers.append(Worker(self.config, self.where, self._output.write_fd))
+            self._workers.append(WorkerProcess(self.config, self.where, self._output.write_fd))
 
     def close(self) -> None:
         """Kill the workers. May be called twice."""
@@ -138,7 +138,7 @@ class RewardRunner:
         self._rows: dict[int, RewardRow] = {}  # by key
         self._results: dict[int, RowResult] = {}  # by key
         self._uncalled: list[int] = []  # keys of rows that are in no call yet
-        self._waiting: deque[Call] = deque()  # calls that no worker has
+        self._waiting: deque[RewardCall] = deque()  # calls that no worker has
 
     @property
     def _is_waiting(self) -> bool:
@@ -170,10 +170,10 @@ class RewardRunner:
             self._add_call(keys[first : first + size])
 
     def _add_call(self, keys: list[int]) -> None:
-        self._waiting.append(Call(self._num_calls, keys))
+        self._waiting.append(RewardCall(self._num_calls, keys))
         self._num_calls += 1
 
-    def _end_call(self, call: Call, results: list[Any] | str | None) -> None:
+    def _end_call(self, call: RewardCall, results: list[Any] | str | None) -> None:
         """Store a worker's answer: the list of results, or for all rows of the call why it failed, or None if it overran."""
         row_results = results if isinstance(results, list) else [results] * len(call.keys)
         for key, result in zip(call.keys, row_results, strict=True):
@@ -215,18 +215,18 @@ class RewardRunner:
             if worker.is_ready and len(worker.calls) <= 1 and self._waiting:
                 self._send_calls(worker)
 
-    def _take_answers(self, longest_s: float) -> set[Worker]:
+    def _take_answers(self, longest_s: float) -> set[WorkerProcess]:
         """Wait for answers and for room in the pipes. Return the workers that have answered, or died."""
         poll = select.poll()
         poll.register(self._output.read_fd, select.POLLIN)
-        worker_of: dict[int, Worker] = {}
+        worker_of: dict[int, WorkerProcess] = {}
         for worker in self._workers:
             worker_of |= {worker.answer_fd: worker, worker.request_fd: worker}
             poll.register(worker.answer_fd, select.POLLIN)
             if worker.outgoing:
                 poll.register(worker.request_fd, select.POLLOUT)
         deadline = min(worker.deadline for worker in self._workers if worker.is_busy)
-        answered: set[Worker] = set()
+        answered: set[WorkerProcess] = set()
         for number, _ in poll.poll(1000 * min(longest_s, max(0.0, deadline - time.monotonic()))):
             if number == self._output.read_fd:
                 self._output.pass_on()
@@ -237,10 +237,10 @@ class RewardRunner:
                 self._start_clock(worker_of[number])  # it is reading: it cannot answer what it has not got
         return answered
 
-    def _start_clock(self, worker: Worker) -> None:
+    def _start_clock(self, worker: WorkerProcess) -> None:
         worker.deadline = time.monotonic() + self.config.timeout_s + GRACE_S + CANCEL_S * self.bound.is_async
 
-    def _send_calls(self, worker: Worker) -> None:
+    def _send_calls(self, worker: WorkerProcess) -> None:
         # Guided self-scheduling: large chunks first, so that cheap calls need few round trips; small ones last, so that the
         # workers end together.
         size = max(1, min(MAX_CHUNK, -(-len(self._waiting) // (2 * len(self._workers)))))
@@ -257,7 +257,7 @@ class RewardRunner:
         except (TypeError, ValueError) as error:
             raise ValueError(f"row {self._row_name(key)} for {self._name} is not JSON: {error}") from error
 
-    def _receive(self, worker: Worker) -> None:
+    def _receive(self, worker: WorkerProcess) -> None:
         lines = worker.read_lines()
         if lines is None:
             self._died(worker)
@@ -281,7 +281,7 @@ class RewardRunner:
         if lines:
             self._start_clock(worker)
 
-    def _died(self, worker: Worker, how: str | None = None) -> None:
+    def _died(self, worker: WorkerProcess, how: str | None = None) -> None:
         how = how or worker.how_it_ended()
         if not worker.is_ready:
             raise RewardError(f"a worker for {self._name} ended before it was ready ({how})")
@@ -289,13 +289,13 @@ class RewardRunner:
             self._end_call(worker.calls.popleft(), f"the worker process ended during the call ({how})")
         self._replace(worker)
 
-    def _overrun(self, worker: Worker) -> None:
+    def _overrun(self, worker: WorkerProcess) -> None:
         if not worker.is_ready:
             raise RewardError(f"a worker for {self._name} was not ready after {START_LIMIT_S:.0f} s")
         self._end_call(worker.calls.popleft(), None)
         self._replace(worker)
 
-    def _replace(self, worker: Worker) -> None:
+    def _replace(self, worker: WorkerProcess) -> None:
         """End a worker and start another one; the calls that it has not answered wait again."""
         self._waiting.extendleft(reversed(worker.calls))
         self._workers.remove(worker)

@@ -38,14 +38,14 @@ main(json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
 """
 
 
-class Call(NamedTuple):
+class RewardCall(NamedTuple):
     """One call of the function. ``keys``: of its rows."""
 
     number: int
     keys: list[int]
 
 
-class Worker:
+class WorkerProcess:
     """A keeper's process, the pipes to its worker, and the calls that were sent and not answered, oldest first.
 
     - deadline: when the answer to the oldest call, or the sign that the worker is ready, must be there
@@ -79,7 +79,7 @@ class Worker:
             os.set_blocking(number, False)
         self.deadline = time.monotonic() + START_LIMIT_S
         self.is_ready = False
-        self.calls: deque[Call] = deque()
+        self.calls: deque[RewardCall] = deque()
         self.outgoing = memoryview(b"")
         self._incoming = b""
 
