@@ -539,8 +539,6 @@ def test_a_model_that_calls_tools_is_trained_on_what_it_drew(tmp_path: Path) -> 
         (NAMES, ["environments.short.cls=null"], r"environments.short.cls must be given"),
         (NAMES, ["environments.environment.cls=calculator"], r"environments.environment: rows that name none have that of"),
         (NAMES, ["reward.function=null"], r"data.path, row 3: the row has no environment, and there is no other; give reward"),
-        (NAMES, ["environments.short.timeout_s=600"], r"environments.short.timeout_s=600.0: other ranks wait for it"),
-        (NAMES, ["environments.short.max_turns=0"], r"environments.short.max_turns=0: must be at least 1"),
         (("zeds", "shrot"), [], r"data.path, row 1: environment='shrot' is not an .*did you mean 'short'\?.* there are zeds"),
         (("zeds", "parrot"), [], r"environments.short: no row has this name in its column 'environment'"),
         (NAMES, ["environments.parrot.args.patients=3"], r"environments.parrot.args=.*unexpected keyword argument 'patients'"),

@@ -57,7 +57,8 @@ def fork_worker(rank: int) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (END, signal.SIGCHLD, *JOB_SIGNALS))
     _control(_PR_SET_CHILD_SUBREAPER, 1)
     _end_with(rank, END)
-    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="rlhf_spmd_worker_")
+    directory = tempfile.mkdtemp(prefix="rlhf_spmd_worker_")
+    tempfile.tempdir = os.environ["TMPDIR"] = directory
     keeper, worker = os.getpid(), os.fork()
     if worker == 0:
         _end_with(keeper, signal.SIGKILL)
@@ -76,7 +77,7 @@ def fork_worker(rank: int) -> None:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             process, statuses[process] = os.waitpid(-1, 0)
-    remove_tree(tempfile.tempdir)
+    remove_tree(directory)
     code = os.waitstatus_to_exitcode(statuses.get(worker, 0))
     os._exit(code if code >= 0 else 128 - code)  # as a shell says that a signal ended it
 
