@@ -21,7 +21,7 @@ from typing import Any
 from rlhf_spmd.process.arguments import Parser, ignore_closed_pipes
 from rlhf_spmd.rewards.binding import TURNS, BoundReward
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.rewards.worker import read_result
+from rlhf_spmd.rewards.results import read_result
 
 
 def score(bound: BoundReward, request: dict[str, Any]) -> list[Any]:
@@ -42,9 +42,9 @@ def serve(bound: BoundReward, port: int, token: str | None, host: str = "127.0.0
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            given = self.headers.get("Authorization", "")
+            authorization = self.headers.get("Authorization", "")
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            if token is not None and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
                 return self.answer(401, {"error": "wrong or no bearer token"})
             try:
                 return self.answer(200, {"scores": score(bound, json.loads(body))})
@@ -63,7 +63,7 @@ def serve(bound: BoundReward, port: int, token: str | None, host: str = "127.0.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Ends the process with 2 and one line where it cannot serve; otherwise serves until it is interrupted."""
+    """End the process with 2 and one line where it cannot serve; otherwise serves until it is interrupted."""
     ignore_closed_pipes()
     parser = Parser("reward-server", __doc__)
     parser.add_argument("--function", required=True, help="as reward.function")
@@ -71,32 +71,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--token-env", help="variable with the bearer token")
     try:
-        given = parser.parse_args(argv)
-        server = open_server(given)
+        arguments = parser.parse_args(argv)
+        server = open_server(arguments)
     except ValueError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2
     with server, suppress(KeyboardInterrupt):
-        print(f"http://{given.host}:{server.server_port}/score", flush=True)
+        print(f"http://{arguments.host}:{server.server_port}/score", flush=True)
         server.serve_forever()
     return 0
 
 
-def open_server(given: argparse.Namespace) -> ThreadingHTTPServer:
-    """Raises ValueError, one line."""
-    if given.token_env and given.token_env not in os.environ:
-        raise ValueError(f"--token-env {given.token_env}: this variable is not set")
-    token = os.environ[given.token_env] if given.token_env else None
-    config = RewardConfig(function=given.function)
+def open_server(arguments: argparse.Namespace) -> ThreadingHTTPServer:
+    """Raise ValueError, one line."""
+    if arguments.token_env and arguments.token_env not in os.environ:
+        raise ValueError(f"--token-env {arguments.token_env}: this variable is not set")
+    token = os.environ[arguments.token_env] if arguments.token_env else None
+    config = RewardConfig(function=arguments.function)
     try:
         config.check()
         bound = config.bind("reward").ready()
     except ValueError as error:
-        raise ValueError(f"--function {given.function}: {error}") from error
+        raise ValueError(f"--function {arguments.function}: {error}") from error
     try:
-        return serve(bound, given.port, token, given.host)
+        return serve(bound, arguments.port, token, arguments.host)
     except (OSError, OverflowError) as error:
-        raise ValueError(f"--host {given.host} --port {given.port}: {error}") from error
+        raise ValueError(f"--host {arguments.host} --port {arguments.port}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ import gzip
 import json
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,7 +17,7 @@ from places import SHARED
 from rlhf_spmd.rewards import code, sandbox
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.runner import RewardRunner
-from rlhf_spmd.rewards.sandbox import SandboxLimits, remove_unused, run
+from rlhf_spmd.rewards.sandbox import SandboxLimits, run
 from tiers import tiers
 
 DATA = SHARED / "data"
@@ -87,17 +85,15 @@ def test_directories_go_however_deep_and_when_the_worker_is_killed(tmp_path, mon
     deep = f"import os\nfor _ in range({{}}):\n{step}os.chmod('.', 0)\n"
     assert run(deep.format(300)).exit_code == 0 and not list(tmp_path.iterdir())
     assert "too many files" in run(deep.format(1500) + "import time\ntime.sleep(60)").error and not list(tmp_path.iterdir())
-    killed = "import tempfile\nfrom rlhf_spmd.rewards.sandbox import run\ntempfile.tempdir = {!r}\nrun({!r})"
-    program = "open('here', 'w').close()\nwhile True: pass"
-    worker = subprocess.Popen([sys.executable, "-c", killed.format(str(tmp_path), program)])
-    deadline = time.monotonic() + 20
-    while not list(tmp_path.glob("*/here")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    remove_unused()
-    assert list(tmp_path.glob("*/here")), "it is used"
-    worker.kill()
-    worker.wait()
-    remove_unused()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    program = "    open('here', 'w').close()\n    while True: pass\n"
+    with RewardRunner(RewardConfig(function="code", kwargs={"time_s": 60.0}, timeout_s=3.0)) as runner:
+        runner.begin([0], [("", program, HUMANEVAL)])
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("*/*/here")) and time.monotonic() < deadline:
+            runner.pump()
+        assert list(tmp_path.glob("*/*/here"))
+        runner.drop()
     assert not list(tmp_path.iterdir())
 
 
@@ -173,7 +169,7 @@ def assert_all_ended():
 
 def _state_of_sandboxed(process):
     try:
-        is_ours = b"rlhf_spmd_code_" in (process / "environ").read_bytes()
+        is_ours = b"rlhf_spmd_program_" in (process / "environ").read_bytes()
         return is_ours and (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False

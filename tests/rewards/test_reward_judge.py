@@ -11,8 +11,9 @@ import pytest
 
 from generate_runs import read_output, write_rows
 from reward_models import TOKENS, write_reward_model
-from rlhf_spmd.config.schema import ConfigError, check_section
-from rlhf_spmd.rewards.config import JudgeConfig
+from rlhf_spmd.config.rules import check_section
+from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.rewards.judge import JudgeConfig
 from rlhf_spmd.train import prepare
 from tasks import other_task, settings, task, train, worst_metric
 
@@ -159,7 +160,6 @@ def test_scores_are_the_verdicts_numbers_in_any_layout(tmp_path: Path) -> None:
         ("reward.judge.template=nowhere.txt", r"template='nowhere.txt' is neither a text with \{response\} nor"),
         ("reward.judge.range=[1.0]", r"^reward\.judge\.range=\[1\.0\] must be \[lowest, highest\]"),
         ("reward.judge.max_response_length=64", r"^reward\.judge\.max_response_length=64 leaves no room in the 64 tokens"),
-        ("reward.retokenize=false", r"^reward\.retokenize=false: a judge reads text"),
         ("models.reward.path=null", r"^reward\.judge needs a model that generates: give reward\.model or models\.reward\.path"),
         ("models.reward.path=VALUE", "lm_head"),
         ("models.reward.generation.tp=2", r"^models\.reward\.generation\.tp=2: a judge generates in models\.reward\.layout"),

@@ -35,7 +35,7 @@ class Calculator:
         self.said = ""
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Raises ValueError for a row without a number to compare with."""
+        """Raise ValueError for a row without a number to compare with."""
         right = str(row.get(self.column))
         self.right = final_number(right if "####" in right else f"#### {right}")
         if self.right is None:
@@ -55,16 +55,16 @@ environment = Calculator
 
 
 def final_number(text: str) -> Fraction | None:
-    """Returns the number after the last ``####``, or None. Commas and a dollar sign are dropped."""
-    found = _ANSWER.findall(text)
+    """Return the number after the last ``####``, or None. Commas and a dollar sign are dropped."""
+    numbers = _ANSWER.findall(text)
     try:
-        return Fraction(found[-1].replace(",", "").replace("$", "")) if found else None
+        return Fraction(numbers[-1].replace(",", "").replace("$", "")) if numbers else None
     except ValueError:  # thousands of digits
         return None
 
 
 def calculate(expression: str) -> str:
-    """Returns the value of sums, differences, products, quotients and brackets of decimal numbers.
+    """Return the value of sums, differences, products, quotients and brackets of decimal numbers.
 
     Returns ``error`` if there is none, or if it is beyond a float's range.
     """
@@ -78,7 +78,7 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.expr, source: str) -> Fraction:
-    """Raises ValueError for anything but arithmetic."""
+    """Raise ValueError for anything but arithmetic."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         written = ast.get_source_segment(source, node) or ""
         if abs(int(written.lower().partition("e")[2] or 0)) > LARGEST_EXPONENT:

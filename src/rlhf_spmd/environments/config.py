@@ -1,14 +1,15 @@
-"""What an environment is, its settings (``environment.*``, ``environments.<name>.*``), and which one a row has."""
+"""The protocol of environments, their settings (``environment.*``, ``environments.<name>.*``), and which of them a row has."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from rlhf_spmd.config import registry
 from rlhf_spmd.config.constraints import FiniteFloat, Fraction, PositiveInt, Seconds, Workers
+from rlhf_spmd.config.rules import Rule, Rules, check_rules
 from rlhf_spmd.config.schema import nearest
 
 ChatMessage = dict[str, Any]  # with ``role`` and ``content`` (text)
@@ -23,11 +24,11 @@ class Environment(Protocol):
     """
 
     def reset(self, row: Mapping[str, Any]) -> str | None:
-        """Begins. ``row``: the data's columns, as rewards see them. Returns text that the model reads after its prompt, or
+        """Begin. ``row``: the data's columns, as rewards see them. Returns text that the model reads after its prompt, or
         None."""
 
     def step(self, text: str) -> tuple[str | list[ChatMessage], float, bool]:
-        """Answers a turn. Returns (observation, reward, done).
+        """Answer a turn. Returns (observation, reward, done).
 
         ``text``: the model's turn with its special tokens, except those that end a text. A parameter ``context``, if
         there is one, gets the turn's :class:`tool_calls.TurnContext`. Unless done, the model reads the observation
@@ -53,6 +54,8 @@ class EnvironmentConfig:
     - weight: weight of the environment's reward in a row's score
     """
 
+    needs: ClassVar = {"cls": ("args",)}
+
     cls: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
     max_turns: PositiveInt | None = None
@@ -66,25 +69,23 @@ class EnvironmentConfig:
         return self.cls is not None and getattr(resolve_class(self.cls), "gives_reward", True)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Returns OpenAI's schemas of the class's tools. Raises what its ``schemas`` raises."""
+        """Return OpenAI's schemas of the class's tools. Raises what its ``schemas`` raises."""
         assert self.cls is not None, "there is no class to have tools"
-        found: list[dict[str, Any]] = getattr(resolve_class(self.cls), "schemas", lambda **_: [])(**self.args)
-        return found
+        schemas: list[dict[str, Any]] = getattr(resolve_class(self.cls), "schemas", lambda **_: [])(**self.args)
+        return schemas
 
     def check(self, where: str = "environment") -> None:
-        """Raises ValueError that names the key and the value. Imports the class's module to see that it exists."""
+        """Raise ValueError that names the key and the value. Imports the class's module to see that it exists."""
         if self.cls is None:
-            if self.args:
-                raise ValueError(f"{where}.args={self.args}: there is no {where}.cls that takes them")
             return
-        found = resolve_class(self.cls, f"{where}.cls")
-        missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
-        if isinstance(found, type) and missing:
+        cls = resolve_class(self.cls, f"{where}.cls")
+        missing = [name for name in ("reset", "step") if not callable(getattr(cls, name, None))]
+        if isinstance(cls, type) and missing:
             raise ValueError(
                 f"{where}.cls={self.cls!r} has no method {missing[0]}(); an environment has reset(row) and step(text)"
             )
         try:
-            inspect.signature(found).bind(**self.args)
+            inspect.signature(cls).bind(**self.args)
         except TypeError as error:
             raise ValueError(f"{where}.args={self.args}: {self.cls} does not take them: {error}") from error
         try:
@@ -93,52 +94,75 @@ class EnvironmentConfig:
             raise ValueError(f"{where}.args={self.args}: {error}") from error
 
     def check_together(self, where: str, run_timeout_s: float, rebalance_steps: int, partial: bool = False) -> None:
-        """Checks against other settings: ``run.timeout_s``, ``generation.rebalance_steps``, ``data.gen_batch_size``.
-
-        Raises ValueError. ``partial``: ``data.gen_batch_size`` exceeds a batch.
-        """
-        if self.timeout_s >= run_timeout_s:
-            raise ValueError(
-                f"{where}.timeout_s={self.timeout_s}: other ranks wait for it, and no longer than {run_timeout_s} s (timeout_s of the "
-                "program); lower the first or raise the second"
-            )
-        if rebalance_steps:
-            raise ValueError(
-                f"generation.rebalance_steps={rebalance_steps}: an environment's rows stay on their replica; set it to 0"
-            )
-        if partial:
-            raise ValueError(
-                f"data.gen_batch_size above data.train_batch_size together with {where}.cls: an environment's rows end in the step "
-                "that began them; leave data.gen_batch_size out"
-            )
+        """Raise ValueError where settings of other sections contradict these; see :class:`EnvironmentInRun`."""
+        check_rules(RUN_RULES, EnvironmentInRun(self.cls, self.timeout_s, run_timeout_s, rebalance_steps, partial), where)
 
 
-Named = Mapping[str, EnvironmentConfig]
+@dataclass(frozen=True)
+class EnvironmentInRun:
+    """Settings of an environment and of other sections that rules relate.
+
+    - run_timeout_s: ``run.timeout_s``, or ``timeout_s`` of a program without a section ``run``
+    - rebalance_steps: of the section ``generation``
+    - partial: ``data.gen_batch_size`` is above ``data.train_batch_size``
+    """
+
+    cls: str | None
+    timeout_s: float
+    run_timeout_s: float
+    rebalance_steps: int
+    partial: bool
+
+
+RUN_RULES: Rules = (
+    Rule(
+        ("timeout_s",),
+        lambda s: s.timeout_s >= s.run_timeout_s,
+        "other ranks wait for it, and no longer than the program's timeout_s={s.run_timeout_s}",
+        "lower the first or raise the second",
+    ),
+    Rule(
+        ("cls",),
+        lambda s: s.rebalance_steps > 0,
+        "its rows stay on their replica, and generation.rebalance_steps={s.rebalance_steps} moves rows",
+        "set the second to 0",
+    ),
+    Rule(
+        ("cls",),
+        lambda s: s.partial,
+        "its rows end in the step that began them, and data.gen_batch_size is above data.train_batch_size",
+        "leave data.gen_batch_size out",
+    ),
+)
+
+EnvironmentConfigs = Mapping[str, EnvironmentConfig]
 
 
 def environment_key(name: str) -> str:
-    """Returns the configuration key of a named environment, for messages."""
+    """Return the configuration key of a named environment, for messages."""
     return DEFAULT if name == DEFAULT else f"environments.{name}"
 
 
-def named_environments(environment: EnvironmentConfig, environments: Named) -> dict[str, EnvironmentConfig]:
-    """Returns ``environments``, plus ``environment`` under that name if it has a class. Raises ValueError."""
-    given = {} if environment.cls is None else {DEFAULT: environment}
+def named_environments(environment: EnvironmentConfig, environments: EnvironmentConfigs) -> dict[str, EnvironmentConfig]:
+    """Return ``environments``, plus ``environment`` under that name if it has a class. Raises ValueError."""
+    default = {} if environment.cls is None else {DEFAULT: environment}
     if DEFAULT in environments:
         raise ValueError("environments.environment: rows that name none have that of the section environment; give it there")
-    for name, one in environments.items():
-        if one.cls is None:
+    for name, config in environments.items():
+        if config.cls is None:
             raise ValueError(f"environments.{name}.cls must be given: calculator, tools, package.module:Class or file.py:Class")
-    return given | dict(environments)
+    return default | dict(environments)
 
 
-def environment_of(environments: Named, row: Mapping[str, Any]) -> str | None:
-    """Returns the name of a row's environment, or None if the model answers the row once."""
+def environment_of(environments: EnvironmentConfigs, row: Mapping[str, Any]) -> str | None:
+    """Return the name of a row's environment, or None if the model answers the row once."""
     return row.get("environment") or (DEFAULT if DEFAULT in environments else None)
 
 
-def check_rows(environments: Named, rows: Sequence[Mapping[str, Any]], places: Sequence[str], scored: bool) -> None:
-    """Raises ValueError for a row with an unknown environment or without a score, and for an environment that no row
+def check_rows(
+    environments: EnvironmentConfigs, rows: Sequence[Mapping[str, Any]], places: Sequence[str], scored: bool
+) -> None:
+    """Raise ValueError for a row with an unknown environment or without a score, and for an environment that no row
     names.
 
     ``scored``: something besides environments scores rows. ``places``: the rows' places, for messages.
@@ -156,12 +180,12 @@ def check_rows(environments: Named, rows: Sequence[Mapping[str, Any]], places: S
         raise ValueError(f"environments.{unused}: no row has this name in its column 'environment'")
 
 
-def tools_of(environments: Named, given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Returns the tool schemas for the chat template by environment: those ``given``, then the environment's own."""
-    found = {name: [*given.get(name, ()), *one.schemas()] for name, one in environments.items()}
-    return {name: tools for name, tools in {**given, **found}.items() if tools}
+def tools_of(environments: EnvironmentConfigs, columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the tool schemas for the chat template by environment: those of ``columns``, then the environment's."""
+    schemas = {name: [*columns.get(name, ()), *config.schemas()] for name, config in environments.items()}
+    return {name: tools for name, tools in {**columns, **schemas}.items() if tools}
 
 
 def resolve_class(name: str, where: str = "environment.cls") -> Callable[..., Environment]:
-    """Returns the class called ``name``; see :func:`registry.resolve`."""
+    """Return the class called ``name``; see :func:`registry.resolve`."""
     return registry.resolve(where, "rlhf_spmd.environments", name, "environment")

@@ -21,14 +21,14 @@ from rlhf_spmd.environments.config import (
     ChatMessage,
     Environment,
     EnvironmentConfig,
-    Named,
+    EnvironmentConfigs,
     environment_key,
     environment_of,
     resolve_class,
 )
 from rlhf_spmd.environments.tool_calls import TurnContext
 
-MOST_THREADS = 4096  # of a process, beyond which no call that overruns is left alone
+MAX_THREADS = 4096  # of a process, beyond which no call that overruns is left alone
 BEAT_S = 0.1  # between looks at the clock while waiting
 
 
@@ -39,7 +39,7 @@ class EnvironmentFailure(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """What ``reset`` (reward 0, not done) or ``step`` of a row's environment returned.
+    """The answer of a row's environment: of ``reset`` (reward 0, not done) or ``step``.
 
     ``failure``: why the call failed (it raised, overran or returned nonsense), which ends the row; else None.
     """
@@ -52,9 +52,9 @@ class Answer(NamedTuple):
 
 
 def failures_by_name(
-    configs: Named, rows: Iterable[Mapping[str, Any]], failures: Iterable[str | None]
+    configs: EnvironmentConfigs, rows: Iterable[Mapping[str, Any]], failures: Iterable[str | None]
 ) -> dict[str, list[str | None]]:
-    """Returns by environment why it failed in each of its rows (None: it did not). ``failures``: of all ``rows``."""
+    """Return by environment why it failed in each of its rows (None: it did not). ``failures``: of all ``rows``."""
     by_name: dict[str, list[str | None]] = {}
     for row, failure in zip(rows, failures, strict=True):
         if (name := environment_of(configs, row)) is not None:
@@ -63,7 +63,7 @@ def failures_by_name(
 
 
 def check_failed_rows(config: EnvironmentConfig, name: str, failed: int, rows: int, first: str | None) -> None:
-    """Raises EnvironmentFailure if more of the ``rows`` of environment ``name`` failed than its ``max_failure_rate`` allows.
+    """Raise EnvironmentFailure if more of the ``rows`` of environment ``name`` failed than its ``max_failure_rate`` allows.
 
     ``first``: why the first of them failed.
     """
@@ -73,7 +73,7 @@ def check_failed_rows(config: EnvironmentConfig, name: str, failed: int, rows: i
         raise EnvironmentFailure(f"{where} failed in {failed} of {rows} rows, {limit}; the first: {first}")
 
 
-Call = tuple[int, str | None, TurnContext]  # row id, the turn (None: reset), its context
+PendingCall = tuple[int, str | None, TurnContext]  # row id, the turn (None: reset), its context
 
 
 class EnvironmentRunner:
@@ -84,11 +84,15 @@ class EnvironmentRunner:
     """
 
     def __init__(
-        self, configs: Named, names: Mapping[int, str], rows: Mapping[int, Mapping[str, Any]], template: str | None = None
+        self,
+        configs: EnvironmentConfigs,
+        names: Mapping[int, str],
+        rows: Mapping[int, Mapping[str, Any]],
+        template: str | None = None,
     ) -> None:
         self._configs, self._names, self._rows = configs, names, rows
         self._environments: dict[int, Environment] = {}
-        self._calls: dict[str, SimpleQueue[Call | None]] = {}
+        self._calls: dict[str, SimpleQueue[PendingCall | None]] = {}
         self._answers: SimpleQueue[Answer] = SimpleQueue()
         self._started: dict[int, float] = {}  # row id -> when its running call began; who takes an entry out answers the call
         self._builders = {name: _builder(configs[name], template) for name in set(names.values())}
@@ -107,19 +111,19 @@ class EnvironmentRunner:
         self._calls[self._names[row_id]].put((row_id, text, context or TurnContext()))
 
     def answers(self, wait: bool, tick: Callable[[], None] = lambda: None) -> list[Answer]:
-        """Returns the answers that have arrived; with ``wait`` at least one, which must have been asked for.
+        """Return the answers that have arrived; with ``wait`` at least one, which must have been asked for.
 
         ``tick`` is called while waiting. Raises EnvironmentFailure if too many calls that overran do not return.
         """
-        found: list[Answer] = []
+        answers: list[Answer] = []
         while True:
-            must_wait = wait and not found
+            must_wait = wait and not answers
             try:
-                found.append(self._answers.get(block=must_wait, timeout=BEAT_S if must_wait else None))
+                answers.append(self._answers.get(block=must_wait, timeout=BEAT_S if must_wait else None))
             except Empty:
                 self._end_overruns()
                 if not must_wait:
-                    return found
+                    return answers
                 tick()
 
     def close(self) -> None:
@@ -132,7 +136,7 @@ class EnvironmentRunner:
             name = self._names[row_id]
             limit = self._configs[name].timeout_s
             if time.monotonic() - began > limit and self._started.pop(row_id, None) is not None:
-                if active_count() > MOST_THREADS:
+                if active_count() > MAX_THREADS:
                     raise EnvironmentFailure(
                         f"{active_count()} threads: calls of {environment_key(name)} that overran do not return"
                     )
@@ -193,7 +197,7 @@ class EnvironmentRunner:
 
 
 def error_words(error: BaseException) -> str:
-    """Returns the error's type and text, at most 2,000 characters; the text of the user's own errors may itself fail."""
+    """Return the error's type and text, at most 2,000 characters; the text of the user's own errors may itself fail."""
     try:
         return f"{type(error).__name__}: {error}"[:2000]
     except Exception as second:
@@ -201,26 +205,28 @@ def error_words(error: BaseException) -> str:
 
 
 def _exit_status(error: BaseException) -> int:
-    """Returns the status with which Python ends a process that raised ``error``."""
+    """Return the status with which Python ends a process that raised ``error``."""
     if not isinstance(error, SystemExit):
         return 1
     return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 def _builder(config: EnvironmentConfig, template: str | None) -> Callable[[], Environment]:
-    """Returns what makes an environment; its class gets the chat template if it takes one."""
+    """Return what makes an environment; its class gets the chat template if it takes one."""
     cls, args = resolve_class(config.cls or ""), config.args
     takes = "chat_template" in inspect.signature(cls).parameters
     return partial(cls, **{**({"chat_template": template} if takes else {}), **args})
 
 
 def _are_messages(value: object) -> bool:
-    """True for a non-empty list of messages."""
+    """Return True for a non-empty list of messages."""
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content")) for one in value)
+    return all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content")) for message in value
+    )
 
 
 def _readable(text: str) -> str:
-    """Replaces lone surrogates, which broken bytes or JSON put into a text and no tokenizer reads."""
+    """Replace lone surrogates, which broken bytes or JSON put into a text and no tokenizer reads."""
     return text.encode(errors="replace").decode()

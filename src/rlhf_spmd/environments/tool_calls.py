@@ -31,7 +31,7 @@ class ParsedTurn(NamedTuple):
 
 
 class TurnContext(NamedTuple):
-    """What a turn's text does not show.
+    """Facts about a turn that its text does not show.
 
     - before: the end of the text that the turn continues, with its special tokens
     - marks: for each added token whose text the turn also spells in other tokens: where in the turn the token itself begins
@@ -49,7 +49,7 @@ Reader = Callable[[str, int, Texts], tuple[Calls, int]]  # text, place behind a 
 
 
 class ToolFormat(NamedTuple):
-    """How a family writes calls. ``form``: for messages to the model; ``signs``: its chat templates have one of them."""
+    """The form of a family's calls. ``form``: for messages to the model; ``signs``: its chat templates have one of them."""
 
     form: str
     signs: tuple[str, ...]
@@ -77,9 +77,9 @@ class MarkedCalls(NamedTuple):
             re.compile("|".join(map(re.escape, each))) for each in ((*self.thoughts, *self.marks), (closing,))
         )
         content, reasoning, calls = "", "", Calls()
-        at, thinking = 0, context.before.rstrip().endswith(opening)
-        while mark := _next_mark(end_mark if thinking else any_mark, text, at, context):
-            between, at = text[at : mark.start()], mark.end()
+        position, thinking = 0, context.before.rstrip().endswith(opening)
+        while mark := _next_mark(end_mark if thinking else any_mark, text, position, context):
+            between, position = text[position : mark.start()], mark.end()
             if thinking:
                 reasoning, thinking = reasoning + between, False
             elif mark[0] == closing:  # nothing opened it: all before it was thought, drafts of calls included
@@ -89,23 +89,23 @@ class MarkedCalls(NamedTuple):
             else:
                 content += between
                 try:
-                    read, at = self.read(text, at, texts)
+                    read, position = self.read(text, position, texts)
                     calls += read
                 except (ValueError, RecursionError):
                     content += mark[0]
                     calls.append(None)
-        content, reasoning = (content, reasoning + text[at:]) if thinking else (content + text[at:], reasoning)
+        content, reasoning = (content, reasoning + text[position:]) if thinking else (content + text[position:], reasoning)
         for each in self.around:
             content = content.replace(each, "")
         if self.bare and not calls and content.lstrip()[:1] in ("{", "["):
             with suppress(ValueError, RecursionError):
-                calls, at = self.read(content, 0, texts)
-                content = content[at:]
+                calls, position = self.read(content, 0, texts)
+                content = content[position:]
         return ParsedTurn(content.strip(), reasoning.strip(), calls)
 
 
 def parse_turn(text: str, name: str, context: TurnContext | None = None, texts: Texts | None = None) -> ParsedTurn:
-    """Returns the parts of a turn that is written in the form ``name`` of ``FORMATS``.
+    """Return the parts of a turn that is written in the form ``name`` of ``FORMATS``.
 
     Thoughts that nothing opens begin with the turn, and so do those that ``context.before`` opened. Thoughts that
     nothing closes go on to the end.
@@ -114,35 +114,35 @@ def parse_turn(text: str, name: str, context: TurnContext | None = None, texts: 
 
 
 def detect_format(template: str | None) -> str:
-    """Returns the name of the form that a chat template's text has, ``hermes`` if it has none of them."""
+    """Return the name of the form that a chat template's text has, ``hermes`` if it has none of them."""
     return next((name for name, form in FORMATS.items() if any(sign in (template or "") for sign in form.signs)), "hermes")
 
 
 def check_format(name: str | None, where: str) -> None:
-    """Raises ValueError unless ``name`` is None or one of ``FORMATS``."""
+    """Raise ValueError unless ``name`` is None or one of ``FORMATS``."""
     if name is not None and name not in FORMATS:
         hint = nearest(str(name), list(FORMATS)) or ";"
         raise ValueError(f"{where}={name!r} is not a form of calls{hint} there are {', '.join(FORMATS)}")
 
 
-def _next_mark(pattern: re.Pattern[str], text: str, at: int, context: TurnContext) -> re.Match[str] | None:
-    """Returns the first match from ``at`` on that is not merely spelled."""
+def _next_mark(pattern: re.Pattern[str], text: str, position: int, context: TurnContext) -> re.Match[str] | None:
+    """Return the first match from ``position`` on that is not merely spelled."""
     marks = context.marks
-    return next((m for m in pattern.finditer(text, at) if m[0] not in marks or m.start() in marks[m[0]]), None)
+    return next((m for m in pattern.finditer(text, position) if m[0] not in marks or m.start() in marks[m[0]]), None)
 
 
 _JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings as they are
 _BLANK = re.compile(r"\s*")
 
 
-def _json(text: str, at: int) -> tuple[Any, int]:
-    return _JSON.raw_decode(text, _after(_BLANK, text, at))
+def _json(text: str, position: int) -> tuple[Any, int]:
+    return _JSON.raw_decode(text, _after(_BLANK, text, position))
 
 
-def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Returns the end of the match that begins at ``at``, or ``at``."""
-    match = pattern.match(text, at)
-    return match.end() if match else at
+def _after(pattern: re.Pattern[str], text: str, position: int) -> int:
+    """Return the end of the match that begins at ``position``, or ``position``."""
+    match = pattern.match(text, position)
+    return match.end() if match else position
 
 
 def _call(name: Any, arguments: Any) -> ToolCall:
@@ -151,9 +151,9 @@ def _call(name: Any, arguments: Any) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _json_calls(text: str, at: int, none: dict[str, Any] | None = None) -> tuple[Calls, int]:
-    """Reads one object, or a list of them, with ``name`` and ``arguments`` (Llama's ``parameters``; ``none``: without)."""
-    value, end = _json(text, at)
+def _json_calls(text: str, position: int, none: dict[str, Any] | None = None) -> tuple[Calls, int]:
+    """Read one object, or a list of them, with ``name`` and ``arguments`` (Llama's ``parameters``; ``none``: without)."""
+    value, end = _json(text, position)
     objects = value if isinstance(value, list) else [value]
     if not objects or not all(isinstance(each, dict) for each in objects):
         raise ValueError("not calls")
@@ -163,17 +163,17 @@ def _json_calls(text: str, at: int, none: dict[str, Any] | None = None) -> tuple
 _HERMES_END = re.compile(r"\s*</tool_call>")
 
 
-def _read_hermes(text: str, at: int, texts: Texts) -> tuple[Calls, int]:
-    calls, end = _json_calls(text, at, {})
+def _read_hermes(text: str, position: int, texts: Texts) -> tuple[Calls, int]:
+    calls, end = _json_calls(text, position, {})
     return calls, _after(_HERMES_END, text, end)
 
 
 _ANOTHER = re.compile(r"\s*;\s*(?=\{)")
 
 
-def _read_llama(text: str, at: int, texts: Texts) -> tuple[Calls, int]:
-    """Reads objects with ``;`` between them."""
-    calls, end = _json_calls(text, at)
+def _read_llama(text: str, position: int, texts: Texts) -> tuple[Calls, int]:
+    """Read objects with ``;`` between them."""
+    calls, end = _json_calls(text, position)
     while separator := _ANOTHER.match(text, end):
         more, end = _json_calls(text, separator.end())
         calls += more
@@ -183,12 +183,12 @@ def _read_llama(text: str, at: int, texts: Texts) -> tuple[Calls, int]:
 _MISTRAL_NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?")
 
 
-def _read_mistral(text: str, at: int, texts: Texts) -> tuple[Calls, int]:
-    """Reads a list of calls, or a name and its arguments."""
-    if head := _MISTRAL_NAME.match(text, at):
+def _read_mistral(text: str, position: int, texts: Texts) -> tuple[Calls, int]:
+    """Read a list of calls, or a name and its arguments."""
+    if head := _MISTRAL_NAME.match(text, position):
         arguments, end = _json(text, head.end())
         return [_call(head[1], arguments)], end
-    return _json_calls(text, at, {})
+    return _json_calls(text, position, {})
 
 
 _FIRST, _LAST, _BEGIN, _BETWEEN, _END = (  # marks with full-width bars
@@ -198,9 +198,9 @@ _DEEPSEEK_NAME = re.compile(rf"\s*(?:function{_BETWEEN}([^\n<]+)\n```json|([^\n<
 _DEEPSEEK_END = re.compile(rf"\s*(?:```)?\s*{_END}")
 
 
-def _read_deepseek(text: str, at: int, texts: Texts) -> tuple[Calls, int]:
-    """Reads the call of V3.1, or that of V3 and R1, whose arguments are a block of code."""
-    head = _DEEPSEEK_NAME.match(text, at)
+def _read_deepseek(text: str, position: int, texts: Texts) -> tuple[Calls, int]:
+    """Read the call of V3.1, or that of V3 and R1, whose arguments are a block of code."""
+    head = _DEEPSEEK_NAME.match(text, position)
     if head is None:
         raise ValueError("no name")
     arguments, end = _json(text, head.end())
@@ -215,10 +215,10 @@ _CODER_END = re.compile(r"\s*</function>")
 
 
 def _read_tagged(
-    name: re.Pattern[str], argument: re.Pattern[str], closing: re.Pattern[str], text: str, at: int, texts: Texts
+    name: re.Pattern[str], argument: re.Pattern[str], closing: re.Pattern[str], text: str, position: int, texts: Texts
 ) -> tuple[Calls, int]:
-    """Reads a name, then tags around each argument. What is no JSON is text, and so is what the function takes as text."""
-    head = name.match(text, at)
+    """Read a name, then tags around each argument. What is no JSON is text, and so is what the function takes as text."""
+    head = name.match(text, position)
     if head is None:
         raise ValueError("no name")
     end, arguments = head.end(), dict[str, Any]()
@@ -233,12 +233,12 @@ def _read_tagged(
     return [ToolCall(head[1], arguments)], _after(closing, text, end)
 
 
-def _read_glm(text: str, at: int, texts: Texts) -> tuple[Calls, int]:
-    return _read_tagged(_GLM_NAME, _GLM_ARGUMENT, _HERMES_END, text, at, texts)
+def _read_glm(text: str, position: int, texts: Texts) -> tuple[Calls, int]:
+    return _read_tagged(_GLM_NAME, _GLM_ARGUMENT, _HERMES_END, text, position, texts)
 
 
-def _read_coder(text: str, at: int, texts: Texts) -> tuple[Calls, int]:
-    return _read_tagged(_CODER_NAME, _CODER_ARGUMENT, _CODER_END, text, at, texts)
+def _read_coder(text: str, position: int, texts: Texts) -> tuple[Calls, int]:
+    return _read_tagged(_CODER_NAME, _CODER_ARGUMENT, _CODER_END, text, position, texts)
 
 
 _CHANNEL = re.compile(r"<\|message\|>")
@@ -247,25 +247,25 @@ _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 
 def _parse_channels(text: str, context: TurnContext, texts: Texts) -> ParsedTurn:
-    """Parses the messages of gpt-oss (OpenAI's harmony format): a header, ``<|message|>``, and the message.
+    """Parse the messages of gpt-oss (OpenAI's harmony format): a header, ``<|message|>``, and the message.
 
     A message to a function is a call, whatever its channel; ``analysis`` is thought; the others are content.
     """
-    content, reasoning, calls, at = list[str](), list[str](), Calls(), 0
-    while start := _next_mark(_CHANNEL, text, at, context):
-        header, at = text[at : start.start()], start.end()
+    content, reasoning, calls, position = list[str](), list[str](), Calls(), 0
+    while start := _next_mark(_CHANNEL, text, position, context):
+        header, position = text[position : start.start()], start.end()
         recipient = _RECIPIENT.search(header)
         if recipient:
             call = None
             with suppress(ValueError, RecursionError):
-                value, end = _json(text, at)
-                call, at = _call(recipient[1], value), end
+                value, end = _json(text, position)
+                call, position = _call(recipient[1], value), end
             calls.append(call)
-        ending = _next_mark(_CHANNEL_END, text, at, context)
-        body, at = text[at : ending.start() if ending else None], ending.end() if ending else len(text)
+        ending = _next_mark(_CHANNEL_END, text, position, context)
+        body, position = text[position : ending.start() if ending else None], ending.end() if ending else len(text)
         if recipient is None or calls[-1] is None:
             (reasoning if "<|channel|>analysis" in header else content).append(body)
-    if at == 0:  # a message without a header
+    if position == 0:  # a message without a header
         content.append(text)
     return ParsedTurn("\n".join(content).strip(), "\n".join(reasoning).strip(), calls)
 

@@ -19,8 +19,8 @@ from rlhf_spmd.environments.config import ChatMessage
 from rlhf_spmd.environments.tool_calls import FORMATS, ToolCall, TurnContext, check_format, detect_format, parse_turn
 
 TOGETHER = 8  # calls of one turn that run at the same time
-MOST_RUNNING = 512  # threads of calls in a process, with those that nobody waits for any more
-PLACES = BoundedSemaphore(MOST_RUNNING)
+MAX_RUNNING = 512  # threads of calls in a process, with those that nobody waits for any more
+RUNNING_CALLS = BoundedSemaphore(MAX_RUNNING)
 SHARE_OF_TIME = 0.9  # of a turn's time; the rest is for reading the turn and rendering the results
 
 
@@ -47,7 +47,7 @@ class Tools:
 
     @staticmethod
     def schemas(tools: Sequence[str], format: str | None = None, **_: str) -> list[dict[str, Any]]:
-        """Raises ValueError, also for a ``format`` that does not exist."""
+        """Raise ValueError, also for a ``format`` that does not exist."""
         check_format(format, "format")
         return [tool_schema(function) for function in _functions(tools).values()]
 
@@ -65,14 +65,14 @@ class Tools:
             for number, call in waiting:  # an iterator of a list, which threads may share
                 if time.monotonic() < deadline:
                     replies[number] = self._reply(call)
-            PLACES.release()
+            RUNNING_CALLS.release()
 
         threads: list[Thread] = []
-        while len(threads) < min(len(calls), TOGETHER) and PLACES.acquire(timeout=0.0 if threads else limit):
+        while len(threads) < min(len(calls), TOGETHER) and RUNNING_CALLS.acquire(timeout=0.0 if threads else limit):
             threads.append(Thread(target=work, name="tool", daemon=True))
             threads[-1].start()
         if not threads:  # what the model reads would be the same in every later turn: this row fails, and is counted
-            raise RuntimeError(f"{MOST_RUNNING} calls of tools have not returned; give the tools time limits of their own")
+            raise RuntimeError(f"{MAX_RUNNING} calls of tools have not returned; give the tools time limits of their own")
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         late = f"error: no result within {limit:g} s"
@@ -80,7 +80,7 @@ class Tools:
         return [{"role": self.role, "name": name, "content": replies.get(i, late)} for i, name in enumerate(names)], 0.0, False
 
     def _reply(self, call: ToolCall | None) -> str:
-        """Returns what the function returned, as text or JSON, or what is wrong with the call."""
+        """Return what the function returned, as text or JSON, or what is wrong with the call."""
         if call is None:
             return f"error: the call cannot be read; a call is {FORMATS[self.format].form}"
         if call.name not in self.functions:
@@ -105,13 +105,13 @@ async def _result_of(result: Awaitable[Any]) -> Any:
 
 
 def _text_parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """Returns the names of the parameters that take text and nothing else."""
+    """Return the names of the parameters that take text and nothing else."""
     hints = getattr(function, "__annotations__", {})
     return frozenset(name for name, hint in hints.items() if hint in (str, "str"))
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns OpenAI's schema of a function, from its type hints and its docstring's ``Args:``.
+    """Return OpenAI's schema of a function, from its type hints and its docstring's ``Args:``.
 
     Raises ValueError, one line, if they are missing.
     """
@@ -127,13 +127,13 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _functions(tools: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """Returns the functions by the names that the model uses. Raises ValueError, also for a generator."""
+    """Return the functions by the names that the model uses. Raises ValueError, also for a generator."""
     if isinstance(tools, str) or not tools:
         raise ValueError(f"tools={tools!r} must be a list of functions, each package.module:function or file.py:function")
-    found = {function.__name__: function for function in (resolve_function(name, "tool") for name in tools)}
-    if len(found) < len(tools):
+    functions = {function.__name__: function for function in (resolve_function(name, "tool") for name in tools)}
+    if len(functions) < len(tools):
         raise ValueError(f"tools={list(tools)}: two functions have one name, by which the model calls them")
-    for name, function in found.items():
+    for name, function in functions.items():
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise ValueError(f"tool {name!r} is a generator (it has a yield); it must return its result")
-    return found
+    return functions

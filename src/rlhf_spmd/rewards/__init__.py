@@ -7,11 +7,15 @@ tensors. Nothing here imports torch, because the workers import this package and
 
 Read in this order:
 
-- ``config``: ``reward.*`` (``RewardConfig``); ``binding``: a function's arguments by their names, of this project, verl or TRL
-- ``runner``: :class:`~runner.RewardRunner` deals rows to worker processes; ``worker``: one of them; ``results``: what comes back
-- built-in rewards: ``gsm8k``, ``math``, ``aime``, ``multiple_choice``, ``exact_match`` and others, on ``answers`` and ``latex``;
-  they return a ``Verdict``, a score with the answer that was read
-- ``auto``: the reward that a row's ``data_source`` names
-- ``code``: tests of programs; ``sandbox`` and ``code_judge`` run them
-- ``http``: scores from a server; ``eval_metrics``: pass@k and its kind
+1. Settings. ``config``: ``reward.*`` (``RewardConfig``); ``judge``: a model that judges responses; ``binding``: a function's
+   arguments by their names, of this project, verl or TRL.
+2. Calls. ``runner``: :class:`~runner.RewardRunner` deals rows to workers; ``worker``: one of them, as the rank sees it;
+   ``worker_process``: the program of its process; ``results``: what comes back, and whether a run can go on with it.
+3. Answers. ``answers``: the right ones of a row; ``latex``: their spelling. On these: ``math``, ``aime``, ``gsm8k``,
+   ``multiple_choice``, ``exact_match``, ``regex``. They return a ``Verdict``, a score with the answer that was read.
+   ``auto``: the reward that a row's ``data_source`` names.
+4. Programs. ``code``: a row's tests; ``sandbox``: starts and watches a process that nobody vouches for; ``code_judge``: the
+   program in that process, which restrains itself, runs the tests and the judged program.
+5. The rest. ``http``: scores from a server; ``format``, ``length``, ``json_schema``, ``happy_words``; ``eval_metrics``: pass@k
+   and its kind.
 """

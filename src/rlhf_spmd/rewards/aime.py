@@ -16,7 +16,7 @@ _NUMBER = re.compile(rf"{_AROUND}(?:[a-zA-Z][\w+\s]*=)?{_AROUND}([-+]?\d{{1,20}}
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Raises ValueError for an invalid answer, and if no row's answer is a whole number."""
+    """Raise ValueError for an invalid answer, and if no row's answer is a whole number."""
     answers.check_rows(where, rows, places, _whole_numbers)
 
 
@@ -33,7 +33,7 @@ def _whole_numbers(ground_truth: object) -> list[int]:
 
 
 def score(response: str, ground_truth: object, begun: str = "") -> Verdict:
-    """Returns 1.0 if the final answer is the row's number (``025`` is 25), else 0.0. Raises ValueError for another answer."""
+    """Return 1.0 if the final answer is the row's number (``025`` is 25), else 0.0. Raises ValueError for another answer."""
     rights, answer = _whole_numbers(ground_truth), final_answer(begun + response)
     number = None if answer is None else _number(answer)
     return Verdict(number in rights, str(number) if number is not None else answer)

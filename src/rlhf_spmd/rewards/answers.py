@@ -24,15 +24,15 @@ _FULL_WIDTH = 0xFEE0  # from ! to full-width !
 
 
 @functools.cache
-def _character(one: str) -> str:
-    category = unicodedata.category(one)
-    if one in _SIGNS:
-        return _SIGNS[one]
+def _character(character: str) -> str:
+    category = unicodedata.category(character)
+    if character in _SIGNS:
+        return _SIGNS[character]
     if category in ("Cf", "Zs"):  # zero width, or a space of any width
         return " " if category == "Zs" else ""
     if category == "Nd":
-        return str(unicodedata.digit(one))
-    return chr(ord(one) - _FULL_WIDTH) if "\uff01" <= one <= "\uff5e" else one
+        return str(unicodedata.digit(character))
+    return chr(ord(character) - _FULL_WIDTH) if "\uff01" <= character <= "\uff5e" else character
 
 
 class Verdict(float):
@@ -48,12 +48,12 @@ class Verdict(float):
 
 
 def plain(text: str) -> str:
-    """Returns ``text`` with ASCII forms of minus, slash, quotes, spaces, digits and full-width characters."""
+    """Return ``text`` with ASCII forms of minus, slash, quotes, spaces, digits and full-width characters."""
     return text if text.isascii() else "".join(map(_character, _GROUPED.sub("", text)))
 
 
 def alternatives(answer: object) -> list[str]:
-    """Returns the texts of which each is a right answer: one, or each entry of a list, which may be written as text.
+    """Return the texts of which each is a right answer: one, or each entry of a list, which may be written as text.
 
     A whole float has two: ``72`` and ``72.0``. Raises ValueError for anything else, such as a dict.
     """
@@ -61,13 +61,13 @@ def alternatives(answer: object) -> list[str]:
     entries = [entry for entry in value if entry is not None] if isinstance(value, list | tuple) else [value]
     if len(entries) == 1 and isinstance(entries[0], str):
         entries = _listed(entries[0]) or entries
-    found = [text for entry in entries for text in _texts(entry)]
-    if not found or not all(isinstance(entry, str | int | float | Decimal) for entry in entries):
+    texts = [text for entry in entries for text in _texts(entry)]
+    if not texts or not all(isinstance(entry, str | int | float | Decimal) for entry in entries):
         kind = "an empty list" if value in ([], ()) else f"not an answer but {_kind(value)}"
         raise ValueError(
             f"the answer {repr(answer)[:80]} is {kind}; it must be a text, a number, or a list of them, of which any is right"
         )
-    return found
+    return texts
 
 
 def _kind(value: object) -> str:
@@ -76,33 +76,33 @@ def _kind(value: object) -> str:
 
 
 def _listed(text: str) -> list[Any]:
-    """Returns the entries of a list in JSON's or Python's form: of texts, or of one number. Empty for another text."""
+    """Return the entries of a list in JSON's or Python's form: of texts, or of one number. Empty for another text."""
     if not re.match(r"\s*\[\s*(?:[\"']|-?[\d.]+\s*\]\s*\Z)", text):
         return []
     for read in (json.loads, ast.literal_eval):
         try:
-            found = read(text.strip())
+            entries = read(text.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        if isinstance(found, list) and (len(found) == 1 or all(isinstance(entry, str) for entry in found)):
-            return found
+        if isinstance(entries, list) and (len(entries) == 1 or all(isinstance(entry, str) for entry in entries)):
+            return entries
     return []
 
 
 def _texts(entry: object) -> list[str]:
-    """Returns how a single answer may be written; empty for an invalid one."""
+    """Return how a single answer may be written; empty for an invalid one."""
     if isinstance(entry, bool):
         return [str(entry), str(entry).lower()]
     if isinstance(entry, float):
-        whole = [str(int(entry))] if math.isfinite(entry) and entry.is_integer() else []
-        return [*whole, str(entry)] if math.isfinite(entry) else []
+        integer = [str(int(entry))] if math.isfinite(entry) and entry.is_integer() else []
+        return [*integer, str(entry)] if math.isfinite(entry) else []
     return [str(entry)] if isinstance(entry, str | int | Decimal) else []
 
 
 def check_rows(
     where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str], read: Callable[[Any], Any] = alternatives
 ) -> None:
-    """Raises ValueError, one line, for an answer that :func:`alternatives` refuses, or if ``read`` can read no row's
+    """Raise ValueError, one line, for an answer that :func:`alternatives` refuses, or if ``read`` can read no row's
     answer."""
     errors = list[str]()
     answered = [(place, answer) for place, answer in zip(places, map(right_answer, rows), strict=True) if answer is not None]

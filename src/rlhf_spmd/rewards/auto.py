@@ -29,30 +29,31 @@ def _reward(data_source: object) -> Callable[..., Any] | None:
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Raises ValueError for an unknown ``data_source``, one without answers, and answers that its reward refuses."""
-    of_source: dict[str, list[int]] = {}
-    for at, (row, place) in enumerate(zip(rows, places, strict=True)):
+    """Raise ValueError for an unknown ``data_source``, one without answers, and answers that its reward refuses."""
+    rows_of_source: dict[str, list[tuple[Mapping[str, Any], str]]] = {}
+    for row, place in zip(rows, places, strict=True):
         source = row.get("data_source")
         if _reward(source) is None:
             known = ", ".join((*SOURCES, *(f"{prefix}*" for prefix in PREFIXES)))
             raise ValueError(f"{place}: {where}.function=auto has no reward for the data_source {source!r}; it knows {known}")
-        of_source.setdefault(str(source), []).append(at)
-    for source, its in of_source.items():
+        rows_of_source.setdefault(str(source), []).append((row, place))
+    for source, source_rows in rows_of_source.items():
         function = _reward(source)
         if function is code.score:
             continue
-        if all(right_answer(rows[at]) is None for at in its):
-            columns = ", ".join(sorted(key for key, value in rows[its[0]].items() if value is not None))
+        first_row, first_place = source_rows[0]
+        if all(right_answer(row) is None for row, _ in source_rows):
+            columns = ", ".join(sorted(key for key, value in first_row.items() if value is not None))
             raise ValueError(
-                f"{places[its[0]]}: {where}.function=auto: no row of the data_source {source!r} has an answer (data.answer_key names "
+                f"{first_place}: {where}.function=auto: no row of the data_source {source!r} has an answer (data.answer_key names "
                 f"its column); the columns are {columns}"
             )
         check = sys.modules[function.__module__].check_rows
-        check(where, [rows[at] for at in its], [places[at] for at in its])
+        check(where, [row for row, _ in source_rows], [place for _, place in source_rows])
 
 
 def score(response: str, row: dict[str, Any], data_source: str, ground_truth: object = None, begun: str = "") -> Any:
-    """Returns what the reward of ``data_source`` returns."""
+    """Return what the reward of ``data_source`` returns."""
     function = _reward(data_source)
     if function is None:
         raise ValueError(f"no reward for the data_source {data_source!r}")

@@ -22,11 +22,12 @@ import asyncio
 import functools
 import inspect
 import sys
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from typing import Any
 
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.schema import check_fields, full_type_hints, nearest, read_value
 
 RewardRow = tuple[str, str, dict[str, Any]]  # prompt, response, the row's columns
 
@@ -63,25 +64,29 @@ class BoundReward:
 
     @property
     def batched(self) -> bool:
-        """True if a call takes lists over many rows and returns a list."""
+        """Return True if a call takes lists over many rows and returns a list."""
         return not BATCHED.isdisjoint(self.required + self.optional)
 
     @property
-    def is_own(self) -> bool:
-        """True for the user's function, False for a built-in one."""
+    def is_users(self) -> bool:
+        """Return True for the user's function, False for a built-in one."""
         return not getattr(self.function, "__module__", "").startswith("rlhf_spmd.rewards.")
+
+    def hook(self, name: str) -> Callable[..., None]:
+        """Return the function ``name`` of a built-in reward's module; one that does nothing for the user's, and where there is none."""
+        module = None if self.is_users else sys.modules[self.function.__module__]
+        return getattr(module, name, lambda *_, **__: None)
 
     @property
     def takes_ids(self) -> bool:
-        """True if rows must have ``completion_ids``, the response's tokens."""
+        """Return True if rows must have ``completion_ids``, the response's tokens."""
         return "completion_ids" in self.required + self.optional
 
     def ready(self) -> BoundReward:
-        """Returns the reward ready to be called: a class instantiated, a built-in one's libraries imported (its module's
+        """Return the reward ready to be called: a class instantiated, a built-in one's libraries imported (its module's
         ``load``). Raises ValueError, one line, if a constructor raises."""
         function, kwargs = self.function, self.kwargs
-        if not self.is_own:
-            getattr(sys.modules[function.__module__], "load", lambda: None)()
+        self.hook("load")()
         if self.is_class:
             try:
                 function, kwargs = function(**kwargs), {}
@@ -91,7 +96,7 @@ class BoundReward:
         return replace(self, function=function, kwargs=kwargs, loop=asyncio.Runner() if self.is_async else None)
 
     def call(self, rows: Sequence[RewardRow], timeout_s: float) -> list[Any]:
-        """Returns the function's result for each row. A function that is neither batched nor async takes one row.
+        """Return the function's result for each row. A function that is neither batched nor async takes one row.
 
         For an async function that is not batched, each row has ``timeout_s``, and its result may be the exception or
         ``OVERRUN``. Raises ValueError for a row without a required argument, and for a list of another length; also
@@ -107,22 +112,22 @@ class BoundReward:
         columns["prompts"] = [prompt for prompt, _ in pairs]
         columns["completions"] = [completion for _, completion in pairs]
         returned = self.function(**self._keywords(columns))
-        given = self.loop.run(returned) if self.loop is not None else returned
-        if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping | Set):
-            raise TypeError(f"one {type(given).__name__} was returned for {len(rows)} completions; return a list of scores")
-        results = list(given)
+        scores = self.loop.run(returned) if self.loop is not None else returned
+        if not isinstance(scores, Iterable) or isinstance(scores, str | bytes | Mapping | Set):
+            raise TypeError(f"one {type(scores).__name__} was returned for {len(rows)} completions; return a list of scores")
+        results = list(scores)
         if len(results) != len(rows):
             raise ValueError(f"{len(results)} scores were returned for {len(rows)} completions")
         return results
 
     async def _together(self, each: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
-        async def one(values: Mapping[str, Any]) -> Any:
+        async def score_row(values: Mapping[str, Any]) -> Any:
             try:
                 return await self.function(**self._keywords(values))
             except SystemExit as error:  # it would end the loop, and the other rows with it
                 raise RuntimeError(f"the function ended by SystemExit: {error}") from error
 
-        tasks = [asyncio.ensure_future(one(values)) for values in each]
+        tasks = [asyncio.ensure_future(score_row(values)) for values in each]
         _, late = await asyncio.wait(tasks, timeout=timeout_s)
         for task in late:
             task.cancel()
@@ -137,16 +142,27 @@ class BoundReward:
         missing = [name for name in self.required if name not in values]
         if missing:
             raise ValueError(f"the row has no {missing[0]!r}, which the function takes")
-        own = values if self.takes_all else {name: values[name] for name in self.required + self.optional if name in values}
-        return {**own, **self.kwargs}
+        arguments = (
+            values if self.takes_all else {name: values[name] for name in self.required + self.optional if name in values}
+        )
+        return {**arguments, **self.kwargs}
 
     @property
     def missing_settings(self) -> list[str]:
-        """Returns the settings of a built-in reward that ``kwargs`` must have and has not."""
-        return [] if self.is_own else [name for name in self.required if name not in FROM_ROW | COLUMNS]
+        """Return the settings of a built-in reward that ``kwargs`` must have and has not."""
+        return [] if self.is_users else [name for name in self.required if name not in FROM_ROW | COLUMNS]
+
+    def check_settings(self, where: str) -> None:
+        """Raise ValueError for a setting of a built-in reward that does not fit the type of its parameter. ``where``: their key."""
+        if self.is_users:
+            return
+        types = typing.get_type_hints(self.function)
+        ranges = full_type_hints(self.function)
+        settings = {name: read_value(types[name], value, f"{where}.{name}") for name, value in self.kwargs.items()}
+        check_fields(make_dataclass("Settings", [(name, ranges[name]) for name in settings])(**settings), where)
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]], source: str = "") -> None:
-        """Raises ValueError, one line, if no row has a value for a required argument. ``rows``: the rows' columns. ``source``: the
+        """Raise ValueError, one line, if no row has a value for a required argument. ``rows``: the rows' columns. ``source``: the
         setting that names their file, for the message."""
         columns: set[str] = set()
         missing = set(self.required) - BATCHED
@@ -165,13 +181,13 @@ class BoundReward:
             )
 
     def refusal(self, why: str) -> ValueError:
-        """Returns the error for a function that cannot be called; it names the function, its arguments and what is
+        """Return the error for a function that cannot be called; it names the function, its arguments and what is
         allowed."""
         return ValueError(f"{self.label} takes ({', '.join(self.required + self.optional)}): {why}. Arguments may be {ALLOWED}")
 
 
 def bind_reward(function: Callable[..., Any], label: str, kwargs: Mapping[str, Any] | None = None) -> BoundReward:
-    """Binds ``function``; ``kwargs`` are arguments from the configuration, for a class those of its constructor.
+    """Bind ``function``; ``kwargs`` are arguments from the configuration, for a class those of its constructor.
 
     Raises ValueError, one line, for arguments that cannot be given by name, for a function that returns no result (a
     generator, a class without ``__call__``), and for ``kwargs`` that it does not take.
@@ -181,8 +197,8 @@ def bind_reward(function: Callable[..., Any], label: str, kwargs: Mapping[str, A
     bound = BoundReward(label, function, kwargs=kwargs, is_class=is_class)
     if isinstance(function, type) and not any("__call__" in vars(base) for base in function.__mro__):
         raise bound.refusal("it is a class without __call__: its objects return no score")
-    own = inspect.isroutine(function) or isinstance(function, functools.partial)
-    called = function if own else (function if isinstance(function, type) else type(function)).__call__
+    is_plain = inspect.isroutine(function) or isinstance(function, functools.partial)
+    called = function if is_plain else (function if isinstance(function, type) else type(function)).__call__
     if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
         raise bound.refusal("it is a generator (it has a yield); it must return the score")
     try:
@@ -194,11 +210,11 @@ def bind_reward(function: Callable[..., Any], label: str, kwargs: Mapping[str, A
     except ValueError as error:
         raise bound.refusal(f"its signature cannot be read: {error}") from error
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    given = {} if is_class else kwargs
+    settings = {} if is_class else kwargs
     bound = replace(
         bound,
-        required=tuple(p.name for p in named if p.default is p.empty and p.name not in given),
-        optional=tuple(p.name for p in named if p.default is not p.empty and p.name not in given),
+        required=tuple(p.name for p in named if p.default is p.empty and p.name not in settings),
+        optional=tuple(p.name for p in named if p.default is not p.empty and p.name not in settings),
         takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
         is_async=inspect.iscoroutinefunction(called),
     )
@@ -207,7 +223,7 @@ def bind_reward(function: Callable[..., Any], label: str, kwargs: Mapping[str, A
         raise bound.refusal(f"{by_position[0]} cannot be given by name")
     if not named and not bound.takes_all:
         raise bound.refusal("it takes nothing by name")
-    for name in given:
+    for name in settings:
         if name in FROM_ROW or not (bound.takes_all or name in (p.name for p in named)):
             free = [p.name for p in named if p.name not in FROM_ROW]
             hint = nearest(name, free) or ";"
@@ -216,14 +232,14 @@ def bind_reward(function: Callable[..., Any], label: str, kwargs: Mapping[str, A
 
 
 def right_answer(row: Mapping[str, Any]) -> Any:
-    """Returns the row's answer (verl's ``ground_truth``), or None."""
+    """Return the row's answer (verl's ``ground_truth``), or None."""
     nested = row.get("reward_model")
     truths = row.get("ground_truth"), row.get("answer"), nested.get("ground_truth") if isinstance(nested, Mapping) else None
     return next((value for value in truths if value is not None), None)
 
 
 def _values(prompt: str, response: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns every name that the row has a value for. Missing answers are left out."""
+    """Return every name that the row has a value for. Missing answers are left out."""
     columns = {**row, "ground_truth": right_answer(row), "extra_info": row.get("extra_info") or {}}
     values = {key: value for key, value in columns.items() if value is not None or key not in ("answer", "ground_truth")}
     if turns := row.get(TURNS):
@@ -234,7 +250,7 @@ def _values(prompt: str, response: str, row: Mapping[str, Any]) -> dict[str, Any
 
 
 def _as_trl(values: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Returns prompt and completion as TRL passes them: messages where the prompt is a chat, text otherwise.
+    """Return prompt and completion as TRL passes them: messages where the prompt is a chat, text otherwise.
 
     What the prompt's last message begins of the answer belongs to the completion.
     """
@@ -253,7 +269,7 @@ def _as_trl(values: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def chat_messages(row: Mapping[str, Any], prompt: str) -> list[Any] | None:
-    """Returns the row's prompt as chat messages, None for text.
+    """Return the row's prompt as chat messages, None for text.
 
     A last message of the assistant is the beginning of its answer if ``prompt``, the prompt's text, ends with it; other
     columns of the name ``messages`` hold whole conversations.

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt
 from rlhf_spmd.rewards.binding import right_answer
 from rlhf_spmd.rewards.sandbox import Outcome, SandboxLimits, run
 
@@ -41,7 +42,7 @@ def same(output, expected, wrapped):
 
 @dataclass(frozen=True)
 class CodeTask:
-    """What a row asks.
+    """The tests of a row.
 
     With tests: ``before``, the program and ``after`` run as one, then ``set_up``, then ``tests``. Otherwise the program
     runs for each of ``cases`` (standard input, output). ``names``: what the tests call.
@@ -55,22 +56,15 @@ class CodeTask:
     set_up: str = ""
 
 
-def check(where: str, partial: bool = False, **limits: float) -> None:
-    """Raises ValueError for limits that are not above 0."""
-    for key, value in limits.items():
-        if not isinstance(value, int | float) or value <= 0:
-            raise ValueError(f"{where}.{key}={value!r} must be above 0")
-
-
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Raises ValueError if no row has readable tests."""
+    """Raise ValueError if no row has readable tests."""
     error: ValueError | None = None
     for row in rows:
         try:
             read_task(row, right_answer(row))
             return
-        except ValueError as found:
-            error = error or found
+        except ValueError as unreadable:
+            error = error or unreadable
     if error is not None:
         columns = ", ".join(sorted(key for key, value in rows[0].items() if value is not None))
         raise ValueError(
@@ -79,14 +73,14 @@ def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[s
 
 
 def extract(response: str) -> str:
-    """Returns the last fenced Python block, else the last without a language; without fences the whole response."""
+    """Return the last fenced Python block, else the last without a language; without fences the whole response."""
     blocks = [(language.lower(), block) for _, language, block in _FENCE.findall(response)]
     python, plain = ([block for language, block in blocks if language in kind] for kind in (_PYTHON, ("",)))
     return (python or plain or [""])[-1] if blocks else response
 
 
 def read_task(row: Mapping[str, Any], ground_truth: object) -> CodeTask:
-    """Returns what the row asks. Raises ValueError if its tests are missing or unreadable."""
+    """Return the row's tests. Raises ValueError if its tests are missing or unreadable."""
     if row.get("test") and row.get("entry_point"):
         task = CodeTask(tests=(f"{row['test']}\ncheck({row['entry_point']})\n",), names=(str(row["entry_point"]),))
     elif row.get("test_list"):
@@ -104,21 +98,21 @@ def read_task(row: Mapping[str, Any], ground_truth: object) -> CodeTask:
 
 
 def _read_cases(ground_truth: object) -> CodeTask:
-    """Reads verl's code data."""
+    """Read verl's code data."""
     cases = json.loads(ground_truth) if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] == "{" else ground_truth
     if not isinstance(cases, Mapping) or not cases.get("inputs") or len(cases["inputs"]) != len(cases.get("outputs") or ()):
         raise ValueError("the row has no tests: test and entry_point, test_list, or an answer with inputs and outputs")
     pairs, name = list(zip(cases["inputs"], cases["outputs"], strict=True)), cases.get("fn_name")
     if not name:
-        return CodeTask(cases=tuple((_lines(given), _lines(out)) for given, out in pairs))
-    calls = [_call(given, out) for given, out in pairs]
-    wrapped = all(isinstance(out, list) and len(out) == 1 for _, out in calls)
-    tests = tuple(f"assert same({name}(*{given!r}), {out!r}, {wrapped})\n" for given, out in calls)
+        return CodeTask(cases=tuple((_lines(inputs), _lines(outputs)) for inputs, outputs in pairs))
+    calls = [_call(inputs, outputs) for inputs, outputs in pairs]
+    wrapped = all(isinstance(outputs, list) and len(outputs) == 1 for _, outputs in calls)
+    tests = tuple(f"assert same({name}(*{inputs!r}), {outputs!r}, {wrapped})\n" for inputs, outputs in calls)
     return CodeTask(_IMPORTED, tests=tests, names=(str(name),), set_up=_SAME)
 
 
 def _lines(text: object) -> str:
-    """Returns standard input or output as text. Raises ValueError for anything but text or lines."""
+    """Return standard input or output as text. Raises ValueError for anything but text or lines."""
     if isinstance(text, list) and all(isinstance(line, str | int | float) for line in text):
         return "\n".join(map(str, text))
     if isinstance(text, str | int | float):
@@ -126,23 +120,25 @@ def _lines(text: object) -> str:
     raise ValueError(f"the row's test {str(text)[:80]!r} is neither a text nor a list of lines")
 
 
-def _call(given: object, out: Any) -> tuple[list[Any], Any]:
-    """Returns the arguments and the result. Keys that JSON turned from integers to text become integers again."""
+def _call(written: object, result: Any) -> tuple[list[Any], Any]:
+    """Return the arguments and the result. Keys that JSON turned from integers to text become integers again."""
     try:
-        arguments = [json.loads(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else given
-        out = json.loads(out) if isinstance(given, str) and isinstance(out, str) else out
+        arguments = [json.loads(line) for line in written.split("\n") if line.strip()] if isinstance(written, str) else written
+        result = json.loads(result) if isinstance(written, str) and isinstance(result, str) else result
     except ValueError as error:
         raise ValueError(
-            f"the row's test {str(given)[:80]!r} -> {str(out)[:80]!r} is not a JSON value per line: {error}"
+            f"the row's test {str(written)[:80]!r} -> {str(result)[:80]!r} is not a JSON value per line: {error}"
         ) from error
     if not isinstance(arguments, list):
-        raise ValueError(f"the row's test {str(given)[:80]!r} is neither a list of arguments nor a text with one in each line")
+        raise ValueError(
+            f"the row's test {str(written)[:80]!r} is neither a list of arguments nor a text with one in each line"
+        )
     return [
         {int(key): value for key, value in each.items()}
         if isinstance(each, Mapping) and all(re.fullmatch(r"-?\d+", key) for key in each)
         else each
         for each in arguments
-    ], out
+    ], result
 
 
 def _program(response: str, row: Mapping[str, Any], task: CodeTask) -> list[str]:
@@ -158,9 +154,9 @@ def _program(response: str, row: Mapping[str, Any], task: CodeTask) -> list[str]
 
 
 def _same(output: str, expected: str) -> bool:
-    """Compares outputs without white space at the ends of lines and text."""
-    one, other = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
-    return one == other
+    """Compare outputs without white space at the ends of lines and text."""
+    lines, expected_lines = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
+    return lines == expected_lines
 
 
 def score(
@@ -168,12 +164,12 @@ def score(
     row: dict[str, Any],
     ground_truth: object = None,
     partial: bool = False,
-    time_s: float = 5.0,
-    memory_mb: int = 1024,
-    processes: int = 16,
-    file_mb: int = 16,
+    time_s: PositiveFloat = 5.0,
+    memory_mb: PositiveInt = 1024,
+    processes: PositiveInt = 16,
+    file_mb: PositiveInt = 16,
 ) -> dict[str, float]:
-    """Returns ``score``: 1.0 if all tests pass, else 0.0; with ``partial`` the share that passes.
+    """Return ``score``: 1.0 if all tests pass, else 0.0; with ``partial`` the share that passes.
 
     Also returns ``passed`` (that share) and ``isolated`` (1.0 if the program had its own namespaces). ``time_s``: CPU
     seconds of one run. A run may last ``WALL`` * ``time_s`` by the clock, and all runs together ``reward.timeout_s``;
@@ -183,10 +179,10 @@ def score(
     task, limits = read_task(row, ground_truth), SandboxLimits(time_s, WALL * time_s, memory_mb, processes, file_mb)
     program, outcomes, passed = _program(response, row, task), list[Outcome](), 0
     if task.tests:
-        outcomes.append(run(program, task.tests, limits=limits, names=task.names, before=task.set_up))
+        outcomes.append(run(program, task.tests, limits=limits, names=task.names, set_up=task.set_up))
         passed = outcomes[0].passed
-    for given, expected in task.cases:
-        outcomes.append(run(program, stdin=given, limits=limits))
+    for stdin, expected in task.cases:
+        outcomes.append(run(program, stdin=stdin, limits=limits))
         right = outcomes[-1].exit_code == 0 and _same(outcomes[-1].output, expected)
         passed += right
         if not right and not partial:

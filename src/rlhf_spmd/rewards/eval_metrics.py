@@ -29,28 +29,28 @@ STUDENT_95 = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.3
 
 
 def answer_code(answer: str | None) -> float:
-    """Returns a number for an answer that a reward has read, equal for equal answers: 48 bits of a hash; -1 for none."""
+    """Return a number for an answer that a reward has read, equal for equal answers: 48 bits of a hash; -1 for none."""
     return -1.0 if answer is None else float(int.from_bytes(hashlib.sha256(answer.encode()).digest()[:6]))
 
 
 def majority(answers: Sequence[Hashable | None]) -> int | None:
-    """Returns the position of the first response with the most frequent answer, or None without answers."""
+    """Return the position of the first response with the most frequent answer, or None without answers."""
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
         return None
-    most = max(counts.values())
-    return next(i for i, answer in enumerate(answers) if answer is not None and counts[answer] == most)
+    largest = max(counts.values())
+    return next(i for i, answer in enumerate(answers) if answer is not None and counts[answer] == largest)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Returns the chance that one of ``k`` responses, drawn without replacement, passes; ``num_right`` of all pass."""
+    """Return the chance that one of ``k`` responses, drawn without replacement, passes; ``num_right`` of all pass."""
     if num_samples - num_right < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_right + 1, num_samples + 1))
 
 
 def interval(scores: np.ndarray) -> tuple[float, float] | None:
-    """Returns the 95 % interval of the mean of ``scores`` [prompts, k] as the module says, or None."""
+    """Return the 95 % interval of the mean of ``scores`` [prompts, k] as the module says, or None."""
     num_prompts, k = scores.shape
     means = scores.mean(1)
     mean, variance = float(means.mean()), float(means.var(ddof=1)) if num_prompts > 1 else 0.0
@@ -71,7 +71,7 @@ def interval(scores: np.ndarray) -> tuple[float, float] | None:
 
 
 def student_95(degrees: int) -> float:
-    """Returns the 97.5 % point of Student's t; from 11 degrees of freedom by Fisher's expansion, to 2e-4."""
+    """Return the 97.5 % point of Student's t; from 11 degrees of freedom by Fisher's expansion, to 2e-4."""
     if degrees <= len(STUDENT_95):
         return STUDENT_95[degrees - 1]
     z = NORMAL_95
@@ -83,38 +83,38 @@ Votes = Sequence[Hashable | None]  # the answer in each response to a prompt, No
 
 
 def measure_sets(scores: np.ndarray, answers: Sequence[Votes | None], sets: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Returns validation metrics beyond the overall mean; no number appears twice.
+    """Return validation metrics beyond the overall mean; no number appears twice.
 
     If there are several ``sets`` (positions of prompts) each has its mean; with k > 1 responses per prompt, also
     pass@2, ... pass@k and maj@k. Arguments and names as in :func:`measure`.
     """
-    k, found = scores.shape[1], dict[str, float]()
+    k, metrics = scores.shape[1], dict[str, float]()
     for name, chosen in sets.items():
         measured = measure(scores[chosen], [answers[i] for i in chosen]) if len(chosen) else {}
         for key, value in measured.items():
             kind, _, size = key.partition("@")
             if len(sets) > 1 if kind == "mean" else int(size) > 1:
-                found[f"{name}/" * (len(sets) > 1) + (key if k > 1 else kind)] = value
-    return found
+                metrics[f"{name}/" * (len(sets) > 1) + (key if k > 1 else kind)] = value
+    return metrics
 
 
 def repeated_means(rewards: Mapping[str, RewardConfig], groups: Sequence[Sequence[Mapping[str, Any]]]) -> frozenset[str]:
-    """Returns names of data source means that repeat another mean: that of all rows, or of a group.
+    """Return names of data source means that repeat another mean: that of all rows, or of a group.
 
     ``groups``: example rows of each group, at least one per data source.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for name, reward in rewards.items():
         sources = [{row.get("data_source") for row in rows if reward.chooses(row)} for rows in groups]
         for source in filter(None, set().union(*sources)):
-            inside = [its for its in sources if source in its]
-            if all(its <= {source} for its in (inside if len(inside) == 1 else sources)):
-                found.add(source_metric(name, str(source)))
-    return frozenset(found)
+            inside = [group for group in sources if source in group]
+            if all(group <= {source} for group in (inside if len(inside) == 1 else sources)):
+                names.add(source_metric(name, str(source)))
+    return frozenset(names)
 
 
 def measure(scores: np.ndarray, answers: Sequence[Votes | None], pass_score: float = 1.0) -> dict[str, float]:
-    """Returns ``mean@k``, ``pass@1``, ``pass@2``, ``pass@4``, ... ``pass@k`` and ``maj@k`` of ``scores`` float64 [prompts,
+    """Return ``mean@k``, ``pass@1``, ``pass@2``, ``pass@4``, ... ``pass@k`` and ``maj@k`` of ``scores`` float64 [prompts,
     k].
 
     A response passes with a score of at least ``pass_score``. ``answers``: None for a prompt whose reward reads no answers;
@@ -122,11 +122,11 @@ def measure(scores: np.ndarray, answers: Sequence[Votes | None], pass_score: flo
     """
     k = scores.shape[1]
     right = (scores >= pass_score).sum(1).tolist()
-    found = {f"mean@{k}": float(scores.mean())}
+    metrics = {f"mean@{k}": float(scores.mean())}
     for size in sorted({*(2**power for power in range(k.bit_length())), k}):
-        found[f"pass@{size}"] = float(np.mean([pass_at_k(k, count, size) for count in right]))
+        metrics[f"pass@{size}"] = float(np.mean([pass_at_k(k, count, size) for count in right]))
     if all(votes is None for votes in answers):
-        return found
+        return metrics
     chosen = [majority(votes or ()) for votes in answers]
-    found[f"maj@{k}"] = float(np.mean([0.0 if i is None else row[i] for i, row in zip(chosen, scores, strict=True)]))
-    return found
+    metrics[f"maj@{k}"] = float(np.mean([0.0 if i is None else row[i] for i, row in zip(chosen, scores, strict=True)]))
+    return metrics

@@ -10,7 +10,7 @@ THINK_ANSWER = rf"\s*<think>{_NO_TAG}</think>\s*<answer>{_NO_TAG}</answer>\s*"
 
 
 def check(where: str, pattern: str = THINK_ANSWER) -> None:
-    """Raises ValueError for an invalid regular expression."""
+    """Raise ValueError for an invalid regular expression."""
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
@@ -18,5 +18,5 @@ def check(where: str, pattern: str = THINK_ANSWER) -> None:
 
 
 def score(response: str, pattern: str = THINK_ANSWER) -> float:
-    """Returns 1.0 if ``pattern`` matches the whole response (a dot also matches a new line), else 0.0."""
+    """Return 1.0 if ``pattern`` matches the whole response (a dot also matches a new line), else 0.0."""
     return float(re.fullmatch(pattern, response, re.DOTALL) is not None)

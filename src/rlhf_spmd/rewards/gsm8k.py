@@ -42,30 +42,30 @@ def _plain(text: str) -> str:
 
 
 def marked_number(text: str) -> Decimal | None:
-    """Returns the last number after ``####``, or None, also if a formula goes on. Commas and a dollar sign are dropped."""
-    found = _MARKED.findall(_plain(text))
-    return _parse(found[-1][0]) if found and not found[-1][1] else None
+    """Return the last number after ``####``, or None, also if a formula goes on. Commas and a dollar sign are dropped."""
+    matches = _MARKED.findall(_plain(text))
+    return _parse(matches[-1][0]) if matches and not matches[-1][1] else None
 
 
 def last_number(text: str) -> Decimal | None:
-    """Returns the last number in the text, or None."""
-    found = _ANY.findall(_plain(text))
-    return _parse(found[-1]) if found else None
+    """Return the last number in the text, or None."""
+    matches = _ANY.findall(_plain(text))
+    return _parse(matches[-1]) if matches else None
 
 
 def right_numbers(ground_truth: object) -> list[Decimal]:
-    """Returns the numbers of a row's answer. Raises ValueError if there are none."""
-    found = list[Decimal]()
+    """Return the numbers of a row's answer. Raises ValueError if there are none."""
+    numbers = list[Decimal]()
     for text in answers.alternatives(ground_truth):
         number = marked_number(text) if "####" in text else _parse(_plain(text))
         if number is None or not number.is_finite():
             raise ValueError(f"no number in the row's answer {text[-80:]!r}")
-        found.append(number)
-    return found
+        numbers.append(number)
+    return numbers
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Raises ValueError for an invalid answer, and if no row's answer has a number."""
+    """Raise ValueError for an invalid answer, and if no row's answer has a number."""
     answers.check_rows(where, rows, places, right_numbers)
 
 
@@ -74,10 +74,10 @@ def _judge(number: Decimal | None, ground_truth: object) -> Verdict:
 
 
 def score(response: str, ground_truth: object) -> Verdict:
-    """Returns 1.0 if the response's last ``#### number`` equals the answer as a number (72.0 is 72), else 0.0."""
+    """Return 1.0 if the response's last ``#### number`` equals the answer as a number (72.0 is 72), else 0.0."""
     return _judge(marked_number(response), ground_truth)
 
 
 def flexible(response: str, ground_truth: object) -> Verdict:
-    """Returns 1.0 if the last number in the response, marked or not, equals the answer, else 0.0."""
+    """Return 1.0 if the last number in the response, marked or not, equals the answer, else 0.0."""
     return _judge(last_number(response), ground_truth)

@@ -21,7 +21,7 @@ LIMIT = 3
 
 
 def score(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Returns a score in [-1, 1]; counts words of the response only."""
+    """Return a score in [-1, 1]; counts words of the response only."""
     words = _WORD.findall(response.lower())
     balance = sum(word in HAPPY for word in words) - sum(word in SAD for word in words)
     return max(-LIMIT, min(LIMIT, balance)) / LIMIT

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from http.client import HTTPException
 from typing import Any
 
+from rlhf_spmd.config.constraints import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlhf_spmd.config.json_input import parse_json
 
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)  # HTTP codes of failures that may pass
@@ -32,8 +33,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
-def check(where: str, url: str, token_env: str | None = None, **numbers: float) -> None:
-    """Raises ValueError for a bad setting, and if the token's environment variable is missing."""
+def check(where: str, url: str, token_env: str | None = None, **_: float) -> None:
+    """Raise ValueError for a bad setting, and if the token's environment variable is missing."""
     parts = urllib.parse.urlsplit(str(url))
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
         raise ValueError(
@@ -41,10 +42,6 @@ def check(where: str, url: str, token_env: str | None = None, **numbers: float) 
         )
     if token_env is not None and not os.environ.get(token_env):
         raise ValueError(f"{where}.token_env={token_env!r}: there is no such variable in the environment")
-    for key, value in numbers.items():
-        least = 1 if key == "batch_size" else 0
-        if value < least or (key == "request_timeout_s" and value == 0):
-            raise ValueError(f"{where}.{key}={value} must be {'above' if key == 'request_timeout_s' else 'at least'} {least}")
 
 
 def score(
@@ -53,12 +50,12 @@ def score(
     row: Sequence[dict[str, Any]],
     url: str,
     token_env: str | None = None,
-    batch_size: int = 64,
-    retries: int = 3,
-    request_timeout_s: float = 5.0,
-    backoff_s: float = 0.25,
+    batch_size: PositiveInt = 64,
+    retries: NonNegativeInt = 3,
+    request_timeout_s: PositiveFloat = 5.0,
+    backoff_s: NonNegativeFloat = 0.25,
 ) -> list[Any]:
-    """Returns the server's scores; rows of a request that finally failed get the error.
+    """Return the server's scores; rows of a request that finally failed get the error.
 
     ``token_env``: environment variable with the bearer token. ``request_timeout_s``: limit of one attempt; the wait
     before the next starts at ``backoff_s`` and doubles. ``reward.timeout_s`` must cover all requests of a call.
@@ -72,17 +69,17 @@ def score(
         body = json.dumps({"prompts": prompts[part], "completions": completions[part], "rows": row[part]}).encode()
         request = urllib.request.Request(url, body, headers, method="POST")
         try:
-            given = _ask(request, retries, request_timeout_s, backoff_s)["scores"]
-            if len(given) != len(prompts[part]):
-                raise ValueError(f"the server gave {len(given)} scores for {len(prompts[part])} rows")
-            scores += given
+            values = _ask(request, retries, request_timeout_s, backoff_s)["scores"]
+            if len(values) != len(prompts[part]):
+                raise ValueError(f"the server gave {len(values)} scores for {len(prompts[part])} rows")
+            scores += values
         except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
             scores += [RuntimeError(f"{_place(url)}: {type(error).__name__}: {error}")] * len(prompts[part])
     return scores
 
 
 def _ask(request: urllib.request.Request, retries: int, timeout_s: float, backoff_s: float) -> Any:
-    """Returns the answer. Raises OSError or HTTPException (cut off) of the last attempt, and ValueError for invalid JSON."""
+    """Return the answer. Raises OSError or HTTPException (cut off) of the last attempt, and ValueError for invalid JSON."""
     for attempt in range(retries + 1):
         try:
             with _OPENER.open(request, timeout=timeout_s) as answer:
@@ -96,6 +93,6 @@ def _ask(request: urllib.request.Request, retries: int, timeout_s: float, backof
 
 
 def _place(url: str) -> str:
-    """Returns the URL without parts that may be secret."""
+    """Return the URL without parts that may be secret."""
     parts = urllib.parse.urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"

@@ -13,7 +13,7 @@ _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 def check(where: str, schema: Any = None) -> None:
-    """Raises ValueError if the library is missing or the schema invalid."""
+    """Raise ValueError if the library is missing or the schema invalid."""
     if importlib.util.find_spec("jsonschema") is None:
         raise ValueError("reward 'json_schema' needs the library: pip install jsonschema")
     if schema is not None:
@@ -39,7 +39,7 @@ def _no_json(name: str) -> Any:
 
 
 def score(response: str, row: dict[str, Any], schema: Any = None) -> float:
-    """Returns 1.0 if the response, or its only fenced block, is JSON that ``schema`` allows, else 0.0.
+    """Return 1.0 if the response, or its only fenced block, is JSON that ``schema`` allows, else 0.0.
 
     ``schema``: an object or its JSON text; null: the row's column ``schema``. Raises ValueError without a schema.
     """

@@ -84,13 +84,13 @@ _LETTER = re.compile(r"(.*[\d}])(?:\s|\\[,:;])*([a-z])")
 
 
 def without_letter(text: str, unit: str) -> str:
-    """Returns a spelled answer without the letter behind it if that is the other answer's ``unit``: ``12 h``."""
+    """Return a spelled answer without the letter behind it if that is the other answer's ``unit``: ``12 h``."""
     match = _LETTER.fullmatch(text)
     return match[1] if match and match[2] == unit else text
 
 
 def spell(text: str) -> tuple[str, str]:
-    r"""Returns an answer in LaTeX, without its unit, and the short name of the unit ("" without one): ``15``, ``cm2``."""
+    r"""Return an answer in LaTeX, without its unit, and the short name of the unit ("" without one): ``15``, ``cm2``."""
     text = _RAISED.sub(lambda run: f"^{{{plain(unicodedata.normalize('NFKC', run[0]))}}}", text)
     text = _LOWERED.sub(lambda run: f"_{{{unicodedata.normalize('NFKC', run[0])}}}", text)
     text = _ROOT.sub(_root, text)
@@ -113,7 +113,7 @@ def _root(root: re.Match[str]) -> str:
 
 
 def _symbol(character: str) -> str:
-    """Returns LaTeX for a fraction such as ``½`` and for Greek letters."""
+    """Return LaTeX for a fraction such as ``½`` and for Greek letters."""
     if character.isascii():
         return character
     above, slash, below = unicodedata.normalize("NFKC", character).partition("\u2044")

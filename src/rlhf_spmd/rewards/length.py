@@ -3,21 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlhf_spmd.config.constraints import NonNegativeInt
+from rlhf_spmd.config.rules import Rule, Rules, check_rules
 
 
-def check(where: str, max_length: int, min_length: int = 0, buffer: int = 0) -> None:
-    """Raises ValueError for lengths that do not fit together."""
-    for key, value in (("max_length", max_length), ("min_length", min_length), ("buffer", buffer)):
-        if not isinstance(value, int) or not 0 <= value <= max_length:
-            raise ValueError(f"{where}.{key}={value!r} must be a whole number from 0 to max_length={max_length}")
+@dataclass(frozen=True)
+class LengthSettings:
+    """The settings of both rewards."""
+
+    max_length: NonNegativeInt
+    min_length: NonNegativeInt = 0
+    buffer: NonNegativeInt = 0
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("min_length", "max_length"),
+            lambda s: s.min_length > s.max_length,
+            "no response could be as long",
+            "lower the first or raise the second",
+        ),
+        Rule(
+            ("buffer", "max_length"),
+            lambda s: s.buffer > s.max_length,
+            "the penalty would begin below length 0",
+            "lower the first or raise the second",
+        ),
+    )
 
 
-def score(completion_ids: Sequence[Sequence[int]], max_length: int, min_length: int = 0) -> list[float]:
-    """Returns 1.0 for a response of ``min_length`` to ``max_length`` tokens, else 0.0."""
+def check(where: str, **settings: int) -> None:
+    """Raise ValueError for lengths that do not fit together."""
+    check_rules(LengthSettings.rules, LengthSettings(**settings), where)
+
+
+def score(completion_ids: Sequence[Sequence[int]], max_length: NonNegativeInt, min_length: NonNegativeInt = 0) -> list[float]:
+    """Return 1.0 for a response of ``min_length`` to ``max_length`` tokens, else 0.0."""
     return [float(min_length <= len(ids) <= max_length) for ids in completion_ids]
 
 
-def overlong(completion_ids: Sequence[Sequence[int]], max_length: int, buffer: int) -> list[float]:
+def overlong(completion_ids: Sequence[Sequence[int]], max_length: NonNegativeInt, buffer: NonNegativeInt) -> list[float]:
     """Soft over-long punishment (DAPO, arXiv 2503.14476, equation 13).
 
     Returns 0 up to ``max_length - buffer`` tokens, falls linearly to -1 at ``max_length``, and stays -1 beyond.

@@ -31,7 +31,7 @@ LONGEST = 400  # characters of an answer that is parsed
 
 
 def load() -> None:
-    """Imports math-verify, which takes a second or two."""
+    """Import math-verify, which takes a second or two."""
     import math_verify
 
     logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)  # it warns that its alarms are off
@@ -41,7 +41,7 @@ def load() -> None:
 
 
 def boxed(text: str) -> str | None:
-    r"""Returns the content of the last ``\boxed{...}``, braces balanced, or None if there is none or it is cut off.
+    r"""Return the content of the last ``\boxed{...}``, braces balanced, or None if there is none or it is cut off.
 
     Boxes joined by a comma, "and" or "or", such as ``\boxed{1}, \boxed{2}``, give the list, unless they are the same text.
     """
@@ -56,7 +56,7 @@ def boxed(text: str) -> str | None:
 
 
 def _box(text: str, start: int) -> tuple[str | None, int]:
-    """Returns what the braces at ``start`` hold (without braces one character) and where it ends; None if they never
+    """Return what the braces at ``start`` hold (without braces one character) and where it ends; None if they never
     close."""
     if text[start : start + 1] != "{":
         return text[start : start + 1] or None, start + 1
@@ -88,7 +88,7 @@ _REMARK = re.compile(r"(?i)(?<!\\)\b(?:correct|right|wrong|sure|certain|verified
 
 
 def final_answer(text: str) -> str | None:
-    """Returns the last boxed text, else the answer that a response states last, else None.
+    """Return the last boxed text, else the answer that a response states last, else None.
 
     A statement is "answer is", "answer:" or a heading "Answer" with an answer right behind it, up to the end of its
     sentence. A plain word is an answer only behind "answer:"; "this answer is" states none.
@@ -104,7 +104,7 @@ def final_answer(text: str) -> str | None:
 
 
 def _stated(text: str, start: int, with_colon: bool) -> tuple[str, int] | None:
-    """Returns the answer that a text states from ``start`` on, and where it ends; None without an answer there."""
+    """Return the answer that a text states from ``start`` on, and where it ends; None without an answer there."""
     delimited = _DELIMITED.match(text, start)
     if delimited and not _GOES_ON.match(text, delimited.end()):
         content = delimited[delimited.lastgroup or 0].strip()
@@ -122,7 +122,7 @@ def _stated(text: str, start: int, with_colon: bool) -> tuple[str, int] | None:
 
 @functools.lru_cache(4096)  # the responses to a prompt share its answer
 def _parse(text: str) -> list[Any]:
-    """Returns what math-verify makes of an answer: an expression, if it can be parsed, and its text."""
+    """Return what math-verify makes of an answer: an expression, if it can be parsed, and its text."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
@@ -143,50 +143,52 @@ _NAMED = re.compile(r"(?:^|,)\s*(\\?[a-zA-Z]\w*)\s*=")
 
 
 def equal(answer: str, truth: str) -> bool:
-    """True if an answer is the right one, ``truth``, by math-verify; words are compared as texts.
+    """Return True if an answer is the right one, ``truth``, by math-verify; words are compared as texts.
 
     math-verify takes ``X`` for ``x``, a set for an interval, ``x=1,y=2`` for ``1,2``, ``0`` for ``D^k=0``, ``12_5`` for
     ``12_6``, and small numbers for each other; these are different here. So are answers whose units differ.
     """
     if not (_is_parsable(answer) and _is_parsable(truth)):
         return answer.strip() == truth.strip() != ""
-    (one, unit), (right, right_unit) = spell(answer), spell(truth)
-    if not one or not right or len({unit, right_unit} - {""}) > 1:
+    (answer_text, answer_unit), (truth_text, truth_unit) = spell(answer), spell(truth)
+    if not answer_text or not truth_text or len({answer_unit, truth_unit} - {""}) > 1:
         return False
-    one, right = without_letter(one, right_unit), without_letter(right, unit)
-    if _squeezed(one) == _squeezed(right):
+    answer_text, truth_text = without_letter(answer_text, truth_unit), without_letter(truth_text, answer_unit)
+    if _squeezed(answer_text) == _squeezed(truth_text):
         return True
-    words = [match for match in map(_WORDS.fullmatch, (one, right)) if match]
+    words = [match for match in map(_WORDS.fullmatch, (answer_text, truth_text)) if match]
     if len(words) == 2 and len({_word(match[1]) for match in words}) == 1:
         return True
     # One letter is compared as it is; two or three may be a product.
     if any(len(match[1]) > 3 or "\\text" in match[0] for match in words) or [len(match[1]) for match in words] == [1, 1]:
         return False
-    names, right_names = set(_NAMED.findall(one)), set(_NAMED.findall(right))
-    if _is_set(one) != _is_set(right) and _in_brackets(one) and _in_brackets(right):
+    answer_names, truth_names = set(_NAMED.findall(answer_text)), set(_NAMED.findall(truth_text))
+    if _is_set(answer_text) != _is_set(truth_text) and _in_brackets(answer_text) and _in_brackets(truth_text):
         return False
-    if len(names | right_names) > 1 and names != right_names:
+    if len(answer_names | truth_names) > 1 and answer_names != truth_names:
         return False
-    if "=" in right and "=" not in one and not _NAME.match(right):
+    if "=" in truth_text and "=" not in answer_text and not _NAME.match(truth_text):
         return False
-    if _BASE.fullmatch(one) or _BASE.fullmatch(right):
-        return re.sub(r"[{}\s]", "", one) == re.sub(r"[{}\s]", "", right)
+    if _BASE.fullmatch(answer_text) or _BASE.fullmatch(truth_text):
+        return re.sub(r"[{}\s]", "", answer_text) == re.sub(r"[{}\s]", "", truth_text)
     from math_verify import verify
 
-    return bool(verify(_parse(right), _parse(one), timeout_seconds=None)) and _are_close(_parse(right), _parse(one))
+    return bool(verify(_parse(truth_text), _parse(answer_text), timeout_seconds=None)) and _are_close(
+        _parse(truth_text), _parse(answer_text)
+    )
 
 
 def _are_close(*parsed: list[Any]) -> bool:
-    """False for two numbers that differ in their sixth digit, however small they are."""
+    """Return False for two numbers that differ in their sixth digit, however small they are."""
     try:
-        one, other = (complex(value) for value, *_ in parsed if getattr(value, "is_number", False))
+        first, second = (complex(value) for value, *_ in parsed if getattr(value, "is_number", False))
     except (ValueError, TypeError, OverflowError):  # not two numbers, or too large for floats
         return True
-    return abs(one - other) <= 2e-6 * max(abs(one), abs(other))
+    return abs(first - second) <= 2e-6 * max(abs(first), abs(second))
 
 
 def _is_parsable(text: str) -> bool:
-    """False for what may take minutes: texts too long for an answer, brackets that do not match, and towers of powers."""
+    """Return False for what may take minutes: texts too long for an answer, brackets that do not match, and towers of powers."""
     pairs = ((text.count("{"), text.count("}")), (len(re.findall(r"[(\[]", text)), len(re.findall(r"[)\]]", text))))
     return len(text) <= LONGEST and all(opened == closed for opened, closed in pairs) and not _HUGE.search(text)
 
@@ -208,12 +210,12 @@ def _in_brackets(text: str) -> bool:
 
 
 def right_answers(ground_truth: object) -> list[str]:
-    """Returns the answers of which any is right, also of whole solutions. Raises ValueError as ``alternatives`` does."""
+    """Return the answers of which any is right, also of whole solutions. Raises ValueError as ``alternatives`` does."""
     return [text if (box := boxed(text)) is None else box for text in alternatives(ground_truth)]
 
 
 def judge(answer: str | None, ground_truth: object) -> Verdict:
-    """Returns the verdict on an answer, or on none. All right answers are one vote, as the row's first answer."""
+    """Return the verdict on an answer, or on none. All right answers are one vote, as the row's first answer."""
     rights = right_answers(ground_truth)
     if answer is None:
         return Verdict(0.0, None)
@@ -223,7 +225,7 @@ def judge(answer: str | None, ground_truth: object) -> Verdict:
 
 
 def _vote(answer: str) -> str:
-    """Returns a text that is equal for equal wrong answers: the value of a number, else the answer as it is parsed."""
+    """Return a text that is equal for equal wrong answers: the value of a number, else the answer as it is parsed."""
     if not _is_parsable(answer) or not (text := spell(answer)[0]):
         return answer.strip()
     parsed = next(iter(_parse(text)), text)
@@ -234,7 +236,7 @@ def _vote(answer: str) -> str:
 
 
 def score(response: str, ground_truth: object, begun: str = "") -> Verdict:
-    r"""Returns 1.0 if the last ``\boxed{}`` is the answer (a solution with a box, or the answer alone), else 0.0. The prompt may have
+    r"""Return 1.0 if the last ``\boxed{}`` is the answer (a solution with a box, or the answer alone), else 0.0. The prompt may have
     ``begun`` the answer."""
     return judge(boxed(begun + response), ground_truth)
 
@@ -245,7 +247,7 @@ def flexible(response: str, ground_truth: object, begun: str = "") -> Verdict:
 
 
 def exact(response: str, ground_truth: object, begun: str = "") -> Verdict:
-    r"""Returns 1.0 if the text in the last ``\boxed{}`` is the answer's text, white space aside, else 0.0."""
+    r"""Return 1.0 if the text in the last ``\boxed{}`` is the answer's text, white space aside, else 0.0."""
     box = boxed(begun + response)
     text = None if box is None else "".join(plain(box).split())
     return Verdict(text is not None and text in ["".join(plain(right).split()) for right in right_answers(ground_truth)], text)

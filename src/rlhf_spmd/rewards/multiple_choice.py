@@ -65,12 +65,12 @@ def _clean(text: str) -> str:
 
 
 def _only(match: re.Match[str] | None) -> list[str]:
-    """Returns the letter of a match in capitals, as a list; empty without a match."""
+    """Return the letter of a match in capitals, as a list; empty without a match."""
     return [letter.upper() for letter in match.groups() if letter] if match else []
 
 
 def stated(response: str, choices: str = CHOICES) -> str | None:
-    """Returns the letter that the forms of the module state, or None: without a form, and where two differ."""
+    """Return the letter that the forms of the module state, or None: without a form, and where two differ."""
     box, text = boxed(response), _clean(response)
     letters = {letter for form in (_LINE, _JSON, _DOUBLE) for match in form.finditer(text) for letter in _only(match)}
     letters.update(_only(_ALONE.fullmatch(text)))
@@ -80,9 +80,9 @@ def stated(response: str, choices: str = CHOICES) -> str | None:
 
 
 def letter(response: str, choices: str = CHOICES) -> str | None:
-    """Returns the letter that the forms state; without any form the last letter that a sentence gives, or None."""
-    if (found := stated(response, choices)) is not None or boxed(response) is not None:
-        return found
+    """Return the letter that the forms state; without any form the last letter that a sentence gives, or None."""
+    if (stated_letter := stated(response, choices)) is not None or boxed(response) is not None:
+        return stated_letter
     text = _clean(response)
     if _LINE.search(text) or _JSON.search(text) or _DOUBLE.search(text):  # two that differ
         return None
@@ -91,21 +91,21 @@ def letter(response: str, choices: str = CHOICES) -> str | None:
 
 
 def right_letters(ground_truth: object) -> list[str]:
-    """Returns the letters of a row's answer (``B``, ``(B)``, ``B) Rome``). Raises ValueError for another answer."""
+    """Return the letters of a row's answer (``B``, ``(B)``, ``B) Rome``). Raises ValueError for another answer."""
     letters = [_only(_TRUTH.fullmatch(_clean(text))) for text in answers.alternatives(ground_truth)]
     if not all(letters):
         raise ValueError(f"the row's answer {str(ground_truth)[:80]!r} is not a letter")
-    return [found[0] for found in letters]
+    return [match[0] for match in letters]
 
 
 def check(where: str, choices: Any = CHOICES) -> None:
-    """Raises ValueError for choices that are no capital letters."""
+    """Raise ValueError for choices that are no capital letters."""
     if not choices or not all(re.fullmatch("[A-Z]", letter) for letter in choices):
         raise ValueError(f"{where}.choices={choices!r} must be capital letters, such as {CHOICES[:4]}")
 
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
-    """Raises ValueError for an invalid answer, and if no row's answer is a letter."""
+    """Raise ValueError for an invalid answer, and if no row's answer is a letter."""
     answers.check_rows(where, rows, places, right_letters)
 
 
@@ -118,7 +118,7 @@ def _judge(read: Callable[[str, str], str | None], response: str, ground_truth: 
 
 
 def score(response: str, ground_truth: object, choices: str = CHOICES) -> Verdict:
-    """Returns 1.0 if the letter that the response states is the answer's, or any of a list, else 0.0.
+    """Return 1.0 if the letter that the response states is the answer's, or any of a list, else 0.0.
 
     Raises ValueError for an answer that is not among ``choices``.
     """

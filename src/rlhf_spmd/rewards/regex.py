@@ -12,7 +12,7 @@ from rlhf_spmd.rewards.math import load as load
 
 
 def score(response: str, ground_truth: object, pattern: str) -> Verdict:
-    """Returns 1.0 if the last match is the answer, as ``math`` compares, else 0.0. Its first group counts, if there is
+    """Return 1.0 if the last match is the answer, as ``math`` compares, else 0.0. Its first group counts, if there is
     one."""
     matches = list(re.finditer(pattern, response, re.DOTALL))
     answer = matches[-1].group(min(1, len(matches[-1].groups()))) if matches else None

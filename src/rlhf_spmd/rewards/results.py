@@ -1,11 +1,16 @@
-"""Results of reward function calls, row by row, and whether a run can go on with them."""
+"""What reward functions returned, row by row, and whether a run can go on with it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_spmd.config.constraints import LARGEST
 from rlhf_spmd.config.schema import printable
+from rlhf_spmd.rewards.answers import Verdict
 from rlhf_spmd.rewards.config import RewardConfig
 
 
@@ -13,6 +18,103 @@ class RewardError(RuntimeError):
     """The reward cannot go on: a worker does not start, or too many calls fail. Ends the run with class ``reward``."""
 
     exit_class = "reward"  # how the run ends: process/program.py
+
+
+# -- what a function returned
+
+
+def read_result(value: Any) -> tuple[float, dict[str, float]]:
+    """Return (score, extras) from what a reward function returned. Extras that are not finite in float32 are left out.
+
+    Raises TypeError, KeyError, ValueError or OverflowError if there is no valid score.
+    """
+    if not isinstance(value, dict):
+        return _number(value), {}
+    if "score" not in value:
+        raise KeyError(f"the returned dict has no 'score', only {sorted(map(str, value))}")
+    extras = {}
+    for key, entry in value.items():
+        if key != "score":
+            with suppress(TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
+                extras[str(key)] = _number(entry)
+    return _number(value["score"]), extras
+
+
+def read_answer(value: Any) -> list[str | None]:
+    """Return the answer that a reward function has read in the response, None if it read none; [] if it reads no answers.
+
+    The answer is that of a :class:`Verdict`, or verl's entry ``pred`` of a dict.
+    """
+    if isinstance(value, Verdict):
+        return [value.answer]
+    if isinstance(value, dict) and "pred" in value:
+        return [None if value["pred"] is None else str(value["pred"])]
+    return []
+
+
+def _number(value: Any) -> float:
+    """Accept Python and NumPy numbers and one-element tensors; text that looks like a number is a mistake, not a score."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        hint = "; a function with an argument completions takes and returns lists" if isinstance(value, list) else ""
+        kind = type(value).__name__
+        raise TypeError(
+            f"{repr(value)[:80]}, a {kind}, is not a number: a score is a float, an int or a bool, or None where there is none{hint}"
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not finite")
+    if abs(number) > LARGEST[float]:
+        raise ValueError(f"{number} is not finite in float32")
+    return number
+
+
+# -- the results of a step
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """The result of a row.
+
+    - score: what the function returned, without weight; ``default`` if the call failed; None if the function does not apply
+    - extras: the other numbers that it returned
+    - answer: [the answer that it has read in the response, or None if it read none]; [] if it reads no answers
+    - error: why the call failed
+    - is_late: the call failed because it overran
+    """
+
+    score: float | None
+    extras: Mapping[str, float] = field(default_factory=dict)
+    answer: Sequence[str | None] = ()
+    error: str | None = None
+    is_late: bool = False
+
+
+class RewardResult:
+    """The results of one :meth:`RewardRunner.score`, in the order of its rows.
+
+    - scores, extras: of every row
+    - answers: by position, of the rows whose function reads answers
+    - errors: by position, of the rows whose call failed
+    - timeouts: the number of rows whose call overran; failures: of those whose call raised, returned no finite score, or ended its
+      worker
+    - first_error: with its row, as ``names`` call it, or None
+    """
+
+    def __init__(self, rows: Sequence[RowResult], names: Sequence[Any]) -> None:
+        self.scores = [row.score for row in rows]
+        self.extras = [row.extras for row in rows]
+        self.answers = {position: row.answer[0] for position, row in enumerate(rows) if row.answer}
+        self.errors = {position: row.error for position, row in enumerate(rows) if row.error is not None}
+        self.timeouts = sum(row.is_late for row in rows)
+        self.failures = len(self.errors) - self.timeouts
+        self.first_error: str | None = None
+        if self.errors:
+            first = min(self.errors)
+            self.first_error = printable(f"row {names[first]}: {self.errors[first]}")
+
+    def extra_sums(self) -> dict[str, tuple[float, int]]:
+        """Return sum and number of rows for each extra, so that ranks can take a mean."""
+        return merge_sums({key: (value, 1) for key, value in extras.items()} for extras in self.extras)
 
 
 def check_failures(
@@ -25,7 +127,7 @@ def check_failures(
     again: bool = False,
     rows: str | None = None,
 ) -> None:
-    """Raises RewardError if too many calls of a step failed.
+    """Raise RewardError if too many calls of a step failed.
 
     Too many are: more than ``max_failure_rate``, all of the first step, or all of two steps in a row. ``failed``
     (failures and time-outs) and ``calls`` are summed over ranks, so that all ranks decide alike. ``again``: all calls
@@ -40,95 +142,18 @@ def check_failures(
         )
 
 
-class RewardResult:
-    """Results of one :meth:`RewardRunner.score` in row order, while they arrive and after; rows and calls may be added.
-
-    ``calls``: the rows of each call. ``scores``: the function's scores without weights, ``default`` if a call failed,
-    None if the function does not apply. ``extras``: the other numeric entries that the function returned, per row.
-    ``answers``: by row the answer that the function has read in the response, None if it found none; rows of functions that
-    read no answers, and failed ones, are not in it.
-    ``late``: rows whose call overran, for which ``overrun`` is the message. ``errors``: why a row's call failed.
-    ``names``: what each row is called outside.
-    """
-
-    def __init__(self, default: float | None, overrun: str) -> None:
-        self.default, self.overrun, self.unanswered = default, overrun, 0
-        self.calls: list[Sequence[int]] = []
-        self.scores: list[float | None] = []
-        self.extras: list[dict[str, float]] = []
-        self.answers: dict[int, str | None] = {}
-        self.errors: dict[int, str] = {}
-        self.names: list[Any] = []
-        self.late: set[int] = set()
-
-    def add_rows(self, names: Sequence[Any]) -> range:
-        first = len(self.scores)
-        self.names += names
-        self.scores += [self.default] * len(names)
-        self.extras += [{} for _ in names]
-        return range(first, len(self.scores))
-
-    def add_calls(self, calls: Sequence[Sequence[int]]) -> range:
-        first = len(self.calls)
-        self.calls += calls
-        self.unanswered += len(calls)
-        return range(first, first + len(calls))
-
-    def select_rows(self, rows: Sequence[int]) -> RewardResult:
-        """Returns the results of these rows, in this order."""
-        found = RewardResult(self.default, self.overrun)
-        found.scores, found.extras = [self.scores[row] for row in rows], [self.extras[row] for row in rows]
-        found.names = [self.names[row] for row in rows]
-        found.answers = {at: self.answers[row] for at, row in enumerate(rows) if row in self.answers}
-        found.errors = {at: self.errors[row] for at, row in enumerate(rows) if row in self.errors}
-        found.late = {at for at, row in enumerate(rows) if row in self.late}
-        return found
-
-    @property
-    def timeouts(self) -> int:
-        return len(self.late)
-
-    @property
-    def failures(self) -> int:
-        """Number of rows whose call raised, returned no finite score, or ended its worker."""
-        return len(self.errors) - self.timeouts
-
-    @property
-    def first_error(self) -> str | None:
-        """Error of the lowest row that failed, or None."""
-        first = min(self.errors, default=None)
-        return None if first is None else printable(f"row {self.names[first]}: {self.errors[first]}")
-
-    def take(self, call: int, results: list[Any] | str | None) -> None:
-        """Stores a worker's answer: the list of results, or for all rows of the call why it failed, or None if it overran."""
-        rows = self.calls[call]
-        each = results if isinstance(results, list) else [results] * len(rows)
-        for index, result in zip(rows, each, strict=True):
-            if result is None:
-                self.late.add(index)
-                self.errors[index] = self.overrun
-            elif isinstance(result, str):
-                self.errors[index] = result
-            else:
-                self.scores[index], self.extras[index], *answer = result
-                if answer:
-                    self.answers[index] = answer[0]
-        self.unanswered -= 1
-
-    def extra_sums(self) -> dict[str, tuple[float, int]]:
-        """Returns sum and number of rows for each extra, so that ranks can take a mean."""
-        return merge_sums({key: (value, 1) for key, value in row.items()} for row in self.extras)
+# -- metrics
 
 
 def source_metric(reward: str, source: str) -> str:
-    """Returns the metric of a reward's mean score over the rows of one ``data_source``; it clashes with no extra."""
+    """Return the metric of a reward's mean score over the rows of one ``data_source``; it clashes with no extra."""
     return f"{reward}/{'data_source extra' if source == 'extra' else source}/mean"
 
 
 def merge_sums(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
-    """Adds sums and counts by name."""
-    found: dict[str, tuple[float, int]] = {}
+    """Return sums and counts added by name."""
+    sums: dict[str, tuple[float, int]] = {}
     for name, (total, count) in (item for part in parts for item in part.items()):
-        before = found.get(name, (0.0, 0))
-        found[name] = before[0] + total, before[1] + count
-    return found
+        before = sums.get(name, (0.0, 0))
+        sums[name] = before[0] + total, before[1] + count
+    return sums

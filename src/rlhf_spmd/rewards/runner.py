@@ -2,7 +2,7 @@
 
 Workers are plain programs, started with exec. They share only pipes with the rank, so its threads, device and
 ``__main__`` do not come along, and killing a worker ends any hanging call, even inside C code. Whatever a worker has
-started ends with it (``worker.run_keeper``). Its output is passed on up to a limit.
+started ends with it (``worker_process``). Its output is passed on up to a limit.
 
 A worker receives many calls at once and answers them one by one; a call's time starts at the answer before it. A call
 is one row, or for a batched function all rows of this rank (an equal share per worker, or with ``by_group`` the rows of
@@ -12,29 +12,24 @@ one prompt), or for an async function up to ``MAX_TOGETHER`` rows. Rows may begi
 from __future__ import annotations
 
 import json
-import os
-import selectors
+import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from typing import Any
 
 from rlhf_spmd.rewards.binding import RewardRow
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.rewards.results import RewardError, RewardResult
-from rlhf_spmd.rewards.worker import START_LIMIT_S, WorkerOutput, WorkerProcess, start_worker
+from rlhf_spmd.rewards.results import RewardError, RewardResult, RowResult
+from rlhf_spmd.rewards.worker import START_LIMIT_S, RewardCall, WorkerOutput, WorkerProcess
 
 # Seconds beyond the time limit before a silent worker is killed. The worker measures each call exactly; this covers the
 # transfer of its answer.
 GRACE_S = 0.05
-# Further seconds for an async call to cancel its rows at the limit.
-CANCEL_S = 1.0
-# Rows that one worker awaits at once.
-MAX_TOGETHER = 64
-# Seconds between signs of life while the rank waits.
-BEAT_S = 0.5
-# Most calls sent to a worker at once: bounds what must be sent again if it is killed.
-MAX_CHUNK = 256
+CANCEL_S = 1.0  # further seconds for an async call to cancel its rows at the limit
+MAX_TOGETHER = 64  # rows that one worker awaits at once
+BEAT_S = 0.5  # between signs of life while the rank waits
+MAX_CHUNK = 256  # calls sent to a worker at once: what must be sent again if it is killed
 
 
 class RewardRunner:
@@ -54,8 +49,8 @@ class RewardRunner:
         self.bound = config.bind(where)
         self._name = f"{where}.function {config.function!r}"
         self._output = WorkerOutput(self._name)
-        self._selector = selectors.DefaultSelector()
         self._workers: list[WorkerProcess] = []
+        self._num_calls = 0
         self._forget()
         self.grow(config.num_workers)
 
@@ -71,20 +66,23 @@ class RewardRunner:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers."""
+        """Process ids of the workers' keepers."""
         return [worker.process.pid for worker in self._workers]
 
     def grow(self, num_workers: int) -> None:
-        """Starts workers until there are ``num_workers``. Returns at once."""
+        """Start workers until there are ``num_workers``. Returns at once."""
         while len(self._workers) < num_workers:
-            self._add_worker()
+            self._workers.append(WorkerProcess(self.config, self.where, self._output.write_fd))
 
     def close(self) -> None:
-        """Kills the workers. May be called twice."""
-        while self._workers:
-            self._remove_worker(self._workers[0])
-        self._selector.close()
-        self._output.end_step()
+        """Kill the workers. May be called twice."""
+        if self._workers:
+            while self._workers:
+                self._workers.pop().end()
+            self._output.end_step()
+            self._output.close()
+
+    # -- rows
 
     def score(
         self,
@@ -93,7 +91,7 @@ class RewardRunner:
         tick: Callable[[], None] = lambda: None,
         keys: Sequence[int] | None = None,
     ) -> RewardResult:
-        """Calls the function for every (prompt text, response text, row) and returns the results by position in ``rows``.
+        """Call the function for every (prompt text, response text, row) and return the results by position in ``rows``.
 
         Rows must be JSON values. ``groups``: number of each row's prompt, for ``by_group``. ``tick`` is called again
         and again during the wait. ``keys``: keys of the rows, some of which may have begun. Raises ValueError for a row
@@ -101,21 +99,20 @@ class RewardRunner:
         """
         assert self._workers, "the reward runner is closed"
         keys = range(len(rows)) if keys is None else keys
-        new = [i for i, key in enumerate(keys) if key not in self._at]
+        new = [i for i, key in enumerate(keys) if key not in self._rows]
         try:
             self._add([keys[i] for i in new], [rows[i] for i in new], groups and [groups[i] for i in new])
             self._form_calls(len(self._workers))
-            while self._step.unanswered:
-                self._turn(BEAT_S, tick)
-            return self._step.select_rows([self._at[key] for key in keys])
+            while self._is_waiting:
+                self._exchange(BEAT_S, tick)
+            return RewardResult([self._results[key] for key in keys], [self._row_name(key) for key in keys])
         finally:
-            for worker in self._workers:
-                self._output.take(worker)
-            self._output.end_step()
+            if self._workers:
+                self._output.end_step()
             self._forget()
 
     def begin(self, keys: Sequence[int], rows: Sequence[RewardRow], groups: Sequence[int] | None = None) -> None:
-        """Starts calls for rows that :meth:`score` will ask for by ``keys``; :meth:`pump` drives them. Returns at once.
+        """Start calls for rows that :meth:`score` will ask for by ``keys``; :meth:`pump` drives them. Returns at once.
 
         With ``by_group`` groups must be complete. Raises what :meth:`score` raises.
         """
@@ -125,189 +122,182 @@ class RewardRunner:
         self.pump()
 
     def pump(self) -> None:
-        """Drives the begun calls, without waiting."""
-        if self._step.unanswered or self._apart:
-            self._turn(0.0)
+        """Drive the begun calls, without waiting."""
+        if self._is_waiting:
+            self._exchange(0.0)
 
     def drop(self) -> None:
-        """Forgets begun rows; running calls end with their workers."""
+        """Forget begun rows; running calls end with their workers."""
         for worker in list(self._workers):
-            if worker.pending:
-                self._replace_worker(worker)
+            if worker.calls:
+                self._replace(worker)
         self._forget()
 
     def _forget(self) -> None:
-        """Starts a new step."""
-        self._step = RewardResult(self.config.default, f"no score within {self.where}.timeout_s = {self.config.timeout_s}")
-        self._rows: list[RewardRow] = []
-        self._at: dict[int, int] = {}  # key -> row
-        self._apart: list[int] = []  # rows that are in no call yet
-        self._waiting: deque[int] = deque()  # calls that no worker has
+        """Start a new step."""
+        self._rows: dict[int, RewardRow] = {}  # by key
+        self._results: dict[int, RowResult] = {}  # by key
+        self._uncalled: list[int] = []  # keys of rows that are in no call yet
+        self._waiting: deque[RewardCall] = deque()  # calls that no worker has
+
+    @property
+    def _is_waiting(self) -> bool:
+        return len(self._results) < len(self._rows)
+
+    def _row_name(self, key: int) -> Any:
+        return self._rows[key][2].get("id", key)
 
     def _add(self, keys: Sequence[int], rows: Sequence[RewardRow], groups: Sequence[int] | None) -> None:
-        added = self._step.add_rows([row.get("id", at) for at, (_, _, row) in enumerate(rows, len(self._rows))])
-        self._rows += rows
-        self._at |= zip(keys, added, strict=True)
+        self._rows |= zip(keys, rows, strict=True)
         if self.config.by_group:
             assert groups is not None, "by_group needs the rows' groups"
-            of_group: dict[int, list[int]] = {}
-            for row, group in zip(added, groups, strict=True):
-                of_group.setdefault(group, []).append(row)
-            self._waiting += self._step.add_calls(list(of_group.values()))
+            keys_of_group: dict[int, list[int]] = {}
+            for key, group in zip(keys, groups, strict=True):
+                keys_of_group.setdefault(group, []).append(key)
+            for group_keys in keys_of_group.values():
+                self._add_call(group_keys)
             return
-        self._apart += added
-        if not self.bound.is_async:
+        self._uncalled += keys
+        if not self.bound.is_async:  # rows that are awaited wait for an idle worker, so that as many as possible are together
             self._form_calls(len(self._workers))
 
     def _form_calls(self, num_workers: int) -> None:
-        """Forms calls for ``num_workers`` from the rows that are in no call."""
-        rows, self._apart = self._apart, []
-        share = -(-len(rows) // num_workers) or 1
+        """Form calls for ``num_workers`` from the rows that are in no call."""
+        keys, self._uncalled = self._uncalled, []
+        share = -(-len(keys) // num_workers) or 1
         size = share if self.bound.batched else min(share, MAX_TOGETHER) if self.bound.is_async else 1
-        self._waiting += self._step.add_calls([rows[first : first + size] for first in range(0, len(rows), size)])
+        for first in range(0, len(keys), size):
+            self._add_call(keys[first : first + size])
 
-    @property
-    def _patience_s(self) -> float:
-        """Seconds until the worker of a running call is killed."""
-        return self.config.timeout_s + GRACE_S + CANCEL_S * self.bound.is_async
+    def _add_call(self, keys: list[int]) -> None:
+        self._waiting.append(RewardCall(self._num_calls, keys))
+        self._num_calls += 1
 
-    def _turn(self, most_s: float, tick: Callable[[], None] = lambda: None) -> None:
-        """Feeds workers and takes answers that arrive within ``most_s``; there must be open calls or rows."""
+    def _end_call(self, call: RewardCall, results: list[Any] | str | None) -> None:
+        """Store a worker's answer: the list of results, or for all rows of the call why it failed, or None if it overran."""
+        row_results = results if isinstance(results, list) else [results] * len(call.keys)
+        for key, result in zip(call.keys, row_results, strict=True):
+            if result is None:
+                overrun = f"no score within {self.where}.timeout_s = {self.config.timeout_s}"
+                self._results[key] = RowResult(self.config.default, error=overrun, is_late=True)
+            elif isinstance(result, str):
+                self._results[key] = RowResult(self.config.default, error=result)
+            else:
+                score, extras, answer = result
+                self._results[key] = RowResult(score, extras, answer)
+
+    # -- workers
+
+    def _exchange(self, longest_s: float, tick: Callable[[], None] = lambda: None) -> None:
+        """Feed workers and take answers that arrive within ``longest_s``; there must be open calls or rows."""
         try:
-            self._exchange(most_s, tick)
+            self._feed()
+            tick()
+            answered = self._take_answers(longest_s)
+            now = time.monotonic()
+            for worker in list(self._workers):
+                # An answer in the pipe counts, however late this process reads it.
+                if worker.is_busy and now >= worker.deadline and worker not in answered:
+                    self._overrun(worker)
         except BaseException:
             # The workers hold rows of a step for which nobody waits any more.
             self.close()
             raise
 
-    def _exchange(self, most_s: float, tick: Callable[[], None]) -> None:
+    def _feed(self) -> None:
         # Since the last time a worker may have become ready, or died idle (which is no call's failure).
-        for worker in [worker for worker in self._workers if not worker.pending]:
+        for worker in [worker for worker in self._workers if not worker.calls]:
             self._receive(worker)
-        # Single rows wait for an idle worker, so that as many as possible are awaited together.
-        if self._apart and (free := sum(worker.ready and not worker.pending for worker in self._workers)):
-            self._form_calls(free)
-        # A worker that dies while it is fed is replaced below; its successor is fed in the next round.
+        num_idle = sum(worker.is_ready and not worker.calls for worker in self._workers)
+        if self._uncalled and num_idle:
+            self._form_calls(num_idle)
         for worker in self._workers:
-            if worker.ready and len(worker.pending) <= 1 and self._waiting:
-                self._send(worker)
-        deadline = min(worker.deadline for worker in self._workers if worker.busy)
-        answered = set()
-        tick()
-        for key, mask in self._selector.select(min(most_s, max(0.0, deadline - time.monotonic()))):
-            if mask & selectors.EVENT_WRITE:
-                self._flush(key.data)
-            if key.fd == key.data.output_fd:
-                self._pass_on(key.data)
-            elif mask & selectors.EVENT_READ:
-                answered.add(key.data)
-                self._receive(key.data)
-        now = time.monotonic()
-        for worker in list(self._workers):
-            # An answer in the pipe counts, however late this process reads it.
-            if worker.busy and now >= worker.deadline and worker not in answered:
-                self._overrun(worker)
+            if worker.is_ready and len(worker.calls) <= 1 and self._waiting:
+                self._send_calls(worker)
 
-    def _add_worker(self) -> None:
-        worker = start_worker(self.config, self.where)
-        self._workers.append(worker)
-        for number in (worker.answer_fd, worker.output_fd):
-            self._selector.register(number, selectors.EVENT_READ, worker)
+    def _take_answers(self, longest_s: float) -> set[WorkerProcess]:
+        """Wait for answers and for room in the pipes. Return the workers that have answered, or died."""
+        poll = select.poll()
+        poll.register(self._output.read_fd, select.POLLIN)
+        worker_of: dict[int, WorkerProcess] = {}
+        for worker in self._workers:
+            worker_of |= {worker.answer_fd: worker, worker.request_fd: worker}
+            poll.register(worker.answer_fd, select.POLLIN)
+            if worker.outgoing:
+                poll.register(worker.request_fd, select.POLLOUT)
+        deadline = min(worker.deadline for worker in self._workers if worker.is_busy)
+        answered: set[WorkerProcess] = set()
+        for number, _ in poll.poll(1000 * min(longest_s, max(0.0, deadline - time.monotonic()))):
+            if number == self._output.read_fd:
+                self._output.pass_on()
+            elif number == worker_of[number].answer_fd:
+                answered.add(worker_of[number])
+                self._receive(worker_of[number])
+            elif worker_of[number] not in answered and worker_of[number].flush():
+                self._start_clock(worker_of[number])  # it is reading: it cannot answer what it has not got
+        return answered
 
-    def _pass_on(self, worker: WorkerProcess) -> None:
-        """Passes on what the worker printed."""
-        if worker in self._workers and not self._output.take(worker):
-            self._selector.unregister(worker.output_fd)
+    def _start_clock(self, worker: WorkerProcess) -> None:
+        worker.deadline = time.monotonic() + self.config.timeout_s + GRACE_S + CANCEL_S * self.bound.is_async
 
-    def _remove_worker(self, worker: WorkerProcess) -> None:
-        self._workers.remove(worker)
-        if worker.outgoing:
-            self._selector.unregister(worker.request_fd)
-        self._selector.unregister(worker.answer_fd)
-        with suppress(KeyError):  # the worker has closed its standard error
-            self._selector.unregister(worker.output_fd)
-        self._output.take(worker)
-        worker.end()
-
-    def _replace_worker(self, worker: WorkerProcess) -> None:
-        self._waiting.extendleft(reversed(worker.pending))
-        self._remove_worker(worker)
-        self._add_worker()
-
-    def _send(self, worker: WorkerProcess) -> None:
+    def _send_calls(self, worker: WorkerProcess) -> None:
         # Guided self-scheduling: large chunks first, so that cheap calls need few round trips; small ones last, so that the
         # workers end together.
         size = max(1, min(MAX_CHUNK, -(-len(self._waiting) // (2 * len(self._workers)))))
         calls = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
-        lines = [f"[{call}, [{', '.join(self._as_json(index) for index in self._step.calls[call])}]]" for call in calls]
-        if not worker.pending:
-            worker.deadline = time.monotonic() + self._patience_s
-        worker.pending.extend(calls)
-        was_empty = not worker.outgoing
-        worker.outgoing = memoryview(bytes(worker.outgoing) + ("\n".join(lines) + "\n").encode())
-        if was_empty:
-            self._selector.register(worker.request_fd, selectors.EVENT_WRITE, worker)
-        self._flush(worker)
+        requests = [f"[{call.number}, [{', '.join(map(self._as_json, call.keys))}]]\n" for call in calls]
+        if not worker.calls:
+            self._start_clock(worker)
+        worker.calls.extend(calls)
+        worker.send("".join(requests).encode())
 
-    def _as_json(self, index: int) -> str:
+    def _as_json(self, key: int) -> str:
         try:
-            return json.dumps(self._rows[index])
+            return json.dumps(self._rows[key])
         except (TypeError, ValueError) as error:
-            raise ValueError(f"row {self._step.names[index]} for {self._name} is not JSON: {error}") from error
-
-    def _flush(self, worker: WorkerProcess) -> None:
-        """Writes what the pipe takes; never blocks, because a hanging worker does not read."""
-        if worker not in self._workers or not worker.outgoing:
-            return
-        try:
-            worker.outgoing = worker.outgoing[os.write(worker.request_fd, worker.outgoing) :]
-            worker.deadline = time.monotonic() + self._patience_s  # it is reading: it cannot answer what it has not got
-        except BlockingIOError:
-            return
-        except BrokenPipeError:  # it has died; its answer pipe reports how
-            worker.outgoing = worker.outgoing[:0]
-        if not worker.outgoing:
-            self._selector.unregister(worker.request_fd)
+            raise ValueError(f"row {self._row_name(key)} for {self._name} is not JSON: {error}") from error
 
     def _receive(self, worker: WorkerProcess) -> None:
-        if worker not in self._workers:
-            return
-        try:
-            data = os.read(worker.answer_fd, 1 << 20)
-        except BlockingIOError:
-            return
-        if not data:
+        lines = worker.read_lines()
+        if lines is None:
             self._died(worker)
             return
-        *lines, worker.incoming = (worker.incoming + data).split(b"\n")
         for line in lines:
             try:
                 answer = json.loads(line)
                 if answer[0] == "broken":
                     raise RewardError(f"a reward worker cannot start: {answer[1]}")
                 if answer[0] == "ready":
-                    worker.ready = True
+                    worker.is_ready = True
                     continue
-                assert answer[0] == worker.pending[0], "an answer to another call"
-                call, seconds, results = answer
-                self._step.take(call, None if seconds > self.config.timeout_s else results)
-                worker.pending.popleft()
+                number, seconds, results = answer
+                assert number == worker.calls[0].number, "an answer to another call"
+                self._end_call(worker.calls[0], None if seconds > self.config.timeout_s else results)
+                worker.calls.popleft()
             # The process boundary: a function that writes into all open files writes into the pipe too.
             except (ValueError, TypeError, KeyError, IndexError, AssertionError):
                 self._died(worker, "it wrote into the pipe of its answers")
                 return
-        worker.deadline = time.monotonic() + self._patience_s
+        if lines:
+            self._start_clock(worker)
 
     def _died(self, worker: WorkerProcess, how: str | None = None) -> None:
         how = how or worker.how_it_ended()
-        if not worker.ready:
+        if not worker.is_ready:
             raise RewardError(f"a worker for {self._name} ended before it was ready ({how})")
-        if worker.pending:
-            self._step.take(worker.pending.popleft(), f"the worker process ended during the call ({how})")
-        self._replace_worker(worker)
+        if worker.calls:
+            self._end_call(worker.calls.popleft(), f"the worker process ended during the call ({how})")
+        self._replace(worker)
 
     def _overrun(self, worker: WorkerProcess) -> None:
-        if not worker.ready:
+        if not worker.is_ready:
             raise RewardError(f"a worker for {self._name} was not ready after {START_LIMIT_S:.0f} s")
-        self._step.take(worker.pending.popleft(), None)
-        self._replace_worker(worker)
+        self._end_call(worker.calls.popleft(), None)
+        self._replace(worker)
+
+    def _replace(self, worker: WorkerProcess) -> None:
+        """End a worker and start another one; the calls that it has not answered wait again."""
+        self._waiting.extendleft(reversed(worker.calls))
+        self._workers.remove(worker)
+        worker.end()
+        self.grow(len(self._workers) + 1)

@@ -16,7 +16,6 @@ wants data.
 from __future__ import annotations
 
 import errno
-import fcntl
 import functools
 import json
 import os
@@ -25,8 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from typing import Any
 WATCH_S = 0.02
 MAX_OUTPUT = 1 << 22  # bytes read of what the program writes
 ENTRY = 1 << 16  # extra bytes counted for each file or directory: removing many takes long
-PREFIX = "rlhf_spmd_code_"  # of directory names
+PREFIX = "rlhf_spmd_program_"  # of directory names
 TICKS = os.sysconf("SC_CLK_TCK")  # /proc's ticks per second
 _JUDGE = Path(__file__).with_name("code_judge.py")
 
@@ -75,54 +74,56 @@ def run(
     stdin: str = "",
     limits: SandboxLimits | None = None,
     names: Sequence[str] = (),
-    before: str = "",
+    set_up: str = "",
 ) -> Outcome:
-    """Runs ``program`` (parts in one scope), as ``__main__`` if there are no ``tests``, then each test; see
+    """Run ``program`` (parts in one scope), as ``__main__`` if there are no ``tests``, then each test; see
     ``code_judge``.
 
     A program that ends before its tests has passed none. ``names``: names that in tests are always the program's.
-    ``before``: set-up that runs with the tests. Raises TimeoutError at ``limits.wall_s`` (the machine is busy, or the
+    ``set_up``: runs before the tests. Raises TimeoutError at ``limits.wall_s`` (the machine is busy, or the
     program waits), and OSError if the judge cannot start; neither says anything about the program.
     """
     limits = limits or SandboxLimits()
     parts, name = [program] if isinstance(program, str) else list(program), "program" if tests else "__main__"
     job = {"program": parts, "name": name, "limits": asdict(limits)}
-    judged = {"tests": list(tests), "names": list(names), "before": before}
+    task = {"tests": list(tests), "names": list(names), "set_up": set_up}
     with ExitStack() as opened:
-        directory = opened.enter_context(_own_directory())
+        directory = tempfile.mkdtemp(prefix=PREFIX)
+        opened.callback(remove_tree, directory)
         files = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(6)]
-        given, asked, read, wrote, failed, verdict = files
-        for file, text in ((given, json.dumps(job)), (asked, json.dumps(judged)), (read, stdin)):
+        job_file, tests_file, stdin_file, stdout_file, stderr_file, verdict_file = files
+        for file, text in ((job_file, json.dumps(job)), (tests_file, json.dumps(task)), (stdin_file, stdin)):
             file.write(text.encode(errors="replace"))
             file.seek(0)
         passed_on = {key: value for key, value in os.environ.items() if key in ("PATH", "LANG")}
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(_JUDGE), *(str(file.fileno()) for file in (given, asked, verdict))],
+            [sys.executable, "-I", "-B", str(_JUDGE), *(str(file.fileno()) for file in (job_file, tests_file, verdict_file))],
             cwd=directory,
             env={**passed_on, "HOME": directory, "TMPDIR": directory, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-            stdin=read,
-            stdout=wrote,
-            stderr=failed,
-            pass_fds=(given.fileno(), asked.fileno(), verdict.fileno()),
+            stdin=stdin_file,
+            stdout=stdout_file,
+            stderr=stderr_file,
+            pass_fds=(job_file.fileno(), tests_file.fileno(), verdict_file.fileno()),
             start_new_session=True,
         )
         try:
             why = _watch(process, directory, limits)
         finally:
             _end(process)
-        output, error, said = (_text(file) for file in (wrote, failed, verdict))
-    first, *passed = said.splitlines() or [""]
-    if first not in ("isolated", "open", "isolated with sockets", "open with sockets"):
+        output, error, verdict = (_text(file) for file in (stdout_file, stderr_file, verdict_file))
+    start, *passed = verdict.splitlines() or [""]
+    if not start.startswith("["):
         raise OSError(f"the judge of the program could not start: {error[-500:].strip() or why}")
-    if first.endswith("sockets"):
-        _tell_of_sockets()
-    done = set(map(int, passed)) - {0}  # 0 is the set-up
-    return Outcome(len(done), process.returncode, output, why or error[-500:], first.startswith("isolated"))
+    isolated, without_sockets = json.loads(start)
+    if not without_sockets:
+        _warn_of_sockets()
+    num_passed = len(set(passed) - {"0"})  # 0 is the set-up
+    return Outcome(num_passed, process.returncode, output, why or error[-500:], isolated)
 
 
 @functools.cache
-def _tell_of_sockets() -> None:
-    """Warns once per process."""
+def _warn_of_sockets() -> None:
+    """Warn once per process."""
     print(
         "rewards.code: this system has no seccomp, so programs that are judged can reach servers that listen at a path, such as "
         "docker's; run as a user who may not",
@@ -131,7 +132,7 @@ def _tell_of_sockets() -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], directory: str, limits: SandboxLimits) -> str:
-    """Waits for the end. Returns why the program must be ended, or "". Raises TimeoutError."""
+    """Wait for the end. Returns why the program must be ended, or "". Raises TimeoutError."""
     end = time.monotonic() + limits.wall_s
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -153,7 +154,7 @@ def _watch(process: subprocess.Popen[bytes], directory: str, limits: SandboxLimi
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Returns CPU seconds of a process and its reaped children; 0 if it is gone."""
+    """Return CPU seconds of a process and its reaped children; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -162,7 +163,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the program and all that it has started; the first process of a namespace takes all others along."""
+    """Kill the program and all that it has started; the first process of a namespace takes all others along."""
     for pid in (*reversed(descendants(process.pid, 1000)), process.pid):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
@@ -171,20 +172,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def descendants(pid: int, most: int) -> list[int]:
-    """Returns a process's descendants, parents before children; not many more than ``most``."""
-    found = [pid]
-    for parent in found:
+def descendants(pid: int, limit: int) -> list[int]:
+    """Return a process's descendants, parents before children; not many more than ``limit``."""
+    pids = [pid]
+    for parent in pids:
         with suppress(OSError):
             for thread in Path(f"/proc/{parent}/task").iterdir():
-                found += map(int, (thread / "children").read_text().split())
-        if len(found) > most:
+                pids += map(int, (thread / "children").read_text().split())
+        if len(pids) > limit:
             break
-    return found[1:]
+    return pids[1:]
 
 
 def _size(directory: str) -> float:
-    """Returns the bytes below a directory, plus ``ENTRY`` for each name; infinite if a path is too long."""
+    """Return the bytes below a directory, plus ``ENTRY`` for each name; infinite if a path is too long."""
     total, folders = 0, [directory]
     while folders:
         try:
@@ -199,51 +200,8 @@ def _size(directory: str) -> float:
     return total
 
 
-@contextmanager
-def _own_directory() -> Iterator[str]:
-    """An empty directory, removed in the end. While this process lives it holds a lock on it, by which :func:`remove_unused` knows."""
-    while True:
-        directory = tempfile.mkdtemp(prefix=PREFIX)
-        with _locked(directory, no_locks=True) as is_ours:
-            if is_ours and os.path.exists(directory):  # else another process has just taken it for one that was left
-                try:
-                    yield directory
-                finally:
-                    _remove_tree(directory)
-                return
-
-
-@contextmanager
-def _locked(directory: str, no_locks: bool) -> Iterator[bool]:
-    """Yields whether this process holds the directory's lock; ``no_locks`` if the file system has none."""
-    try:
-        opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # gone, or another user's
-        yield False
-        return
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_ours = True
-    except BlockingIOError:
-        is_ours = False
-    except OSError:
-        is_ours = no_locks
-    try:
-        yield is_ours
-    finally:
-        os.close(opened)
-
-
-def remove_unused() -> None:
-    """Removes directories whose process was killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with _locked(str(path), no_locks=False) as is_ours:
-            if is_ours:
-                _remove_tree(str(path))
-
-
-def _remove_tree(directory: str) -> None:
-    """Removes a directory of any depth: its paths may be too long for Python's rmtree. What cannot be removed stays."""
+def remove_tree(directory: str) -> None:
+    """Remove a directory of any depth: its paths may be too long for Python's rmtree. What cannot be removed stays."""
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
     if subprocess.run(["rm", "-rf", "--", directory], **quiet).returncode:  # the program has closed some to us
         subprocess.run(["chmod", "-R", "u+rwx", "--", directory], **quiet)
