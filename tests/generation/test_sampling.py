@@ -36,7 +36,7 @@ from generators import (
 )
 from ranks import run_ranks
 from rlhf_spmd import generate as program
-from rlhf_spmd.config.schema import check_section
+from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.data.tokenizer import decoding
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.logit_rules import LogitRules

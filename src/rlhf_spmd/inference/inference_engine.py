@@ -115,8 +115,10 @@ def build_generator(loaded: LoadedModel, world: World) -> Generator:
     """
     config, layout = loaded.config, loaded.layout
     mesh, dtype = build_mesh(world, range(world.size), layout), config.model.torch_dtype(world.device)
-    expert_parallel = layout.expert_parallel_generation
-    decoder = Decoder(loaded.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device, expert_parallel_generation=expert_parallel)
+    ep = layout.expert_parallel_generation
+    decoder = Decoder(
+        loaded.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device, expert_parallel_generation=expert_parallel
+    )
     if (directory := base_directory(config.model.path, loaded.checkpoint)) is not None:
         load_pretrained(decoder, directory)
     weights = RoleState(decoder.shards, dict(decoder.named_parameters()))
