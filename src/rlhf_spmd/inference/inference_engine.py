@@ -115,7 +115,7 @@ def build_generator(loaded: LoadedModel, world: World) -> Generator:
     """
     config, layout = loaded.config, loaded.layout
     mesh, dtype = build_mesh(world, range(world.size), layout), config.model.torch_dtype(world.device)
-    ep = layout.expert_parallel_generation
+    expert_parallel = layout.expert_parallel_generation
     decoder = Decoder(
         loaded.spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, world.device, expert_parallel_generation=expert_parallel
     )
