@@ -199,8 +199,7 @@ def transition(world: World, name: str, train: Layout, pp: int, tp: int, repeats
     costs, whole = costs_of(choose_method(name, layout), layout), 4 * all_elements(MODEL, norms=False)
     norms = elements(model.wanted, True) + (elements(model.shards, True) if costs.twice else 0)
     norms += (all_elements(MODEL, norms=True) - elements(model.wanted, True)) if hybrid.plan.from_whole else 0
-    done, replicated = hybrid.transition, 4.0 * norms_received(hybrid.plan, world.rank)
-    assert done is not None
+    done, replicated = hybrid.cost, 4.0 * norms_received(hybrid.plan, world.rank)
     lacks = 4.0 * missing_elements(model.shards, model.wanted)
     local = [done.bytes_received, replicated, done.peak_bytes, 4 * norms, lacks, hybrid.bucket_bytes]
     received, replicated, peak, held_norms, lacked, bucket = mean(world, local)

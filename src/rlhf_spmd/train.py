@@ -80,7 +80,9 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
 def settings_of(job: TrainJob) -> ProgramSettings:
     """How the process boundary treats the run: its directory, its time limit, its threads, what all ranks must have alike."""
     run, apart = job.config.run, 1 + job.config.placement.max_staleness
-    return ProgramSettings(Path(run.dir), run.timeout_s, run.threads, calls_apart=apart, must_match=run_digests(job))
+    return ProgramSettings(
+        Path(run.dir), run.timeout_s, run.threads, collective_timeout_factor=apart, must_match=run_digests(job)
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from generators import RULES, SMALL, alone, assert_same, load, ragged_requests, 
 from ranks import run_ranks
 from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig, config, graphs, model_runner
 from rlhf_spmd.generation.backends import build_backend
-from rlhf_spmd.generation.finished_groups import FinishedGroups
+from rlhf_spmd.generation.call import FinishedGroups
 from rlhf_spmd.generation.graphs import Graphs, padded_size
 from rlhf_spmd.generation.model_runner import ModelRunner
 from rlhf_spmd.generation.sequence import SamplingOverrides

@@ -204,7 +204,7 @@ def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
         ({"min_tokens": 9, "max_tokens": 3}, "sampling_params.min_tokens=9: must be at most max_tokens=3"),
         (
             {"allowed_token_ids": []},
-            "sampling_params.allowed_token_ids=[]: it must leave a token to draw; leave it out for all",
+            "sampling_params.allowed_token_ids=[]: no token is left to draw; leave it out for all",
         ),
         ({"stop_token_ids": [-1]}, "sampling_params.stop_token_ids[0]=-1: must be at least 0"),
         ({"logit_bias": {-1: 2.0}}, "sampling_params.logit_bias.-1=-1: must be at least 0"),

@@ -107,9 +107,8 @@ def ways_of_a_gpu(world: World, train: Layout) -> set[str]:
     hybrid.to_generation()
     hybrid_module.plan_bucket = plan_bucket
     check_weights(model.generation, expected())
-    assert hybrid.transition is not None
-    assert hybrid.transition.bytes_received == 4 * hybrid.plan.transfer.received(hybrid.index)
-    assert hybrid.transition.peak_bytes <= size(model.generation.parameters()) + hybrid.bucket_bytes
+    assert hybrid.cost.bytes_received == 4 * hybrid.plan.transfer.received(hybrid.index)
+    assert hybrid.cost.peak_bytes <= size(model.generation.parameters()) + hybrid.bucket_bytes
     hybrid.to_training()
     assert all(torch.equal(local(p), before[key]) for key, p in model.parameters().items())
     steps = [step for step in hybrid._steps.values() if step.messages]
@@ -153,7 +152,7 @@ def test_another_dtype_is_a_copy_and_stays(buffers: str) -> None:
     hybrid.to_generation()
     with pytest.raises(AssertionError, match="already in the generation layout"):
         hybrid.to_generation()
-    assert hybrid.shared is None and hybrid.transition is not None and hybrid.transition.bytes_received == 0
+    assert hybrid.shared is None and hybrid.cost.bytes_received == 0
     for (key, a), b in zip(decoder.named_parameters(), generation.parameters(), strict=True):
         assert torch.equal(before[key].bfloat16(), b)
         assert a.untyped_storage().nbytes() == (0 if buffers == "offload" else a.nbytes)

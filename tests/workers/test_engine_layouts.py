@@ -46,7 +46,7 @@ from ranks import run_ranks
 from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.export import export_hugging_face
 from rlhf_spmd.checkpoint.manifest import PARAM
-from rlhf_spmd.config.schema import check_section
+from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.kernels import choose_ops
 from rlhf_spmd.models.context_parallel import check_cp
 from rlhf_spmd.models.decoder import Decoder

@@ -91,8 +91,8 @@ class KVCache:
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.num_pages, self.page_size = num_pages, page_size
         self.backend, self.ops = backend, backend.ops
-        self.planes, self.value_dim = planes(self.ops, value_dim), value_dim or head_dim
-        self._shape = num_layers, self.planes, kv_heads, num_pages, self.ops.page_elements(page_size, head_dim)
+        self.kv_tensors_per_page, self.value_dim = kv_tensors_per_page(self.ops, value_dim), value_dim or head_dim
+        self._shape = num_layers, self.kv_tensors_per_page, kv_heads, num_pages, self.ops.page_elements(page_size, head_dim)
         self.pages = self._zeros(dtype, device)
         self._buffer = self.pages.new_empty(0)
         self._on_host: tuple[Tensor, Tensor] | None = None  # offloaded: page numbers, contents
@@ -171,7 +171,7 @@ class KVCache:
 
     def spread(self, index: Tensor, stride: int) -> Tensor:
         """Repeat an index into the ``stride`` entries of one (key or value, head) for all of a layer."""
-        blocks = torch.arange(self.planes * self.kv_heads, device=index.device) * stride
+        blocks = torch.arange(self.kv_tensors_per_page * self.kv_heads, device=index.device) * stride
         return (blocks[:, None] + index.reshape(1, -1)).reshape(-1)
 
     def slots_of(self, positions: Tensor, page_table: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k and v [T, H, D] to ``slots`` = spread(slots, N * page_size)."""
-        rows = torch.stack([k, v][: self.planes]).transpose(1, 2).reshape(-1, self.head_dim)
+        rows = torch.stack([k, v][: self.kv_tensors_per_page]).transpose(1, 2).reshape(-1, self.head_dim)
         self.pages[layer].view(-1, self.head_dim).index_copy_(0, slots, rows)
 
     def gather(self, layer: int, index: Tensor, num_tiles: int) -> tuple[Tensor, Tensor]:
@@ -192,11 +192,11 @@ class KVCache:
             self._buffer = pages.new_empty(size + size // 4)
         out = self._buffer[:size].view(len(index), -1)
         torch.index_select(pages, 0, index, out=out)
-        parts = out.view(self.planes, self.kv_heads, num_tiles, -1, self.head_dim)
+        parts = out.view(self.kv_tensors_per_page, self.kv_heads, num_tiles, -1, self.head_dim)
         return parts[0], parts[-1]
 
 
-def planes(ops: Ops, value_dim: int | None) -> int:
+def kv_tensors_per_page(ops: Ops, value_dim: int | None) -> int:
     """2 where keys and values have pages, 1 where keys serve as values."""
     return 2 if value_dim is None or isinstance(ops, CppOps) else 1
 

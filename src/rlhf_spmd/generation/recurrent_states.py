@@ -2,7 +2,7 @@
 
 A row has a slot from its admission to its end or preemption (``Scheduler``). Its first token begins with zeros, whatever the slot
 held, so slots need no clearing. A row that is preempted computes all of its tokens again, or begins with the state of its prompt
-(``prompt_states``).
+(``page_allocator.PromptStates``).
 """
 
 from __future__ import annotations

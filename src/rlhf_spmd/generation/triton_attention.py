@@ -64,7 +64,7 @@ class TritonAttention:
         self.singles, self.chunks, self.arrived = singles, chunks, arrived
         self.group_size = num_heads // cache.kv_heads
         self.num_splits = -(-longest // triton_paged_attention.SPLIT_KEYS)
-        programs = PROGRAMS if cache.planes == 2 else LATENT_PROGRAMS
+        programs = PROGRAMS if cache.kv_tensors_per_page == 2 else LATENT_PROGRAMS
         self.sharing = max(min(self.num_splits, programs // max(arrived.numel(), 1)), 1)
         size = len(arrived), num_heads, self.num_splits, cache.value_dim + 2
         if 4 * math.prod(size) > PART_BYTES:
@@ -81,7 +81,7 @@ class TritonAttention:
     ) -> TritonAttention:
         """``work`` is in the order in which its tokens are packed. ``shape_of`` chooses the tile of chunks."""
         step, group_size, device = slot_mapping(work, cache), num_heads // cache.kv_heads, cache.pages.device
-        if cache.planes == 2:
+        if cache.kv_tensors_per_page == 2:
             shape = shape_of(cache.head_dim, cache.pages.itemsize, cache.page_size, group_size)
         else:
             shape = latent_tile(cache.value_dim, cache.pages.itemsize, cache.page_size, chunks=True)
@@ -111,7 +111,7 @@ class TritonAttention:
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Writes k and v, then attends over the rows' pages."""
         assert q.stride(2) == 1, "the elements of a head must lie together"
-        assert self.cache.planes == 2, "latent attention writes its keys itself"
+        assert self.cache.kv_tensors_per_page == 2, "latent attention writes its keys itself"
         write_pages(self.cache, layer_index, self.slots, k, v)
         return self.attend_written(layer_index, q, rule)
 
@@ -157,7 +157,7 @@ class TritonAttention:
 
 def _tile_of_singles(cache: KVCache, group_size: int) -> TileShape:
     sizes = cache.value_dim, cache.pages.itemsize, cache.page_size
-    return TileShape.of_singles(*sizes, group_size) if cache.planes == 2 else latent_tile(*sizes, chunks=False)
+    return TileShape.of_singles(*sizes, group_size) if cache.kv_tensors_per_page == 2 else latent_tile(*sizes, chunks=False)
 
 
 def _num_tiles(cache: KVCache, num_heads: int) -> int:

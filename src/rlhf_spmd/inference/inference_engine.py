@@ -88,7 +88,7 @@ def build_generator(ready: LoadedModel, world: World) -> Generator:
     held = RoleState(decoder.shards, dict(decoder.named_parameters()))
     load_from_checkpoint(ready.spec, held, config.model.path, ready.checkpoint, world)
     attention = config.generation.attention, config.model.attention
-    backend = choose_backend(*attention, dtype, world.device, "generation.attention", ready.spec)
+    backend = choose_backend(*attention, dtype, world.device, "generation.attention")
     generation = replace(config.generation, attention=backend)
     ends, size = ready.spec.eos_token_ids, world.launch.local_size
     generator = Generator(decoder, mesh, generation, ends, decoding(ready.tokenizer), size)

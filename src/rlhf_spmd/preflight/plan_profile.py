@@ -165,7 +165,7 @@ def _measure(
         # a step without gradients is skipped
         update = _seconds(world, engine.optimizer_step, 1, _both_passes(world, engine, head, work, 1)) / own
         if head == "lm":
-            backend = choose_backend(generation.attention, engine.attention.name, dtype, world.device, "models", spec)
+            backend = choose_backend(generation.attention, engine.attention.name, dtype, world.device, "models")
             config = replace(generation, attention=backend, pp=1, tp=tp, num_pages=None)
             generator = Generator(engine.chunks[0].requires_grad_(False), mesh, config, (), None, world.launch.local_size)
             taken["decode"] = [_decoding(world, generator, spec, work, count) for count in rows]

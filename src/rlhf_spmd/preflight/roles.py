@@ -285,12 +285,9 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
         _check_lora(where, worker, config, spec, weights)
     if issubclass(worker, JudgeWorker):
         _check_judge(where, config, layout)
-    generation = config.generation
-    if issubclass(worker, ActorWorker | JudgeWorker):
-        generation.check_model(f"{where}.generation", spec)
     if not issubclass(worker, ActorWorker):
         if not issubclass(worker, JudgeWorker):
-            _refuse_unusual(generation, GenerationConfig(), f"{where}.generation", "this role does not generate")
+            _refuse_unusual(config.generation, GenerationConfig(), f"{where}.generation", "this role does not generate")
         return RolePlan(worker, config, pool, GroupShape(layout), spec)
     return RolePlan(worker, config, pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)), spec)
 

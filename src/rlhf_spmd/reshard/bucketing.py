@@ -47,7 +47,7 @@ class TransferStep:
     - ``transfers``: (index of a message, member of the group). Two members list what goes between them in the same order.
     - ``buffer``: its elements. ``gathers``: one all-gather moves the buffer, or the whole target parameter ``into`` if there is none.
       Otherwise the messages are one exchange.
-    - ``held``: other elements that are allocated until the step has ended, and are not needed afterwards.
+    - ``extra``: other elements that are allocated until the step has ended, and are not needed afterwards.
     """
 
     messages: Sequence[Message] = ()
@@ -56,7 +56,7 @@ class TransferStep:
     buffer: int = 0
     gathers: bool = False
     into: str = ""
-    held: int = 0
+    extra: int = 0
 
     @cached_property
     def exchanged(self) -> int:

@@ -70,7 +70,7 @@ class Changes:
             messages = [Message(sends, _whole(f"#{peer}", len(at)), None) for (sends, peer), at in self._pairs.items()]
             transfers = [(i, peer) for i, (_, peer) in enumerate(self._pairs)]
             # nothing else starts before it has ended: until then the other sizes are unknown
-            return TransferStep(messages, transfers, held=self._limit + 1)
+            return TransferStep(messages, transfers, extra=self._limit + 1)
         step = self.steps[number - 1]
         if not step.messages:
             return step
@@ -79,7 +79,7 @@ class Changes:
             if size := self._size(number, message):
                 transfers.append((len(messages), peer))
                 messages.append(Message(message.sends, _whole(f"#step {number}", size), None))
-        return TransferStep(messages, transfers, held=sum(message.numel for message in messages))
+        return TransferStep(messages, transfers, extra=sum(message.numel for message in messages))
 
     def before_step(self, number: int) -> None:
         """Encode what a step sends, and allocate what it receives."""

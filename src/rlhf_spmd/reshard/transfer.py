@@ -137,7 +137,7 @@ class Transfer:
         self._device = next((tensor.device for tensor in chain(sources.values(), targets.values())), torch.device("cpu"))
         self._stream = (stream or side_stream()) if on_side_stream and capabilities(self._device).streams else None
         self._started: deque[_StartedStep] = deque()
-        self._held = self._exchanged = self._buffer_bytes = 0  # of the steps in flight; the first two are elements
+        self._allocated = self._exchanged = self._buffer_bytes = 0  # of the steps in flight; the first two are elements
         self.num_done = self.peak_bytes = 0
         self._thread: BackgroundTask | None = None
         self._arrived: torch.cuda.Event | None = None
@@ -183,8 +183,9 @@ class Transfer:
     def _start_some(self) -> None:
         while (number := self.num_done + len(self._started)) < self._number:
             step = self._step(number)
-            held, exchanged = self._held + step.buffer + step.held, self._exchanged + step.exchanged
-            if self._started and (held > self._limit or exchanged > IN_FLIGHT):
+            allocated = self._allocated + step.buffer + step.extra
+            exchanged = self._exchanged + step.exchanged
+            if self._started and (allocated > self._limit or exchanged > IN_FLIGHT):
                 return
             self._before_step(number)
             self._started.append(self._start(step))
@@ -192,7 +193,7 @@ class Transfer:
 
     def _count(self, started: _StartedStep, sign: int) -> None:
         step = started.step
-        self._held += sign * (step.buffer + step.held)
+        self._allocated += sign * (step.buffer + step.extra)
         self._exchanged += sign * step.exchanged
         self._buffer_bytes += sign * (0 if started.buffer is None else started.buffer.nbytes)
 
@@ -202,8 +203,8 @@ class Transfer:
     def _start(self, step: TransferStep) -> _StartedStep:
         if step.into:  # an all-gather in place reads this rank's part from there
             self._copy(step.copies)
-            whole = self._targets[step.into].view(-1)
-            return _StartedStep(step, [self._group.start_all_gather(whole, self._label)], None, [])
+            target = self._targets[step.into].view(-1)
+            return _StartedStep(step, [self._group.start_all_gather(target, self._label)], None, [])
         buffer = torch.empty(step.buffer, dtype=self._dtype, device=self._device) if step.buffer else None
         memories = [self._memory(message, buffer) for message in step.messages]
         for message, memory in zip(step.messages, memories, strict=True):

@@ -14,8 +14,8 @@ from rlhf_spmd.controller.reference import FieldShard
 from rlhf_spmd.data.batch import Batch, Field, decode_json, encode_json, pack, ragged, unpack
 from rlhf_spmd.environments.config import environment_key
 from rlhf_spmd.environments.runner import check_failed_rows, failures_by_name
+from rlhf_spmd.generation.call import FinishedGroups
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.sequence import Completion, Request
 from rlhf_spmd.objectives.rollout_correction import mismatch_sums

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.config.constraints import Fraction, NonNegativeFloat, PositiveFloat, Range
+from rlhf_spmd.config.rules import Rule, Rules
 
 Tensors = Mapping[str, Tensor]  # by parameter name
 States = Sequence[Tensors]  # of each parameter, by the state's name
@@ -55,14 +56,13 @@ class OptimConfig:
     clip_grad: NonNegativeFloat | None = 1.0
     master_weights: bool = True
     offload: bool = False
+    rules: ClassVar[Rules] = (Rule(("betas",), lambda s: len(s.betas) != 2, "AdamW has two", "give two numbers"),)
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"name=muon": ("momentum",)}
 
     def check(self, where: str) -> None:
-        """``where`` names the config node, as in ``models.actor.optim``. Raises ValueError: key, value and what is allowed."""
+        """Raise ValueError without the optimizer's library. ``where``: the section, as in ``models.actor.optim``."""
         if self.name == "adamw_8bit" and find_spec("bitsandbytes") is None:
             raise ValueError(f"{where}.name=adamw_8bit needs the library: pip install bitsandbytes")
-        if len(self.betas) != 2:
-            raise ValueError(f"{where}.betas={self.betas}: must be two numbers")
 
 
 def with_usual_rates(config: OptimConfig, lr: float, head_lr: float | None) -> OptimConfig:

@@ -23,9 +23,9 @@ import torch
 
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.data.batch import Batch, Field, Ragged, concat, ragged
+from rlhf_spmd.generation.call import GenerationLimits
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import Generator
-from rlhf_spmd.generation.interruption import GenerationLimits
 from rlhf_spmd.generation.routed_experts import no_experts
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, SequenceState, TokenLogprobs

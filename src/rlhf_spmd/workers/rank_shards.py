@@ -49,7 +49,7 @@ def own_rows(plan: Mapping[str, ParamShard], mesh: Mesh) -> dict[str, ParamShard
     return zero_shards(plan, *zero, ep=(mesh.ep.rank, mesh.ep.size))
 
 
-def by_copies(
+def replica_groups(
     grads: Mapping[str, Tensor], shards: Mapping[str, ParamShard], mesh: Mesh
 ) -> list[tuple[Group, dict[str, Tensor]]]:
     """Returns the gradients, each beside the group whose ranks hold the same rows of it."""

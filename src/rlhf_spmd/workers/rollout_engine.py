@@ -73,8 +73,8 @@ class RolloutEngine:
 
     def report(self) -> dict[str, Any]:
         """Metrics of the generator's last call. Adds its busy and idle seconds (waits for other stages and replicas) to the trace."""
-        stats, span, transition = self.generator.stats, self.worker.controller.span, self.hybrid.transition
-        assert transition is not None, "no weights have been taken"
+        stats, span, cost = self.generator.stats, self.worker.controller.span, self.hybrid.cost
+        assert cost.version is not None, "no weights have been moved"
         idle = stats.seconds - stats.busy_seconds + stats.stage_seconds
         span |= {"busy_seconds": round(stats.seconds - idle, 6), "idle_seconds": round(idle, 6)}
         counts = ("steps", "prompt_tokens", "preemptions", "moved_rows")
@@ -84,8 +84,8 @@ class RolloutEngine:
             "generation/stage_idle_fraction": [stats.stage_seconds, stats.busy_seconds],
             "generation/prefix_hit_tokens": float(stats.hit_tokens),
             "generation/prefix_hit_rate": [stats.hit_tokens, stats.prompt_tokens],
-            "generation/weights_version": float(transition.version),
-            "reshard/peak_bytes": float(transition.peak_bytes),
+            "generation/weights_version": float(cost.version),
+            "reshard/peak_bytes": float(cost.peak_bytes),
             **{f"generation/{name}": float(getattr(stats, name)) for name in counts},
         }
 
@@ -132,7 +132,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
         temporary=frozenset(merged_names(worker.engine)),
     )
     config, where = worker.config.generation, f"models.{worker.name}.generation.attention"
-    backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where, spec)
+    backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where)
     config = replace(config, attention=backend)
     records = worker.config.router_replay == "R3"
     size = context.world.launch.local_size

@@ -43,7 +43,7 @@ from rlhf_spmd.workers.muon import muons_of
 from rlhf_spmd.workers.optim_config import OptimConfig, accumulation_dtype
 from rlhf_spmd.workers.optimizer import Optimizer
 from rlhf_spmd.workers.passes import Head, Loss, Packed, Passes
-from rlhf_spmd.workers.rank_shards import by_copies, chunk_shards, named_by_chunk, own_rows, rank_shards
+from rlhf_spmd.workers.rank_shards import chunk_shards, named_by_chunk, own_rows, rank_shards, replica_groups
 
 
 class TrainEngine:
@@ -136,7 +136,7 @@ class TrainEngine:
 
     def _connect(self, trains: bool) -> None:
         """Connect the groups. Collective over the pool: every rank of it must call, in program order."""
-        mesh, ends = self.mesh, [self.mesh.ends] * (self.lora is None and self.chunks[0].tied_ends)
+        mesh, ends = self.mesh, [self.mesh.ends] * (self.lora is None and self.chunks[0].tied_across_stages)
         shared, summed = [mesh.dp_shard] * (self.zero > 0), [mesh.dp_replicate, *ends, mesh.pool] if trains else []
         for group in (mesh.tp, *shared, *summed, *[mesh.ep_copies] * (trains and mesh.ep.size > 1)):
             group.meet(self.device)
@@ -151,7 +151,7 @@ class TrainEngine:
         plan = partial(rank_shards, self.spec, head, layout, lora=self.lora)
         mine = plan(mesh.pp_rank, tp.rank)
         before = [plan(mesh.pp_rank, rank) for rank in range(tp.rank)]
-        if self.chunks[0].tied_ends and not mesh.first_stage:
+        if self.chunks[0].tied_across_stages and not mesh.first_stage:
             before += [plan(0, rank) for rank in range(tp.size)]
         others = [plan(mesh.pp_rank, rank) for rank in range(tp.size) if rank != tp.rank]
         self._shards = own_rows(mine, mesh)
@@ -284,11 +284,11 @@ class TrainEngine:
         """Returns the gradient of each local shard, summed over all ranks that contribute to it. Called once per step."""
         grads = {name: self._gradient(name, self._params[name]) for name in self.trained}
         sum_partial(grads, self._partial, self.mesh.tp)
-        if self.lora is None and self.chunks[0].tied_ends and (self.mesh.first_stage or self.mesh.last_stage):
+        if self.lora is None and self.chunks[0].tied_across_stages and (self.mesh.first_stage or self.mesh.last_stage):
             end = "embed.weight" if self.mesh.first_stage else "head.weight"
             (tied,) = (name for name in grads if name.endswith(end))
             self.mesh.ends.all_reduce(grads[tied], "tied_gradients")
-        for group, some in by_copies(grads, self._shards, self.mesh):
+        for group, some in replica_groups(grads, self._shards, self.mesh):
             sum_in_buckets(some, group, "gradients")
         return grads
 
@@ -304,7 +304,7 @@ class TrainEngine:
     def _gradient_norm(self, grads: Mapping[str, Tensor]) -> float:
         """The 2-norm over all parameters of the model, each counted once, accumulated in float64."""
         square = torch.zeros((), dtype=torch.float64, device=self.device)
-        for group, some in by_copies(grads, self._shards, self.mesh):
+        for group, some in replica_groups(grads, self._shards, self.mesh):
             if group.rank == 0:  # copies hold equal gradients, so only the first one counts
                 square += squared_norm(some, self._owned)
         return math.sqrt(float(self.mesh.pool.all_reduce(square, "grad_norm")))
