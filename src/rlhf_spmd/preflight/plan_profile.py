@@ -30,8 +30,8 @@ from rlhf_spmd.planner.memory import RESERVE, RoleSettings, held, train
 from rlhf_spmd.planner.profile import LayerTimes, Profile, sizes_of
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 from rlhf_spmd.workers.flops import matmul_rate
+from rlhf_spmd.workers.objective import Packed
 from rlhf_spmd.workers.optim_config import OptimConfig
-from rlhf_spmd.workers.passes import Packed
 from rlhf_spmd.workers.train_engine import TrainEngine
 
 FEW, MORE = 1, (5, 3, 2)  # layers of two models whose difference gives the time of a layer; the most that fit

@@ -22,9 +22,8 @@ from rlhf_spmd.objectives.rollout_correction import mismatch_sums
 from rlhf_spmd.telemetry.progress import say
 from rlhf_spmd.workers.critic import CriticWorker
 from rlhf_spmd.workers.model_worker import ModelWorker
-from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, drawn, log_prob_differences, model_tokens
+from rlhf_spmd.workers.objective import MASK, ROUTED_EXPERTS, ROW_INPUTS, drawn, log_prob_differences, model_tokens
 from rlhf_spmd.workers.partial_rollouts import PartialRollouts
-from rlhf_spmd.workers.passes import ROUTED_EXPERTS
 from rlhf_spmd.workers.reference import ReferenceWorker
 from rlhf_spmd.workers.rollout_engine import build_generating
 from rlhf_spmd.workers.router_replay import ExpertRecords

@@ -30,7 +30,9 @@ from rlhf_spmd.workers.config import RoleConfig, WorkerContext
 from rlhf_spmd.workers.model_weights import ModelWeights, OwnedWeights
 from rlhf_spmd.workers.objective import (
     MASK,
+    ROUTED_EXPERTS,
     Objective,
+    Packed,
     Rows,
     Totals,
     as_objectives,
@@ -43,7 +45,6 @@ from rlhf_spmd.workers.objective import (
     sequence_lengths,
     take_field,
 )
-from rlhf_spmd.workers.passes import ROUTED_EXPERTS, Packed
 from rlhf_spmd.workers.router_replay import ExpertRecords
 from rlhf_spmd.workers.weight_sync import AsyncWeightReplica, WeightReplica
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from rlhf_spmd.kernels import on_device
 from rlhf_spmd.models.context_parallel import at_tokens
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
-from rlhf_spmd.workers.passes import ROUTED_EXPERTS, Packed
 
 MASK = "response_mask"  # bool, ragged: false for the tokens of an environment, which were not drawn
 ROW_INPUTS = ("prompt_ids", "response_ids", f"{MASK}?")  # what a model reads of a row
+ROUTED_EXPERTS = "routed_experts"  # a field of rows, see ``router_replay``
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,27 @@ def model_outputs(objective: Objective, decoder: Decoder, hidden: Tensor, micro:
     if "row_values" in objective.model:
         found["row_values"] = last_token_value(decoder, hidden, micro)
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A micro-batch of whole sequences: ``tokens`` int64 [T] on the device, ``lengths`` int64 [rows] on the CPU, summing to T.
+
+    ``extra``: the fields of these rows that heads and losses use. A micro-batch may have no rows. ``places``: given if sequences share
+    tokens, so that lengths sum to more than T; see :class:`~rlhf_spmd.models.attention.PackedAttention`.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    extra: Batch = field(
+        default_factory=lambda: Batch(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), {})
+    )
+    places: Tensor | None = None
+
+    @property
+    def experts(self) -> Tensor | None:
+        """The experts that each token of the rows has to take, see ``router_replay``; None: they choose for themselves."""
+        return self.extra[ROUTED_EXPERTS].values if ROUTED_EXPERTS in self.extra else None
 
 
 def take_field(batch: Batch, name: str, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.kernels import Ops, RoutingRule
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.workers.passes import ROUTED_EXPERTS, Packed
+from rlhf_spmd.workers.objective import ROUTED_EXPERTS, Packed
 from rlhf_spmd.workers.train_engine import TrainEngine
 
 

@@ -37,13 +37,16 @@ from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.pipeline import Action, Schedule, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
-from rlhf_spmd.parallel.zero import FSDPModel, allocate, is_sharded, local_part, stage_of_zero
+from rlhf_spmd.parallel.zero import FSDPModel, allocate, is_sharded, local_part, stage_of_zero, zero_loss
 from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.muon import muons_of
+from rlhf_spmd.workers.objective import Packed
 from rlhf_spmd.workers.optim_config import OptimConfig, accumulation_dtype
 from rlhf_spmd.workers.optimizer import Optimizer
-from rlhf_spmd.workers.passes import Head, Loss, Packed, Passes
 from rlhf_spmd.workers.rank_shards import chunk_shards, named_by_chunk, own_rows, rank_shards, replica_groups
+
+Head = Callable[[Decoder, Tensor, Packed], Any]
+Loss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
 
 
 class TrainEngine:
@@ -230,7 +233,7 @@ class TrainEngine:
         """
         assert self.optimizer is not None, "this engine was built without an optimizer"
         self._num_calls += 1
-        passes = Passes(self.chunks, self.zeros, self.balance, self.pass_through, micro_batches, loss, row_weight)
+        passes = ForwardBackward(self, micro_batches, loss, row_weight)
         with torch.random.fork_rng(devices=()):  # seeds the dropout of adapters, alike on all tp ranks
             torch.default_generator.manual_seed(hash((*self._seeds, self.optimizer.step_count, self._num_calls)))
             self._run(schedule_1f1b, micro_batches, passes.forward, passes.backward)
@@ -345,3 +348,38 @@ class TrainEngine:
         """Free gathered parameters, so that only the local shards are left. No communication."""
         for zero in self.zeros:
             zero.reshard()
+
+
+class ForwardBackward:
+    """The passes of one ``TrainEngine.forward_backward``: tensors between a forward pass and its backward pass, and sums so far."""
+
+    def __init__(self, engine: TrainEngine, batches: Sequence[Packed], loss: Loss, row_weight: float) -> None:
+        self._engine, self._batches, self._loss, self._row_weight = engine, batches, loss, row_weight
+        self._alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.sums: dict[str, Tensor] = {}
+
+    def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        chunk, batch = self._engine.chunks[action.chunk], self._batches[action.micro_batch]
+        leaf = None if received is None else received.requires_grad_()
+        routers = self._engine.balance.begin(batch.lengths, batch.places, self._row_weight, batch.experts)
+        out = self._engine.pass_through(chunk, batch, leaf, partial(self._end, batch), routers)
+        self._alive[action.micro_batch, action.chunk] = leaf, out
+        return None if chunk.is_last else out.detach()
+
+    def _end(self, batch: Packed, decoder: Decoder, hidden: Tensor) -> Tensor:
+        """Return the loss of a micro-batch, after the last layer."""
+        empty = not len(batch.lengths)
+        with torch.set_grad_enabled(not empty):
+            value, stats = self._loss(decoder, hidden[:0] if empty else hidden, batch)
+        for key, part in {"loss": value, **stats}.items():
+            part = part.detach().double()
+            self.sums[key] = self.sums[key] + part if key in self.sums else part
+        assert empty or value.requires_grad, "the loss does not depend on the model's output"
+        return zero_loss(decoder, hidden) if empty else value
+
+    def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        leaf, out = self._alive.pop((action.micro_batch, action.chunk))
+        if self._engine.zeros:
+            self._engine.zeros[action.chunk].before_backward(is_last=action.micro_batch == len(self._batches) - 1)
+        torch.autograd.backward(out, received)
+        return None if leaf is None else leaf.grad
