@@ -27,8 +27,7 @@ def choose_backend(wanted: str, of_role: str, dtype: torch.dtype, device: torch.
         wanted = "triton" if on_gpu and unavailable("triton", device, dtype) is None else of_role
     if wanted == "triton":
         return "triton"
-    name: Attention = choose_ops(dtype, device, wanted, where).name
-    return name
+    return "cpp" if choose_ops(dtype, device, wanted, where).name == "cpp" else "torch"
 
 
 def build_backend(name: str, dtype: torch.dtype, device: torch.device, alike: bool = False) -> Backend:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -316,7 +316,9 @@ class ModelRunner:
         max_pages = arena.size("pages", -(-(self.max_row_tokens - 1) // self.cache.page_size))
         table = arena.take("table", (num_rows, max_pages), torch.int32, self.device)[:n].zero_()
         table[:, :num_pages] = page_table
-        columns = {name: fixed(name, getattr(settings, name)) for name in ("temperature", "top_p", "min_p", "top_k")}
+        columns: dict[str, Any] = {
+            name: fixed(name, getattr(settings, name)) for name in ("temperature", "top_p", "min_p", "top_k")
+        }
         static = DrawState(fixed("state", state.packed)), table, fixed("state slots", state_slots)
         step = partial(self._decode_once, *static, settings._replace(**columns), groups, self.history)
         flags = settings.filters, settings.greedy, settings.tempered
