@@ -83,7 +83,7 @@ def costs_of(method: Method, layout: GenerationLayout) -> Costs:
     part, own = Fraction(1, layout.pp * layout.tp), Fraction(1, num_shards(layout))
     if not method.consecutive:
         return Costs(part - own, part, Fraction(0))
-    if not method.whole:
+    if not method.gathers_model:
         return Costs(None, part + own, own)
     answers = Fraction(1, layout.train.size) if method.everyone and layout.train.dp_shard == 1 else own
     return Costs(1 - answers, 1 + own, own)
@@ -281,7 +281,7 @@ def planned_ranks(method: Method, layout: GenerationLayout) -> list[int]:
     """One of each gather group in the first replica: what its members receive is the same, and other replicas' plans too. Where
     each rank has a plan of its own all of up to 64 ranks, or four."""
     size = layout.train.size
-    if method.consecutive and not method.whole:
+    if method.consecutive and not method.gathers_model:
         return list(range(0, size, 1 if size <= 64 else size // 4))
     first = layout.train.replica_group(0)
     return sorted({min(set(method.gather_ranks(layout, rank)) & set(first)) for rank in first})

@@ -77,7 +77,7 @@ class Chaos:
             cache.epoch += 1
             self.done["forget"] += 1
         for row in [row for row in rows if not row.ended and rng.random() < self.often]:
-            if row.held:
+            if row.on_hold:
                 self.let_go(scheduler, row, texts[row.index], lasts[row.index])
             elif rng.random() < 0.2:
                 scheduler.remove(row)
@@ -153,14 +153,14 @@ def run_to_the_end(
         cache.begun |= {row.index: cache.epoch for row in scheduler.running if row not in here}
         check_pages(scheduler)
         if not step.work:
-            waiting = [row for row in rows if row.held]
+            waiting = [row for row in rows if row.on_hold]
             assert waiting, "nothing runs, and nobody is waited for"
             for row in waiting:
                 chaos.let_go(scheduler, row, texts[row.index], lasts[row.index])
             continue
         assert len({work.row.index for work in step.work}) == len(step.work) <= limits.max_num_seqs
         assert sum(work.num_tokens for work in step.work) <= limits.max_num_batched_tokens
-        assert all(work.start == work.row.num_computed and work.num_tokens > 0 and not work.row.held for work in step.work)
+        assert all(work.start == work.row.num_computed and work.num_tokens > 0 and not work.row.on_hold for work in step.work)
         assert limits.enable_chunked_prefill or recurrent or all(work.samples for work in step.work), "part of a prompt"
         chaos.reserve_multi_step(scheduler, step)
         check_pages(scheduler)

@@ -15,7 +15,7 @@ from rlhf_spmd.parallel.collectives import Group, wait_all
 
 
 def plan_moves(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Moves (from, to, number of rows) that make the replicas' row counts equal to within one.
+    """Return the moves (from, to, number of rows) that make the replicas' row counts equal to within one.
 
     There are none while the emptiest replica has at least half as many rows as the fullest.
     """
@@ -53,7 +53,7 @@ class ReplicaBalancer:
         self.left, self.num_steps = left, 0
 
     def interrupts(self, step: ScheduledStep, num_drawn: int) -> bool:
-        """Whether the run ends after this finished step, since rows are to move or none are left anywhere.
+        """Return True if the run ends after this finished step, since rows are to move or none are left anywhere.
 
         Collective over all replicas: every rank of them must call, in program order, after each step.
         """
@@ -70,7 +70,7 @@ class ReplicaBalancer:
         return True
 
     def take(self, left: int) -> list[int]:
-        """The row counts that ended the last run, or new ones. Collective as :meth:`interrupts`."""
+        """Return the row counts that ended the last run, or new ones. Collective as :meth:`interrupts`."""
         answer, self._answer = self._answer, None
         return self._ask(left) if answer is None else answer
 
@@ -99,7 +99,7 @@ def exchange(group: Group, outgoing: Mapping[int, Sequence[Any]]) -> list[Any]:
 
 
 def pack(home: int, row: SequenceState) -> list[Any]:
-    """A row without its pages as JSON, exactly, for :func:`exchange`. ``home``: the replica that was asked for it."""
+    """Return a row without its pages as JSON, exactly, for :func:`exchange`. ``home``: the replica that was asked for it."""
     request = vars(row.request) | {"prompt_ids": list(row.request.prompt_ids)}
     noted = row.token_logprobs and [tensor.tolist() for tensor in row.token_logprobs]
     experts, numbers = row.experts, None
@@ -110,7 +110,7 @@ def pack(home: int, row: SequenceState) -> list[Any]:
 
 
 def unpack(packed: list[Any], dtype: torch.dtype) -> tuple[int, SequenceState]:
-    """The opposite of :func:`pack`. ``dtype``: of the log-probs."""
+    """Return the opposite of :func:`pack`. ``dtype``: of the log-probs."""
     home, fields, step, token_ids, noted, stopped, ended, numbers = packed
     kinds = (dtype, dtype, torch.int64, torch.int64, dtype)
     log_probs = noted and TokenLogprobs(*(torch.tensor(values, dtype=kind) for values, kind in zip(noted, kinds, strict=True)))

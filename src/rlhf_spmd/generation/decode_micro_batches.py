@@ -137,7 +137,7 @@ class DecodeMicroBatch:
             for row in multi_turn.end_turns(step):
                 self.scheduler.hold(row)
         for row, first, count in drawn:
-            if not row.ended and not row.held and (row.stopped or first + count >= row.limit):
+            if not row.ended and not row.on_hold and (row.stopped or first + count >= row.limit):
                 self.scheduler.end(row)
         return ScheduledStep(live, step.copies)
 
@@ -270,7 +270,7 @@ class DecodeMicroBatches:
             if not row.ended:
                 self._of(row).resume(row, token_ids)
                 continue
-            if row.held:
+            if row.on_hold:
                 self._of(row).scheduler.remove(row)
             if call.finished_groups is not None:
                 call.finished_groups.note(row)

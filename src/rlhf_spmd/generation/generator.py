@@ -121,7 +121,7 @@ class Generator:
         version: int,
         tick: Callable[[], None] = lambda: None,
     ) -> list[Completion]:
-        """As :meth:`generate`, but returns the rows that have ended when ``limits`` are reached.
+        """Generate as :meth:`generate` does, and return the rows that have ended when ``limits`` are reached.
 
         The other rows are ``kept`` and go on in the next call. ``step`` keys the draws of the new ``requests``; kept rows keep
         the step that they began with. If the call raises, all of them are kept with the tokens that they had before.

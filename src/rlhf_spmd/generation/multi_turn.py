@@ -137,7 +137,7 @@ class MultiTurnRollouts:
 
     @property
     def waits(self) -> bool:
-        """True if an answer is to come."""
+        """Return True if an answer is to come."""
         return bool(self._awaited)
 
     def awaits(self, row: SequenceState) -> bool:
@@ -195,7 +195,7 @@ class MultiTurnRollouts:
     def _encode(self, answer: Answer) -> Encoded:
         """Return the answer with its observation as tokens; one that the model cannot read has failed."""
         row_id, said, reward, done, failure = answer
-        if failure is not None or done or not self.rows[row_id].held:
+        if failure is not None or done or not self.rows[row_id].on_hold:
             return row_id, [], [], reward, done, failure
         messages = [{"role": "tool", "content": said}] if isinstance(said, str) else said
         try:
@@ -251,7 +251,7 @@ class MultiTurnRollouts:
             if row.num_new == 0:  # a response has a token: the model answers once, alone
                 del self.rows[row_id]
                 return row, []
-        if row.held and (done or row.length + len(ids) >= row.limit):
+        if row.on_hold and (done or row.length + len(ids) >= row.limit):
             row.stopped, row.ended = done, True
         if row.ended:  # now, or with its last turn
             return row, []

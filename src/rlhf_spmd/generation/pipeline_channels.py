@@ -58,7 +58,7 @@ class PipelineChannels:
         self.tokens[0].post(torch.empty(number, dtype=torch.int64, device=device))
 
     def take_tokens(self) -> Tensor:
-        """The tokens whose receipt was posted first."""
+        """Return the tokens whose receipt was posted first."""
         return self._take(self.tokens[0])
 
     def finish(self) -> None:

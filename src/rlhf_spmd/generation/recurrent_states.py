@@ -40,7 +40,7 @@ class RecurrentStates:
         self._on_host: list[Tensor] | None = None
 
     def of_step(self, work: Sequence[SequenceWork], positions: Tensor) -> TokenMixing:
-        """Returns how the layers mix the tokens of ``work``, packed in this order, at ``positions`` [T]."""
+        """Return how the layers mix the tokens of ``work``, packed in this order, at ``positions`` [T]."""
         if all(item.num_tokens == 1 for item in work):
             slots = on_device(np.array([item.row.slot for item in work]), self.memory.device)
             return DecodeMixing(self, slots, positions)
@@ -76,8 +76,8 @@ class RecurrentStates:
         for layer in (*self.inputs, *self.memory):
             layer.index_copy_(0, destination, layer.index_select(0, source))
 
-    def offload(self) -> None:
-        """Free the memory; the states wait in host memory."""
+    def offload(self, used_pages: Sequence[int]) -> None:
+        """Free the memory; the states of all slots wait in host memory."""
         self._on_host = [host_like(each).copy_(each) for each in (self.inputs, self.memory)]
         self.inputs, self.memory = (each.new_empty(0) for each in (self.inputs, self.memory))
 
@@ -89,7 +89,7 @@ class RecurrentStates:
 
 
 def slot_bytes(decoder: Decoder) -> int:
-    """Bytes of one row's states on this rank; 0 for models without linear attention."""
+    """Return the bytes of one row's states on this rank; 0 for models without linear attention."""
     if not decoder.num_linear:
         return 0
     inputs, memory = _shapes(decoder)
@@ -98,7 +98,7 @@ def slot_bytes(decoder: Decoder) -> int:
 
 
 def _shapes(decoder: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shapes of one row's ``inputs`` and ``memory`` in one layer."""
+    """Return the shapes of one row's ``inputs`` and ``memory`` in one layer."""
     shape = next(block.mixer.shape for block in decoder.layers if isinstance(block, Block) and block.mixer is not None)
     heads = shape.keys, shape.values // shape.keys
     return (shape.kernel - 1, shape.channels), (*heads, shape.key_dim, shape.value_dim)

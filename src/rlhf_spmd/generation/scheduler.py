@@ -103,13 +103,13 @@ class Scheduler:
 
     def hold(self, row: SequenceState) -> None:
         """Do not schedule ``row`` until :meth:`resume`. It keeps its pages unless other rows need them."""
-        row.held = True
+        row.on_hold = True
         if not row.pages:
             self.waiting.remove(row)
             self.paused.add(row)
 
     def resume(self, row: SequenceState) -> None:
-        row.held = False
+        row.on_hold = False
         if row in self.paused:
             self.paused.remove(row)
             (self.waiting.appendleft if row.num_new else self.waiting.append)(row)
@@ -121,7 +121,7 @@ class Scheduler:
         self._admit(step, budget)
         if self.prompt_states and step.work:
             step.state_copies += self.prompt_states.keep(self._wanted_prompts())
-        waits = self.paused or any(row.held or row.length >= row.limit for row in self.running)
+        waits = self.paused or any(row.on_hold or row.length >= row.limit for row in self.running)
         assert step.work or waits, "a step without work: the scheduler cannot make progress"
         return step
 
@@ -171,7 +171,7 @@ class Scheduler:
         position = 0
         while position < len(self.running) and budget > 0:
             row = self.running[position]
-            if row.held or row.length >= row.limit:
+            if row.on_hold or row.length >= row.limit:
                 position += 1
                 continue
             count = self._before_last(row, row.num_computed, min(row.length - row.num_computed, budget))
@@ -188,7 +188,7 @@ class Scheduler:
         while missing > self.pages.num_free:
             youngest = self.running.pop()
             self._release(youngest)
-            if youngest.held:
+            if youngest.on_hold:
                 self.paused.add(youngest)
             else:
                 self.waiting.appendleft(youngest)
@@ -296,7 +296,7 @@ class Scheduler:
         return shared, None, list(missing)
 
     def _lookup_with_state(self, row: SequenceState) -> tuple[list[int], int | None, list[int]] | None:
-        """As :meth:`_lookup`: all pages up to the last prompt token, if the state is there too, or none."""
+        """Return what :meth:`_lookup` does: all pages up to the last prompt token, if the state is there too, or none."""
         prompt, before_last = row.prefix_ids[-1], row.prompt_length - 1
         if not before_last:
             return [], None, []
@@ -316,7 +316,7 @@ class Scheduler:
         return left if shares and row.prefix_ids[-1] in self._wanted_prompts(row) else count
 
     def _wanted_prompts(self, but: SequenceState | None = None) -> set[int]:
-        """The prompts of rows that may start soon."""
+        """Return the prompts of rows that may start soon."""
         return {row.prefix_ids[-1] for row in islice(self.waiting, self.config.max_num_seqs) if row is not but}
 
     def _register_prefixes(self, row: SequenceState) -> None:

@@ -100,7 +100,7 @@ class TritonAttention:
 
     @classmethod
     def decoding(cls, positions: Tensor, page_table: Tensor, cache: KVCache, num_heads: int) -> TritonAttention:
-        """The context of one token per row: ``positions`` [B], ``page_table`` [B, P]. The host does not read these tensors."""
+        """Return the context of one token per row: ``positions`` [B], ``page_table`` [B, P]. The host does not read these tensors."""
         slots = torch.empty_like(positions)
         counters = _num_tiles(cache, num_heads)
         arrived = torch.empty(len(positions), counters, dtype=torch.int32, device=positions.device)

@@ -334,7 +334,7 @@ def find_text_readers(
         if role in rewards and role != exported:
             read = _retokenizer(role, plan, rewards, tokenizer)
             if read is not None:
-                found[role] = replace(plan, reads_text=True, spec=join_ends(plan.spec, read.own, read.encoder.template))
+                found[role] = replace(plan, reads_text=True, spec=join_ends(plan.spec, read.tokenizer, read.encoder.template))
                 continue
             setting = f"{reward_key(role)}.retokenize={rewards[role].retokenize}"
             remedy = f"with {setting} and the tokenizer there it reads the same token ids"

@@ -188,7 +188,7 @@ class HybridWeights:
 
     @property
     def version(self) -> int | None:
-        """The version of the weights in the generation parameters; None if they hold no values."""
+        """Return the version of the weights in the generation parameters; None if they hold no values."""
         return self.cost.version if self.keep or self.in_generation else None
 
     @property
@@ -228,7 +228,7 @@ class HybridWeights:
 
     @cached_property
     def _steps_at_once(self) -> list[TransferStep]:
-        """The steps, if there are no buckets because each rank needs a part of its own."""
+        """Return the steps, if there are no buckets because each rank needs a part of its own."""
         return plan_steps(self.plan.transfer, self._context(self.bucket_bytes // 2 // self.dtype.itemsize))
 
     def _context(self, limit: int) -> TransferContext:
@@ -237,11 +237,11 @@ class HybridWeights:
         return TransferContext(self.index, self.members, sources, self.gathered, converted, max(limit, 1))
 
     def _replaced(self, name: str) -> bool:
-        """True if generation parameters hold a training parameter's values during generation. With another dtype they do not."""
+        """Return True if generation parameters hold a training parameter's values during generation. With another dtype they do not."""
         return name in self.plan.locations and self._dtypes[name] == self.dtype
 
     def _releases(self, name: str) -> bool:
-        """True if a training parameter has no storage on the device during generation."""
+        """Return True if a training parameter has no storage on the device during generation."""
         return self.offload or self._replaced(name) or name in self.temporary
 
     def allocate(self, target: str) -> Tensor:

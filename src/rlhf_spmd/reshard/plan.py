@@ -35,7 +35,7 @@ class ParamSlice(NamedTuple):
         return _slices(self.start, self.size)
 
     def rows(self, first: int, number: int) -> ParamSlice:
-        """Returns at most ``number`` of its rows, from row ``first`` on."""
+        """Return at most ``number`` of its rows, from row ``first`` on."""
         number = min(number, self.size[0] - first)
         return ParamSlice(self.parameter, (self.start[0] + first, *self.start[1:]), (number, *self.size[1:]))
 
@@ -95,11 +95,11 @@ class Plan:
     receivers: Sequence[int] = ()
 
     def moves(self, tensors: Iterable[str] | None = None) -> Iterator[SliceCopy]:
-        """Yields copies between ranks, of all tensors or of these."""
+        """Yield copies between ranks, of all tensors or of these."""
         return self._pieces(tensors, lambda group: group.remote)
 
     def copies(self, tensors: Iterable[str] | None = None) -> Iterator[SliceCopy]:
-        """Yields copies inside a rank, of all tensors or of these."""
+        """Yield copies inside a rank, of all tensors or of these."""
         return self._pieces(tensors, lambda group: group.local)
 
     def _pieces(self, tensors: Iterable[str] | None, runs: Callable[[_TensorGroup], list[_Run]]) -> Iterator[SliceCopy]:
@@ -138,7 +138,7 @@ def _without_collections() -> Iterator[None]:
 
 @_without_collections()
 def plan_transfer(source: Sequence[Holding], target: Sequence[Holding], host_of: HostOf, rank: int | None = None) -> Plan:
-    """Returns the copies of ``rank`` (None: of all ranks) that fill the target side from the source side.
+    """Return the copies of ``rank`` (None: of all ranks) that fill the target side from the source side.
 
     ``host_of``: rank -> its host. Every rank must pass the same holdings in the same order. Raises ValueError if the source lacks what
     the rank needs.
@@ -147,7 +147,8 @@ def plan_transfer(source: Sequence[Holding], target: Sequence[Holding], host_of:
     mine = [{i for i, holding in enumerate(side) if rank in (None, *holding.ranks)} for side in sides]
     for tensors in tensor_groups(source, target):
         group = _TensorGroup(tensors, [], [])
-        if any(held.holding in own for own, boxes in zip(mine, tensors[0].sides, strict=True) for held in boxes):
+        boxes_of_sides = zip(mine, tensors[0].sides, strict=True)
+        if any(box.holding in numbers for numbers, boxes in boxes_of_sides for box in boxes):
             for cell in needed_cells(tensors[0], sides, rank):
                 for sender, receiver, numbers in cell.pairs(choose, turn, len(tensors), rank):
                     (a, first), (b, second) = cell.locate(0, sender), cell.locate(1, receiver)

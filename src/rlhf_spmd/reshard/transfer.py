@@ -235,14 +235,14 @@ class Transfer:
                         part.copy_(values)
 
     def _memory(self, message: Message, buffer: Tensor | None) -> Tensor:
-        """Returns the memory that a message reads or writes: a part of its step's buffer, or the parameter itself."""
+        """Return the memory that a message reads or writes: a part of its step's buffer, or the parameter itself."""
         if message.offset is None:
             return self._slice(message.sends, message.parts[0]).view(-1)
         assert buffer is not None, "a packed message has a buffer"
         return buffer[message.offset : message.offset + message.numel]
 
     def _packed(self, message: Message, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields for each part of a message its memory in the parameter, and its values in a flat tensor."""
+        """Yield for each part of a message its memory in the parameter, and its values in a flat tensor."""
         for part_slice, values in zip(message.parts, flat.split_with_sizes(message.sizes), strict=True):
             yield self._slice(message.sends, part_slice), values.view(part_slice.size)
 
@@ -263,7 +263,7 @@ def transfer_steps(
     dtype: torch.dtype,
     message_bytes: int = 32 << 20,
 ) -> list[TransferStep]:
-    """Returns the steps of ``rank`` in a plan of global ranks, for all transfers of tensors of these shapes and dtypes.
+    """Return the steps of ``rank`` in a plan of global ranks, for all transfers of tensors of these shapes and dtypes.
 
     ``sources``: its parameters on the source side; ``targets``: those on the target side, of ``dtype``; {} if it has none. Making the
     steps takes a second if a thousand ranks take part. All ``members``, the ranks of both sides, must pass the same ``message_bytes``.

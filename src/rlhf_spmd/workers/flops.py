@@ -46,12 +46,12 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
             weights += spec.hidden_size * (delta.columns + delta.value_heads * delta.value_dim + columns)
             state += 3 * delta.state
             continue
-        own = spec.of_layer(layer)
-        weights += own.attention_numel + spec.hidden_size * columns
+        layer_spec = spec.of_layer(layer)
+        weights += layer_spec.attention_numel + spec.hidden_size * columns
         seen = min(window or mean_length, mean_length)
         keys = seen * (1 - seen / (2 * mean_length)) if mean_length else 0.0  # that a query sees, on average
-        value_dim = own.head_dim if spec.latent is None else spec.latent.value_dim
-        products += spec.num_attention_heads * (own.head_dim + value_dim) * keys
+        value_dim = layer_spec.head_dim if spec.latent is None else spec.latent.value_dim
+        products += spec.num_attention_heads * (layer_spec.head_dim + value_dim) * keys
     return num_tokens * 2.0 * (weights + state + products)
 
 

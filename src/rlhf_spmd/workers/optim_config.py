@@ -75,12 +75,12 @@ def with_usual_rates(config: OptimConfig, lr: float, head_lr: float | None) -> O
 
 
 def warmup_steps(config: OptimConfig, total: int) -> int:
-    """The number of optimizer steps of linear warm-up in a run of ``total`` steps."""
+    """Return the number of optimizer steps of linear warm-up in a run of ``total`` steps."""
     return config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total)
 
 
 def learning_rate(config: OptimConfig, step: int, total: int) -> float:
-    """The learning rate of optimizer step ``step`` (the first is 0) of ``total``. Pure.
+    """Return the learning rate of optimizer step ``step`` (the first is 0) of ``total``. Pure.
 
     Linear warm-up goes from lr / warmup to lr (starting at 0, the first step would do nothing). Then the schedule falls to
     min_lr_ratio * lr at ``total``, and stays there.
@@ -95,5 +95,5 @@ def learning_rate(config: OptimConfig, step: int, total: int) -> float:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of ``dtype`` parameters are summed: fp32 for half precisions, otherwise ``dtype`` itself."""
+    """Return the dtype in which gradients of ``dtype`` parameters are summed: fp32 for half precisions, otherwise ``dtype`` itself."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

@@ -38,12 +38,12 @@ def chunk_shards(
 def rank_shards(
     spec: ModelSpec, head: str, layout: Layout, pp_rank: int, tp_rank: int, lora: LoraConfig | None = None
 ) -> dict[str, ParamShard]:
-    """The :func:`chunk_shards` of all chunks by parameter name."""
+    """Return the :func:`chunk_shards` of all chunks by parameter name."""
     return named_by_chunk(chunk_shards(spec, head, layout, pp_rank, tp_rank, lora))
 
 
 def own_rows(plan: Mapping[str, ParamShard], mesh: Mesh) -> dict[str, ParamShard]:
-    """Returns the plan, restricted to the rows that ZeRO and ep leave on this rank."""
+    """Return the plan, restricted to the rows that ZeRO and ep leave on this rank."""
     assert isinstance(mesh.layout, Layout)
     zero = (mesh.dp_shard.rank, mesh.dp_shard.size) if stage_of_zero(mesh.layout) else (0, 1)
     return zero_shards(plan, *zero, ep=(mesh.ep.rank, mesh.ep.size))
@@ -52,7 +52,7 @@ def own_rows(plan: Mapping[str, ParamShard], mesh: Mesh) -> dict[str, ParamShard
 def replica_groups(
     grads: Mapping[str, Tensor], shards: Mapping[str, ParamShard], mesh: Mesh
 ) -> list[tuple[Group, dict[str, Tensor]]]:
-    """Returns the gradients, each beside the group whose ranks hold the same rows of it."""
+    """Return the gradients, each beside the group whose ranks hold the same rows of it."""
     apart = {name for name in grads if shards[name].by_expert} if mesh.ep.size > 1 else set[str]()
     sides = (mesh.dp_replicate, grads.keys() - apart), (mesh.ep_copies, apart)
     return [(group, {name: grad for name, grad in grads.items() if name in names}) for group, names in sides if names]

@@ -398,7 +398,7 @@ class JudgeWorker(RewardWorker):
         super().build_more()
         self.verdicts: dict[int, str] = {}  # of the last call, by row id
         if self.runs("compute_reward"):
-            self.generating = build_generating(self, None if self.retokenizer is None else self.retokenizer.own)
+            self.generating = build_generating(self, None if self.retokenizer is None else self.retokenizer.tokenizer)
 
     def enter(self, call: CallRecord) -> None:
         super().enter(call)
@@ -422,7 +422,7 @@ class JudgeWorker(RewardWorker):
             completions = generating.generator.generate(requests, sampling, self.context.seed, 0, generating.tick)
         generating.report()
         scores = torch.zeros(len(batch), dtype=torch.float64)
-        texts = decode(self.retokenizer.own, [completion.token_ids for completion in completions])
+        texts = decode(self.retokenizer.tokenizer, [completion.token_ids for completion in completions])
         for i, verdict, completion in zip(asked, texts, completions, strict=True):
             self.verdicts[ids[i]] = verdict
             try:

@@ -58,12 +58,12 @@ class RolloutEngine:
             self._merged.clear()
 
     def tick(self) -> None:
-        """Runs after each step, also while a replica waits for others: they may be waiting for this rank's weights."""
+        """Run this after each step, also while a replica waits for others: they may be waiting for this rank's weights."""
         self.hybrid.finish()
         self.worker.controller.tick()
 
     def tick_together(self) -> None:
-        """As :meth:`tick`, for callers that call it equally often on all ranks of a replica. It also receives weights that arrive.
+        """Tick, and receive weights that arrive: for callers that call it equally often on all ranks of a replica.
 
         Collective over the replica: every rank of it must call, in program order.
         """
@@ -72,7 +72,10 @@ class RolloutEngine:
             self.worker.model.poll(self.generator.mesh.replica)
 
     def report(self) -> dict[str, Any]:
-        """Metrics of the generator's last call. Adds its busy and idle seconds (waits for other stages and replicas) to the trace."""
+        """Return metrics of the generator's last call.
+
+        Adds its busy and idle seconds (waits for other stages and replicas) to the trace.
+        """
         stats, span, cost = self.generator.stats, self.worker.controller.span, self.hybrid.cost
         assert cost.version is not None, "no weights have been moved"
         idle = stats.seconds - stats.busy_seconds + stats.stage_seconds
@@ -115,12 +118,12 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
     shards = partial(rank_shards, spec, "lm", worker.shape.layout)  # generation has no use for a second head
     mine = shards(worker.mesh.pp_rank, worker.mesh.tp_rank)
     merged: dict[str, Tensor] = {}
-    laid, held = worker.engine.param_shards(), worker.engine.parameters()
+    planned, parameters = worker.engine.param_shards(), worker.engine.parameters()
     # quantized matrices are only shapes until they are merged
-    absent = {name: torch.empty(laid[name].shape, dtype=dtype, device="meta") for name in mine if name not in held}
+    absent = {name: torch.empty(planned[name].shape, dtype=dtype, device="meta") for name in mine if name not in parameters}
     hybrid = HybridWeights(
         shards,
-        lambda: {name: tensor for name, tensor in {**held, **absent, **merged}.items() if name in mine},
+        lambda: {name: tensor for name, tensor in {**parameters, **absent, **merged}.items() if name in mine},
         decoder,
         lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, blocks, **options),
         gather,
@@ -141,7 +144,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
 
 
 def merged_names(engine: TrainEngine) -> list[str]:
-    """Names of the matrices that have adapters."""
+    """Return the names of the matrices that have adapters."""
     end = ".lora.a"
     return [f"{name.removesuffix(end)}.weight" for name in engine.parameters() if name.endswith(end)]
 

@@ -284,7 +284,7 @@ class TrainEngine:
 
     @torch.no_grad()
     def _summed_gradients(self) -> dict[str, Tensor]:
-        """Returns the gradient of each local shard, summed over all ranks that contribute to it. Called once per step."""
+        """Return the gradient of each local shard, summed over all ranks that contribute to it. Called once per step."""
         grads = {name: self._gradient(name, self._params[name]) for name in self.trained}
         sum_partial(grads, self._partial, self.mesh.tp)
         if self.lora is None and self.chunks[0].tied_across_stages and (self.mesh.first_stage or self.mesh.last_stage):
@@ -305,7 +305,7 @@ class TrainEngine:
 
     @torch.no_grad()
     def _gradient_norm(self, grads: Mapping[str, Tensor]) -> float:
-        """The 2-norm over all parameters of the model, each counted once, accumulated in float64."""
+        """Return the 2-norm over all parameters of the model, each counted once, accumulated in float64."""
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for group, some in replica_groups(grads, self._shards, self.mesh):
             if group.rank == 0:  # copies hold equal gradients, so only the first one counts
@@ -314,7 +314,7 @@ class TrainEngine:
 
     @torch.no_grad()
     def weights_finite(self) -> bool:
-        """True if this rank's local shards are finite. No communication. On GPUs it waits for the work that was started."""
+        """Return True if this rank's local shards are finite. No communication. On GPUs it waits for the work that was started."""
         return bool(squared_norm(self.local_tensors(), self._shards).isfinite())
 
     def zero_grad(self) -> None:
@@ -340,7 +340,7 @@ class TrainEngine:
         return {name: local_part(param) for name, param in self._params.items()}
 
     def trained_tensors(self) -> dict[str, Tensor]:
-        """The :meth:`local_tensors` that an optimizer changes."""
+        """Return the :meth:`local_tensors` that an optimizer changes."""
         local = self.local_tensors()
         return {name: local[name] for name in self.trained}
 
