@@ -88,6 +88,8 @@ class KVCache:
         self.of_global = of_global
         self.states = states  # of the rows in flight, for models with linear attention
         self.experts = experts  # of the tokens in the pages, if they are recorded
+        parts: tuple[RecurrentStates | ExpertPages | KVCache | None, ...] = states, experts, of_global
+        self._parts = [part for part in parts if part is not None]
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.num_pages, self.page_size = num_pages, page_size
         self.backend, self.ops = backend, backend.ops
@@ -140,7 +142,7 @@ class KVCache:
 
     def offload(self, used: Sequence[int]) -> None:
         """Free the memory. The pages ``used`` wait in host memory, pinned where the cache is on a GPU."""
-        for part in filter(None, (self.states, self.experts, self.of_global)):
+        for part in self._parts:
             part.offload(used)
         index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
         shape = *self.pages.shape[:3], len(used), self.pages.shape[4]
@@ -154,7 +156,7 @@ class KVCache:
         """Undo :meth:`offload`, if it was called. The pages may have another address afterwards."""
         if self._on_host is None:
             return
-        for part in filter(None, (self.states, self.experts, self.of_global)):
+        for part in self._parts:
             part.reload()
         (index, host), self._on_host = self._on_host, None
         self.pages = self._zeros(self.pages.dtype, self.pages.device)
