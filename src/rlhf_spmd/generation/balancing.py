@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd.generation.sequence import Request, SamplingOverrides, ScheduledStep, SequenceState, TokenLogprobs
-from rlhf_spmd.parallel.collectives import Group, wait_all
+from rlhf_spmd.parallel.collectives import Group
 
 
 def plan_moves(counts: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -83,19 +83,12 @@ def exchange(group: Group, outgoing: Mapping[int, Sequence[Any]]) -> list[Any]:
 
     Collective over the group: every rank of it must call, in program order.
     """
-    payloads = {
-        to: torch.frombuffer(bytearray(json.dumps(things).encode()), dtype=torch.uint8) for to, things in outgoing.items()
-    }
-    mine = torch.tensor([len(payloads.get(to, ())) for to in range(group.size)])
-    sizes = torch.stack(group.all_gather(mine, "generation:moves"))[:, group.rank].tolist()
-    arrivals = {
-        source: torch.empty(size, dtype=torch.uint8) for source, size in enumerate(sizes) if size and source != group.rank
-    }
-    works = [group.isend(payload, to, "generation:moves") for to, payload in payloads.items() if to != group.rank]
-    wait_all([*works, *(group.irecv(arrival, source, "generation:moves") for source, arrival in arrivals.items())])
-    if group.rank in payloads:
-        arrivals[group.rank] = payloads[group.rank]
-    return [thing for source in sorted(arrivals) for thing in json.loads(bytes(arrivals[source].numpy()))]
+    payloads = [json.dumps([*outgoing.get(to, ())]).encode() for to in range(group.size)]
+    sent = [len(payload) for payload in payloads]
+    received = group.all_to_all(torch.tensor(sent), "generation:moves").tolist()
+    outward = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8)
+    inward = group.all_to_all_rows(outward, sent, received, "generation:moves")
+    return [item for part in inward.split(received) for item in json.loads(bytes(part.numpy()))]
 
 
 def pack(home: int, row: SequenceState) -> list[Any]:

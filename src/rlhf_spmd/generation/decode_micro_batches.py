@@ -58,7 +58,9 @@ class DecodeMicroBatch:
     def __init__(self, config: GenerationConfig, cache: KVCache, graphs: Graphs, slots: int, recurrent: bool) -> None:
         spare = range(slots, slots + SPARE_SLOTS) if recurrent and config.enable_prefix_caching else ()
         self.scheduler, self.cache = Scheduler(config, recurrent, spare), cache
-        self.prefix_table, self.graphs, self.slots = PrefixTable(config.page_size), graphs, slots
+        self.prefix_table = PrefixTable(config.page_size)
+        self.graphs = graphs
+        self.slots = slots
         self.rows: dict[int, SequenceState] = {}
         self.in_flight: deque[StepInFlight] = deque()
 
@@ -232,7 +234,9 @@ class DecodeMicroBatches:
 
     def _take_turns(self, busy: Iterable[DecodeMicroBatch], call: GenerationCall, multi_turn: MultiTurnRollouts | None) -> None:
         """Run the steps of ``busy`` in turn until all rows have ended or the call is interrupted. It then leaves no step started."""
-        turns, interrupted, finished_groups = deque(busy), False, call.finished_groups
+        turns = deque(busy)
+        interrupted = False
+        finished_groups = call.finished_groups
 
         def finish(micro_batch: DecodeMicroBatch) -> None:
             nonlocal interrupted

@@ -212,7 +212,9 @@ class Generator:
 
         Collective over tp, the first time: every rank of it must call, in program order.
         """
-        tp, tried, self._tried_graphs = self.decoder.tp, self._tried_graphs, True
+        tp = self.decoder.tp
+        tried = self._tried_graphs
+        self._tried_graphs = True
         if tried or tp.size == 1 or not self.config.captures(self._device, self.decoder.pp):
             return
         if why := sums_fail(tp, self._device):
@@ -289,7 +291,9 @@ class Generator:
         Together they have the pages that the rows which can run at once may need, as far as memory allows.
         Collective over the replica: every rank of it must call, in program order.
         """
-        config, dtype, shapes = self.config, self.decoder.dtype, self._cache_shapes
+        config = self.config
+        dtype = self.decoder.dtype
+        shapes = self._cache_shapes
         at_once = config.max_num_seqs if self.reserved else min(len(rows), config.max_num_seqs)
         flying, total = (at_once, config.num_pages) if config.num_pages else self._affordable(at_once)
         if flying < at_once:

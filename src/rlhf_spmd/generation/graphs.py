@@ -93,7 +93,9 @@ class Graphs:
 
         ``torch.cuda.graph`` would wait for the device and empty the allocators' caches each time.
         """
-        stream, graph, collects = capture_stream(), torch.cuda.CUDAGraph(), gc.isenabled()
+        stream = capture_stream()
+        graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         stream.wait_stream(torch.cuda.current_stream())
@@ -121,7 +123,9 @@ def sums_fail(group: Group, device: torch.device) -> str:
     what another one could not capture. Collective over the group: every rank of it must call, in program order.
     """
     group.meet(device)  # connecting takes its own time
-    graphs, numbers, total = Graphs(), torch.zeros(1 << 14, device=device), torch.empty(1 << 14, device=device)
+    graphs = Graphs()
+    numbers = torch.zeros(1 << 14, device=device)
+    total = torch.empty(1 << 14, device=device)
     num_calls = 0
 
     def step() -> None:

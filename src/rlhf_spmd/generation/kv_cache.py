@@ -258,7 +258,9 @@ def step_bytes(config: GenerationConfig, decoder: Decoder) -> float:
 
     The logits count twice where steps are captured as graphs.
     """
-    spec, size, blocks = decoder.spec, decoder.dtype.itemsize, [block for block in decoder.layers if isinstance(block, Block)]
+    spec = decoder.spec
+    size = decoder.dtype.itemsize
+    blocks = [block for block in decoder.layers if isinstance(block, Block)]
     block = max(blocks, key=lambda block: (block.num_heads + block.num_kv_heads) * block.head_dim)
     queries, keys = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
     mlp = 3 * spec.intermediate_size / decoder.tp.size

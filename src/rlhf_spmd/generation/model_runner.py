@@ -88,7 +88,10 @@ class ModelRunner:
         self, call: GenerationCall, rows: Sequence[SequenceState], cache: KVCache, channels: PipelineChannels, graphs: Graphs
     ) -> None:
         self.decoder, self.mesh, self.cache, self.channels, self.graphs = call.decoder, call.mesh, cache, channels, graphs
-        decoder, sampling, config, self.device = call.decoder, call.sampling, call.config, cache.pages.device
+        decoder = call.decoder
+        sampling = call.sampling
+        config = call.config
+        self.device = cache.pages.device
         self.num_heads = decoder.spec.num_attention_heads // decoder.tp.size
         self.drawable = call.drawable
         self.rules = build_rules(sampling, call.stop.token_ids, rows, decoder.spec.vocab_size, self.device)
@@ -306,7 +309,9 @@ class ModelRunner:
             for _ in range(repeats):
                 self._decode_once(state, page_table, state_slots, settings, groups, history)
             return
-        n, num_rows, arena = len(padded), self._max_padded_rows, self.graphs.arena
+        n = len(padded)
+        num_rows = self._max_padded_rows
+        arena = self.graphs.arena
 
         def fixed(name: str, values: Tensor) -> Tensor:
             """Copy ``values`` [..., B] to the arena's tensor of this name."""
@@ -347,7 +352,9 @@ class ModelRunner:
 
         ``state_slots`` [B]: of the rows' states, -1 for copies of the first row.
         """
-        positions, states, experts = state.lengths - 1, self.cache.states, self.cache.experts
+        positions = state.lengths - 1
+        states = self.cache.states
+        experts = self.cache.experts
         inputs = self.tokens.index_select(0, state.tokens_from + positions)
         attention = self.cache.decoding(positions, page_table, self.num_heads)
         routers = None if experts is None else experts.of_step(self.cache.slots_of(positions, page_table))

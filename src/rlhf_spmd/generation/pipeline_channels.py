@@ -34,7 +34,9 @@ class PipelineChannels:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        stage, last, keep = mesh.pp_rank, mesh.layout.pp - 1, 4 * mesh.layout.pp
+        stage = mesh.pp_rank
+        last = mesh.layout.pp - 1
+        keep = 4 * mesh.layout.pp
         pp, back = mesh.pp, mesh.pp_back
         pp.connect()
         back.connect()

@@ -133,7 +133,9 @@ class PackedStepMixing:
     """As :class:`StepMixing`, by kernels that take all sequences as they are packed."""
 
     def __init__(self, states: RecurrentStates, work: Sequence[SequenceWork], kernels: FlashLinearAttention) -> None:
-        self._states, self._kernels, device = states, kernels, states.memory.device
+        self._states = states
+        self._kernels = kernels
+        device = states.memory.device
         lengths, kept = np.array([item.num_tokens for item in work]), states.inputs.shape[2]
         self._packing = Packing(lengths.tolist(), device)
         # of the inputs that a row had before, of all rows, and then the new ones, the last of each row
@@ -169,5 +171,7 @@ class DecodeMixing:
 
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
         """As :meth:`StepMixing.mix`, where each slot is of a row."""
-        rows, begins, ends = (x[:, None], decay[:, None], rate[:, None]), self._positions == 0, torch.ones_like(self._slots)
+        rows = (x[:, None], decay[:, None], rate[:, None])
+        begins = self._positions == 0
+        ends = torch.ones_like(self._slots)
         return self._states.mix(layer_index, self._slots, begins, ends, rows, weight, shape, None)[:, 0]

@@ -77,7 +77,9 @@ class StepRouters:
     """The routers of one forward pass, and what they choose. ``values`` [slots of all pages, M, K]."""
 
     def __init__(self, values: Tensor, slots: Tensor) -> None:
-        self._values, self._slots, self._chosen = values, slots, list[Tensor]()
+        self._values = values
+        self._slots = slots
+        self._chosen = list[Tensor]()
 
     def route(
         self, ops: Ops, layer: int, logits: Tensor, correction: Tensor | None, rule: RoutingRule, dtype: torch.dtype

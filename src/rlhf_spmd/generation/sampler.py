@@ -252,7 +252,9 @@ def _draw_groups(
     draws = positions if settings.greedy else uniform(keys, positions)
     parts: list[Drawn] = []
     for sampling, chosen in groups:
-        some, some_scores, some_draws = logits, scores, draws  # all rows
+        some = logits
+        some_scores = scores
+        some_draws = draws  # all rows
         if chosen is not None:
             some, some_draws = logits[chosen], draws[chosen]
             some_scores = some if scores is logits else scores[chosen]

@@ -81,7 +81,9 @@ class Scheduler:
 
     def __init__(self, config: GenerationConfig, recurrent: bool = False, spare: Iterable[int] = ()) -> None:
         assert config.num_pages is not None, "pages are counted by the generator"
-        self.config, self.recurrent, self.stats = config, recurrent, GenerationStats()
+        self.config = config
+        self.recurrent = recurrent
+        self.stats = GenerationStats()
         self.pages = PageAllocator(config.num_pages)
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []

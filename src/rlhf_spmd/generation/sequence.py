@@ -168,7 +168,10 @@ class SequenceState:
 
     def leave_pages(self) -> None:
         """Forget what was computed: the row has no pages any more."""
-        self.num_computed, self.pages, self.slot, self.pending_prefixes = 0, [], -1, []
+        self.num_computed = 0
+        self.pages = []
+        self.slot = -1
+        self.pending_prefixes = []
 
     def rewind(self, num_new: int) -> None:
         """Go back to the first ``num_new`` tokens of the response, without pages."""

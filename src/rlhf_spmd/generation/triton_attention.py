@@ -80,7 +80,9 @@ class TritonAttention:
         shape_of: Callable[[int, int, int, int], TileShape] = TileShape.of_chunks,
     ) -> TritonAttention:
         """``work`` is in the order in which its tokens are packed. ``shape_of`` chooses the tile of chunks."""
-        step, group_size, device = slot_mapping(work, cache), num_heads // cache.kv_heads, cache.pages.device
+        step = slot_mapping(work, cache)
+        group_size = num_heads // cache.kv_heads
+        device = cache.pages.device
         if cache.kv_tensors_per_page == 2:
             shape = shape_of(cache.head_dim, cache.pages.itemsize, cache.page_size, group_size)
         else:
@@ -122,7 +124,9 @@ class TritonAttention:
         """As :meth:`attend`, where the step's keys and values are in the pages already. Returns as many elements of a head as values
         have."""
         cache = self.cache
-        pages, heads, dim = cache.pages[layer_index], cache.kv_heads, cache.value_dim
+        pages = cache.pages[layer_index]
+        heads = cache.kv_heads
+        dim = cache.value_dim
         out = torch.empty(*q.shape[:2], dim, dtype=q.dtype, device=q.device)
         scale, cap = score_factors(rule)
         has_sinks, sinks = rule.sinks is not None, q if rule.sinks is None else rule.sinks.float()
@@ -169,6 +173,8 @@ def _num_tiles(cache: KVCache, num_heads: int) -> int:
 def write_pages(cache: KVCache, layer_index: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Write k and v [T, H, D] to ``slots`` [T] of a layer's pages, in one launch."""
     assert k.stride(2) == v.stride(2) == 1, "the elements of a head must lie together"
-    pages, heads, dim = cache.pages[layer_index], cache.kv_heads, cache.head_dim
+    pages = cache.pages[layer_index]
+    heads = cache.kv_heads
+    dim = cache.head_dim
     strides = (*k.stride()[:2], *v.stride()[:2], pages.stride(1))
     triton_paged_attention.write[(len(k), heads)](k, v, pages, slots, *strides, heads, dim, triton.next_power_of_2(dim))

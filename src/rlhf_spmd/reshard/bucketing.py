@@ -179,7 +179,9 @@ def _in_order(
 def _exchange(pairs: Sequence[Pair], copies: Sequence[SliceCopy], context: TransferContext) -> TransferStep:
     """Return one step of these messages. Equal parts that go to several members are packed once, as one message."""
     numbers: dict[tuple[bool, tuple[ParamSlice, ...]], int] = {}
-    messages, transfers, used = list[Message](), list[tuple[int, int]](), 0
+    messages = list[Message]()
+    transfers = list[tuple[int, int]]()
+    used = 0
     for _, sends, peer, parts in pairs:
         number = numbers.setdefault((sends, parts), len(messages))
         if number == len(messages):

@@ -64,7 +64,9 @@ def _regions(
         if not rows:
             yield _Region(number, ranks, box)
             continue
-        chunk, low, high = -(-rows // parts), box.local[0], box.local[0] + box.size[0]
+        chunk = -(-rows // parts)
+        low = box.local[0]
+        high = box.local[0] + box.size[0]
         if within is not None:
             first = within.start[0] + low - box.start[0]
             low, high = max(low, first), min(high, first + within.size[0])

@@ -86,7 +86,9 @@ class HybridWeights:
     ) -> None:
         self.cost, self.in_generation = TransitionCost(), False
         self.temporary = temporary
-        self.group, self.keep, self.offload = group, buffers == "keep", buffers == "offload"
+        self.group = group
+        self.keep = buffers == "keep"
+        self.offload = buffers == "offload"
         self.parameters, self.module, self.index = train_parameters, generation, index
         self.members = method.gather_ranks(layout, index)
         self.shards: Mapping[str, ParamShard] = held_by(layout.train, train_shards, index)

@@ -143,7 +143,10 @@ def plan_transfer(source: Sequence[Holding], target: Sequence[Holding], host_of:
     ``host_of``: rank -> its host. Every rank must pass the same holdings in the same order. Raises ValueError if the source lacks what
     the rank needs.
     """
-    sides, choose, turn, every = (source, target), source_chooser(host_of), 0, []
+    sides = (source, target)
+    choose = source_chooser(host_of)
+    turn = 0
+    every: list[_TensorGroup] = []
     mine = [{i for i, holding in enumerate(side) if rank in (None, *holding.ranks)} for side in sides]
     for tensors in tensor_groups(source, target):
         group = _TensorGroup(tensors, [], [])

@@ -35,7 +35,9 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
     Two per matrix weight and token (only the experts that a token uses), and causal attention: 2 * heads * head_dim * length per
     layer and token (half of the square), or less with a window; with linear attention three products of each head's state.
     """
-    weights, products, state = spec.vocab_size * spec.hidden_size, 0.0, 0
+    weights = spec.vocab_size * spec.hidden_size
+    products = 0.0
+    state = 0
     for layer in range(spec.num_hidden_layers):
         experts, window = spec.experts_of(layer), spec.attention_rule(layer).window
         columns = 3 * spec.intermediate_size

@@ -99,7 +99,10 @@ class Muon:
 
     def _orthogonalize(self, steps: Tensors) -> None:
         """Replace this rank's part of each step by its orthogonalized values, in place."""
-        copies, shard, tp, device = self._copies, self._shard, self._tp, next(iter(steps.values())).device
+        copies = self._copies
+        shard = self._shard
+        tp = self._tp
+        device = next(iter(steps.values())).device
         names = {tensor: name for name in steps for tensor in self._shapes[name]}
         shapes = {tensor: self._shapes[name][tensor] for tensor, name in names.items()}
         owners = self._owners(shapes)

@@ -136,7 +136,10 @@ class Optimizer:
 
         ``heads``: names of those that learn with ``head_lr``. ``muons``: each updates the parameters in its ``sizes``.
         """
-        self.config, self.total_steps, self.step_count, self.skipped = config, total_steps, 0, 0
+        self.config = config
+        self.total_steps = total_steps
+        self.step_count = 0
+        self.skipped = 0
         self._usual, self._eight_bit = AdamW(), EightBit() if config.name == "adamw_8bit" else None
         # (rule, whether it is a head) -> name -> elements in its buckets
         self._groups: dict[tuple[Any, bool], dict[str, int]] = {}

@@ -76,7 +76,9 @@ class RolloutEngine:
 
         Adds its busy and idle seconds (waits for other stages and replicas) to the trace.
         """
-        stats, span, cost = self.generator.stats, self.worker.controller.span, self.hybrid.cost
+        stats = self.generator.stats
+        span = self.worker.controller.span
+        cost = self.hybrid.cost
         assert cost.version is not None, "no weights have been moved"
         idle = stats.seconds - stats.busy_seconds + stats.stage_seconds
         span |= {"busy_seconds": round(stats.seconds - idle, 6), "idle_seconds": round(idle, 6)}
@@ -98,7 +100,10 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
 
     Collective over the pool: every rank of it must call, in program order.
     """
-    context, pool, layout, spec = worker.context, worker.pool, worker.shape.generating, worker.spec
+    context = worker.context
+    pool = worker.pool
+    layout = worker.shape.generating
+    spec = worker.spec
     mesh = build_mesh(context.world, pool.ranks, layout)
     # a replica generates in the layout in which it receives its weights, so there is nothing to choose
     name = "zero_redundancy" if worker.method else worker.config.generation.reshard_method
@@ -111,7 +116,9 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
     gather.connect(worker.device)
     mesh.tp.meet(worker.device)
     connect_channels(mesh, worker.device)
-    dtype, blocks, ops = worker.engine.dtype, layout.blocks, worker.engine.ops
+    dtype = worker.engine.dtype
+    blocks = layout.blocks
+    ops = worker.engine.ops
     options: dict[str, Any] = {"whole_experts": layout.whole_experts}
     decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", blocks, ops=ops, **options)
     decoder.requires_grad_(False)

@@ -69,7 +69,9 @@ class ExpertRecords:
 
         Collective over pp and cp: every rank of them must call, in program order.
         """
-        mesh, balance, sizes = self._mesh, self._balance, [len(micro.tokens) for micro in self._packed]
+        mesh = self._mesh
+        balance = self._balance
+        sizes = [len(micro.tokens) for micro in self._packed]
         experts = torch.zeros(sum(sizes), len(balance.numbers), balance.per_token, dtype=self._dtype)
         parts = experts.split(sizes) if sizes else ()
         for part, record in zip(parts, self._records, strict=True):

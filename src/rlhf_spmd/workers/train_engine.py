@@ -149,7 +149,9 @@ class TrainEngine:
 
     def _plan_shards(self, head: str) -> None:
         """Plan what this rank holds, which part it counts in the gradient norm, and which part other tp ranks share."""
-        mesh, tp, layout = self.mesh, self.mesh.tp, self.mesh.layout
+        mesh = self.mesh
+        tp = self.mesh.tp
+        layout = self.mesh.layout
         assert isinstance(layout, Layout)
         plan = partial(rank_shards, self.spec, head, layout, lora=self.lora)
         mine = plan(mesh.pp_rank, tp.rank)
