@@ -29,7 +29,7 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import Holding, holdings, missing_elements, plan_transfer, start_transfer, transfer_steps
 from rlhf_spmd.reshard.bucketing import TransferContext, plan_steps
-from rlhf_spmd.reshard.plan import Plan
+from rlhf_spmd.reshard.plan import TransferPlan
 from rlhf_spmd.workers.rank_shards import rank_shards
 
 Place = tuple[Layout, tuple[int, ...]]
@@ -144,7 +144,7 @@ def plan_row(source: Layout, target: Layout) -> dict[str, Any]:
     return {**row, "holdings_s": described, "rank_s": median([seconds for seconds, _ in parts]), "whole_s": whole}
 
 
-def messages(sides: Sequence[list[Holding]], plan: Plan, rank: int) -> int:
+def messages(sides: Sequence[list[Holding]], plan: TransferPlan, rank: int) -> int:
     """Those that a rank sends and receives, of 32 MiB at most."""
     sources, targets = ({name: shard.shape for name, shard in shards_of(side, rank).items()} for side in sides)
     ranks = sorted({*chain.from_iterable(holding.ranks for side in sides for holding in side)})

@@ -9,14 +9,14 @@ from functools import partial
 
 import torch
 
-from rlhf_spmd.generation.config import Attention, check_attention
+from rlhf_spmd.generation.config import AttentionName, check_attention
 from rlhf_spmd.generation.kv_cache import Backend
 from rlhf_spmd.generation.paged_attention import KernelAttention, PagedAttention, PagedDecoding
 from rlhf_spmd.kernels import capabilities, choose_ops
 from rlhf_spmd.kernels.devices import unavailable
 
 
-def choose_backend(wanted: str, of_role: str, dtype: torch.dtype, device: torch.device, where: str) -> Attention:
+def choose_backend(wanted: str, of_role: str, dtype: torch.dtype, device: torch.device, where: str) -> AttentionName:
     """Return the name of the backend that ``wanted`` stands for. Raises ValueError if it cannot run here.
 
     ``auto`` is triton on CUDA devices where it can run. Elsewhere it is ``of_role``, the attention that training uses.

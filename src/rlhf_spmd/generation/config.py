@@ -27,7 +27,7 @@ from rlhf_spmd.kernels.devices import unavailable
 MAX_LOGPROBS = 100
 MIN_TEMPERATURE = 1e-3  # at less, scaled logits overflow before they differ from greedy decoding
 MAX_SHIFT, MAX_FACTOR = 1e9, 1e6  # limits of what logits are shifted and multiplied by: results fit in fp32
-Attention = Literal["auto", "torch", "cpp", "triton"]
+AttentionName = Literal["auto", "torch", "cpp", "triton"]
 Keeping = Literal["free", "keep", "offload"]  # what happens to memory that is not used for a while
 Penalty = Annotated[float, Range(least=-MAX_SHIFT, most=MAX_SHIFT)]
 
@@ -89,7 +89,7 @@ class GenerationConfig:
     reshard_method: Literal["zero_redundancy", "full_gather", "naive_groups"] = "zero_redundancy"
     buffers: Keeping = "free"
     overlap: bool = False
-    attention: Attention = "auto"
+    attention: AttentionName = "auto"
     reuse_rollout_log_probs: bool | None = None
     page_size: PositiveInt = 64
     kv_cache: Keeping = "free"

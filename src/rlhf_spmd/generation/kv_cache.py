@@ -37,7 +37,7 @@ COPIED_BYTES = 4 << 20  # of pages copied at a time on CPUs: a larger block is f
 TEMPORARY_STATES = 4.1  # of linear attention, per row of a decode step: states of a layer that are there at once
 QUEUED_BYTES = 256 << 20  # the same on GPUs, where each block costs launches instead
 
-Index = NDArray[np.int64]
+IndexArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -205,9 +205,9 @@ class SlotMapping(NamedTuple):
     positions: Tensor
     slots: Tensor
     page_table: Tensor
-    firsts: Index
-    starts: Index
-    counts: Index
+    firsts: IndexArray
+    starts: IndexArray
+    counts: IndexArray
 
 
 def slot_mapping(work: Sequence[SequenceWork], cache: KVCache) -> SlotMapping:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from rlhf_spmd.reshard.plan import ParamSlice, Plan, SliceCopy
+from rlhf_spmd.reshard.plan import ParamSlice, SliceCopy, TransferPlan
 
 ALONE = 1 << 14  # elements from which a copy that all others receive is a message of its own
 ALONE_BETWEEN_TWO = 1 << 16  # the same for a copy that one rank receives: packing smaller ones costs less than a message
@@ -20,7 +20,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Message:
+class TransferMessage:
     """``parts`` of source parameters that this rank sends, to one or several members, or of target parameters that it receives.
 
     ``offset``: the position in the step's buffer; None: the single part is sent from, or received into, its own memory.
@@ -50,7 +50,7 @@ class TransferStep:
     - ``extra``: other elements that are allocated until the step has ended, and are not needed afterwards.
     """
 
-    messages: Sequence[Message] = ()
+    messages: Sequence[TransferMessage] = ()
     transfers: Sequence[tuple[int, int]] = ()
     copies: Sequence[SliceCopy] = ()
     buffer: int = 0
@@ -82,7 +82,7 @@ class TransferContext:
     limit: int
 
 
-def plan_steps(plan: Plan, context: TransferContext) -> list[TransferStep]:
+def plan_steps(plan: TransferPlan, context: TransferContext) -> list[TransferStep]:
     """Return the steps of a plan: exchanges in one order on all ranks.
 
     The order is by the distance of sender and receiver, each counted on its own side (separate pools have as many distances as the
@@ -130,7 +130,7 @@ def _all_gather(moves: Sequence[SliceCopy], copies: Sequence[SliceCopy], context
         return None
     sides = [(member == context.rank, pieces) for member, pieces in zip(context.members, parts, strict=True)]
     messages = [
-        Message(sends, _slices_of(pieces, sends), None if into else i * size) for i, (sends, pieces) in enumerate(sides)
+        TransferMessage(sends, _slices_of(pieces, sends), None if into else i * size) for i, (sends, pieces) in enumerate(sides)
     ]
     return TransferStep(messages, copies=copies, buffer=buffer, gathers=True, into=into)
 
@@ -179,14 +179,14 @@ def _in_order(
 def _exchange(pairs: Sequence[Pair], copies: Sequence[SliceCopy], context: TransferContext) -> TransferStep:
     """Return one step of these messages. Equal parts that go to several members are packed once, as one message."""
     numbers: dict[tuple[bool, tuple[ParamSlice, ...]], int] = {}
-    messages = list[Message]()
+    messages = list[TransferMessage]()
     transfers = list[tuple[int, int]]()
     used = 0
     for _, sends, peer, parts in pairs:
         number = numbers.setdefault((sends, parts), len(messages))
         if number == len(messages):
             in_memory = _in_memory(sends, parts, context)
-            messages.append(Message(sends, parts, None if in_memory else used))
+            messages.append(TransferMessage(sends, parts, None if in_memory else used))
             used += 0 if in_memory else messages[-1].numel
         transfers.append((number, peer))
     return TransferStep(messages, transfers, copies, used)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_spmd.reshard.bucketing import Message, TransferStep
+from rlhf_spmd.reshard.bucketing import TransferMessage, TransferStep
 from rlhf_spmd.reshard.plan import ParamSlice
 
 HEADER = 0  # the step that sends the counts
@@ -68,7 +68,7 @@ class Changes:
     def step(self, number: int) -> TransferStep:
         if number == HEADER:
             messages = [
-                Message(sends, _whole(f"#{peer}", len(numbers)), None) for (sends, peer), numbers in self._pairs.items()
+                TransferMessage(sends, _whole(f"#{peer}", len(numbers)), None) for (sends, peer), numbers in self._pairs.items()
             ]
             transfers = [(i, peer) for i, (_, peer) in enumerate(self._pairs)]
             # nothing else starts before it has ended: until then the other sizes are unknown
@@ -80,7 +80,7 @@ class Changes:
         for message, (_, peer) in zip(step.messages, step.transfers, strict=True):
             if size := self._size(number, message):
                 transfers.append((len(messages), peer))
-                messages.append(Message(message.sends, _whole(f"#step {number}", size), None))
+                messages.append(TransferMessage(message.sends, _whole(f"#step {number}", size), None))
         return TransferStep(messages, transfers, extra=sum(message.numel for message in messages))
 
     def before_step(self, number: int) -> None:
@@ -134,7 +134,7 @@ class Changes:
     def _note(self, sends: bool, numbers: Sequence[int], counts: Tensor) -> None:
         self._counts |= zip([(number, sends) for number in numbers], counts.tolist(), strict=True)
 
-    def _size(self, number: int, message: Message) -> int:
+    def _size(self, number: int, message: TransferMessage) -> int:
         """Return the bytes of an encoded message; 0 before the header has arrived."""
         changed = self._counts.get((number, message.sends), 0)
         return encoded_bytes(message.numel, changed, self._dtype.itemsize)[1]

@@ -82,7 +82,7 @@ class _TensorGroup(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransferPlan:
     """The copies that one rank takes part in, or those of all ranks.
 
     ``order``: tensor -> its group and its number there. Sender and receiver both follow this order, which is the target side's.
@@ -137,7 +137,9 @@ def _without_collections() -> Iterator[None]:
 
 
 @_without_collections()
-def plan_transfer(source: Sequence[Holding], target: Sequence[Holding], host_of: HostOf, rank: int | None = None) -> Plan:
+def plan_transfer(
+    source: Sequence[Holding], target: Sequence[Holding], host_of: HostOf, rank: int | None = None
+) -> TransferPlan:
     """Return the copies of ``rank`` (None: of all ranks) that fill the target side from the source side.
 
     ``host_of``: rank -> its host. Every rank must pass the same holdings in the same order. Raises ValueError if the source lacks what
@@ -162,4 +164,6 @@ def plan_transfer(source: Sequence[Holding], target: Sequence[Holding], host_of:
         every.append(group)
     placed = [(tensor.position, tensor.name, group, i) for group in every for i, tensor in enumerate(group.tensors)]
     senders, receivers = (sorted({rank for holding in side for rank in holding.ranks}) for side in sides)
-    return Plan({name: (group, i) for _, name, group, i in sorted(placed, key=lambda x: x[0])}, every, senders, receivers)
+    return TransferPlan(
+        {name: (group, i) for _, name, group, i in sorted(placed, key=lambda x: x[0])}, every, senders, receivers
+    )

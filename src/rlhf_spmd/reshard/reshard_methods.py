@@ -23,7 +23,7 @@ from rlhf_spmd.parallel.data_parallel import buckets
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.reshard.cells import HostOf
 from rlhf_spmd.reshard.holdings import Holding, Shards, ShardsAt, by_tensor, held_by, holdings
-from rlhf_spmd.reshard.plan import Plan, SliceCopy, plan_transfer
+from rlhf_spmd.reshard.plan import SliceCopy, TransferPlan, plan_transfer
 
 REMEDY = "generation.pp must divide layout.pp, generation.tp layout.tp, and layout.pp the number of layers"
 ONE_HOST: HostOf = lambda index: 0  # noqa: E731
@@ -41,7 +41,7 @@ class TransitionPlan:
     - ``from_whole``: the copies from whole tensors into generation parameters, if ``gathered`` are whole tensors.
     """
 
-    transfer: Plan
+    transfer: TransferPlan
     gathered: Shards
     buckets: Sequence[Sequence[str]] = ()
     locations: Mapping[str, Sequence[SliceCopy]] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Method:
         return TransitionPlan(transfer, gathered, together, locations)
 
 
-def _located(transfer: Plan, train_shards: Shards) -> dict[str, list[SliceCopy]]:
+def _located(transfer: TransferPlan, train_shards: Shards) -> dict[str, list[SliceCopy]]:
     """Returns, for those of a rank's training parameters that are all in its generation shard, where their parts are there."""
     pieces: dict[str, list[SliceCopy]] = {name: [] for name in train_shards}
     for piece in transfer.copies() if train_shards else ():

@@ -17,14 +17,14 @@ from torch import Tensor
 from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.kernels.devices import side_stream
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
-from rlhf_spmd.reshard.bucketing import Message, TransferContext, TransferStep, plan_steps
+from rlhf_spmd.reshard.bucketing import TransferContext, TransferMessage, TransferStep, plan_steps
 from rlhf_spmd.reshard.delta import Changes, Delta
-from rlhf_spmd.reshard.plan import ParamSlice, Plan, SliceCopy
+from rlhf_spmd.reshard.plan import ParamSlice, SliceCopy, TransferPlan
 
 LABEL = "weight_sync"
 IN_FLIGHT = 1 << 27  # the most elements of messages in flight; each message may block a kernel or a socket
 
-Tensors = Mapping[str, Tensor]
+NamedTensors = Mapping[str, Tensor]
 
 
 class _StartedStep(NamedTuple):
@@ -118,8 +118,8 @@ class Transfer:
         self,
         number: int,
         step: Callable[[int], TransferStep],
-        sources: Tensors,
-        targets: Tensors,
+        sources: NamedTensors,
+        targets: NamedTensors,
         group: Group,
         dtype: torch.dtype,
         limit: int,
@@ -234,14 +234,14 @@ class Transfer:
                     for part, values in self._packed(message, memory):
                         part.copy_(values)
 
-    def _memory(self, message: Message, buffer: Tensor | None) -> Tensor:
+    def _memory(self, message: TransferMessage, buffer: Tensor | None) -> Tensor:
         """Return the memory that a message reads or writes: a part of its step's buffer, or the parameter itself."""
         if message.offset is None:
             return self._slice(message.sends, message.parts[0]).view(-1)
         assert buffer is not None, "a packed message has a buffer"
         return buffer[message.offset : message.offset + message.numel]
 
-    def _packed(self, message: Message, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _packed(self, message: TransferMessage, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield for each part of a message its memory in the parameter, and its values in a flat tensor."""
         for part_slice, values in zip(message.parts, flat.split_with_sizes(message.sizes), strict=True):
             yield self._slice(message.sends, part_slice), values.view(part_slice.size)
@@ -255,10 +255,10 @@ class Transfer:
 
 
 def transfer_steps(
-    plan: Plan,
+    plan: TransferPlan,
     rank: int,
-    sources: Tensors,
-    targets: Tensors,
+    sources: NamedTensors,
+    targets: NamedTensors,
     members: Sequence[int],
     dtype: torch.dtype,
     message_bytes: int = 32 << 20,
@@ -275,8 +275,8 @@ def transfer_steps(
 
 def start_transfer(
     steps: Sequence[TransferStep],
-    sources: Tensors,
-    targets: Tensors,
+    sources: NamedTensors,
+    targets: NamedTensors,
     group: Group,
     dtype: torch.dtype,
     buffer_bytes: int = 256 << 20,

@@ -61,7 +61,7 @@ class Rows:
 
 
 # (fields by name, [tokens] or [rows] each; rows; counts) -> loss and statistics, to be summed over micro-batches and ranks
-Loss = Callable[[dict[str, Tensor], Rows, Totals], tuple[Tensor, dict[str, Tensor]]]
+RowsLoss = Callable[[dict[str, Tensor], Rows, Totals], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Objective:
     - ``only``: a field, bool [rows], that marks the rows to learn. An update counts no tokens of other rows.
     """
 
-    loss: Loss
+    loss: RowsLoss
     inputs: tuple[str, ...] = ()
     model: tuple[str, ...] = ("log_probs",)
     temperature: float = 1.0

@@ -119,6 +119,9 @@ class EightBit:
         return table
 
 
+UpdateRule = AdamW | EightBit | Muon
+
+
 class Optimizer:
     """AdamW, EightBit and Muon over named local tensors, each over its own parameters.
 
@@ -142,10 +145,10 @@ class Optimizer:
         self.skipped = 0
         self._usual, self._eight_bit = AdamW(), EightBit() if config.name == "adamw_8bit" else None
         # (rule, whether it is a head) -> name -> elements in its buckets
-        self._groups: dict[tuple[Any, bool], dict[str, int]] = {}
+        self._groups: dict[tuple[UpdateRule, bool], dict[str, int]] = {}
         kept: dict[str, StateForms] = {}
         for name, param in params.items():
-            rule: Any = self._eight_bit if self._eight_bit is not None and param.dim() > 1 else self._usual
+            rule: UpdateRule = self._eight_bit if self._eight_bit is not None and param.dim() > 1 else self._usual
             size = param.numel()
             for muon in muons:
                 if name in muon.sizes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -31,8 +32,8 @@ def chunk_shards(
     """For each chunk of layers, parameter name -> shape and boxes on the rank at (pp_rank, tp_rank), before ZeRO cuts out its rows and
     ep its experts."""
     num_stages, stages = layout.pp * layout.vpp, layout.stages(pp_rank)
-    options: Any = {"lora": lora, "whole_experts": layout.whole_experts}
-    return [plan_params(spec, head, s, num_stages, tp_rank, layout.tp, **options) for s in stages]
+    plan = partial(plan_params, lora=lora, whole_experts=layout.whole_experts)
+    return [plan(spec, head, stage, num_stages, tp_rank, layout.tp) for stage in stages]
 
 
 def rank_shards(

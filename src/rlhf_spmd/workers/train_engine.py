@@ -45,8 +45,9 @@ from rlhf_spmd.workers.optim_config import OptimConfig, accumulation_dtype
 from rlhf_spmd.workers.optimizer import Optimizer
 from rlhf_spmd.workers.rank_shards import chunk_shards, named_by_chunk, own_rows, rank_shards, replica_groups
 
+StagePass = Callable[[Action, Tensor | None], Tensor | None]
 Head = Callable[[Decoder, Tensor, Packed], Any]
-Loss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
+MicroBatchLoss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
 
 
 class TrainEngine:
@@ -221,7 +222,9 @@ class TrainEngine:
         self.reshard()
         return outputs
 
-    def forward_backward(self, micro_batches: Sequence[Packed], loss: Loss, row_weight: float = 0.0) -> dict[str, Tensor]:
+    def forward_backward(
+        self, micro_batches: Sequence[Packed], loss: MicroBatchLoss, row_weight: float = 0.0
+    ) -> dict[str, Tensor]:
         """Add the gradients of the micro-batches' losses to those so far, in (interleaved) 1F1B over the pipeline.
 
         ``loss(decoder, hidden [T, hidden], micro_batch) -> (loss, stats)``. The loss is a scalar, already divided by the global count
@@ -242,7 +245,7 @@ class TrainEngine:
         self.reshard()
         return passes.sums
 
-    def _run(self, schedule: Schedule, batches: Sequence[Packed], forward: Any, backward: Any) -> None:
+    def _run(self, schedule: Schedule, batches: Sequence[Packed], forward: StagePass, backward: StagePass) -> None:
         rows = [rows_of(max(len(batch.tokens), 1), self.mesh.cp) for batch in batches]
         shapes = [(self.chunks[0].num_rows(number), self.spec.hidden_size) for number in rows]
         run_pipeline(schedule, self.mesh, shapes, self.dtype, self.device, forward, backward)
@@ -355,7 +358,7 @@ class TrainEngine:
 class ForwardBackward:
     """The passes of one ``TrainEngine.forward_backward``: tensors between a forward pass and its backward pass, and sums so far."""
 
-    def __init__(self, engine: TrainEngine, batches: Sequence[Packed], loss: Loss, row_weight: float) -> None:
+    def __init__(self, engine: TrainEngine, batches: Sequence[Packed], loss: MicroBatchLoss, row_weight: float) -> None:
         self._engine, self._batches, self._loss, self._row_weight = engine, batches, loss, row_weight
         self._alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.sums: dict[str, Tensor] = {}
