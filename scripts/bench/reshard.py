@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from measure import MIB, join_world, line, machine_facts, median, on_ranks, run_parts, save, slowest, table
-from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
@@ -142,17 +141,12 @@ class Model:
         }
         stage, _, _, tp_rank = layout.coordinate(world.rank)
         tp = Group("tp", tuple(range(layout.tp)), tp_rank)
-        self.decoder = decoder = Decoder(MODEL, "lm", stage, layout.pp, tp, torch.float32, "meta", blocks=layout.blocks)
+        decoder = Decoder(MODEL, "lm", stage, layout.pp, tp, torch.float32, "meta", blocks=layout.blocks)
         train, generation = shards_at(MODEL, layout.train), shards_at(MODEL, layout)
         here: dict[str, Any] = {"max_bucket_bytes": bucket_bytes}
         self.hybrid = HybridWeights(
             train, lambda: self.parameters, decoder, generation, group, method, layout, world.rank, **here
         )
-
-    @torch.no_grad()
-    def first_pass(self, wait: bool) -> None:
-        self.hybrid.to_generation(wait)
-        self.decoder(torch.arange(512), PackedAttention([64] * 8, torch.device("cpu")))
 
     def peer_parameters(self) -> list[DTensor]:
         """What the transition makes, as DTensors in equal parts over the gather group; the whole model where ranks need
@@ -191,10 +185,6 @@ def transition(world: World, name: str, train: Layout, pp: int, tp: int, repeats
 
     before = {key: parameter.detach().clone() for key, parameter in model.parameters.items()}
     seconds = slowest(world, [hybrid.to_generation, hybrid.to_training, plain, full_tensor], repeats)
-    first_pass = []
-    if name == "zero_redundancy" and pp == tp == 1:
-        turns = [body for wait in (True, False) for body in (partial(model.first_pass, wait), hybrid.to_training)]
-        first_pass = slowest(world, turns, repeats)[::2]
     assert all(torch.equal(parameter, before[key]) for key, parameter in model.parameters.items()), "not the same bits"
     costs, whole = costs_of(choose_method(name, layout), layout), 4 * all_elements(MODEL, norms=False)
     norms = elements(model.wanted, True) + (elements(model.shards, True) if costs.twice else 0)
@@ -217,7 +207,7 @@ def transition(world: World, name: str, train: Layout, pp: int, tp: int, repeats
     row |= dict(zip(("to_generation_s", "to_training_s", "all_gather_s", "full_tensor_s"), seconds, strict=True))
     if row["counted_bytes"]:
         row |= {f"of_{name}": row["to_generation_s"] / row[f"{name}_s"] for name in ("all_gather", "full_tensor")}
-    return row | dict(zip(("then_forward_s", "overlapping_s"), first_pass, strict=False))
+    return row
 
 
 def transitions(repeats: int, bucket_bytes: int) -> dict[str, Any]:
@@ -232,7 +222,7 @@ def transitions(repeats: int, bucket_bytes: int) -> dict[str, Any]:
 
 
 COLUMNS = "layout ranks engine formula_bytes counted_bytes replicated_bytes formula_peak_bytes counted_peak_bytes beyond_bytes "
-COLUMNS += "bucket_bytes to_generation_s to_training_s of_all_gather of_full_tensor then_forward_s overlapping_s"
+COLUMNS += "bucket_bytes to_generation_s to_training_s of_all_gather of_full_tensor"
 
 
 def ranks(sizes: Sequence[int] = tuple(CASES), repeats: int = 5, bucket_mib: int = 256, out: Path | None = None) -> None:
@@ -241,8 +231,7 @@ def ranks(sizes: Sequence[int] = tuple(CASES), repeats: int = 5, bucket_mib: int
     ``replicated`` is what norms add, ``beyond`` what the counted peak has beyond the formula, there and back: buffers of the buckets
     on their way and the training parameters that they replace; ``bucket`` is the most that this may be. Times are medians over
     repetitions of the slowest rank's time. Beside ours: one plain ``all_gather_into_tensor`` of the same bytes in the same group, and
-    ``DTensor.full_tensor`` of the same parameters. A second table: transition and a first forward pass of 512 tokens, one after the
-    other and overlapping.
+    ``DTensor.full_tensor`` of the same parameters.
     """
     runs = [on_ranks(size, transitions, repeats=repeats, bucket_bytes=bucket_mib * MIB) for size in sizes]
     rows = [row for run in runs for row in run["rows"]]

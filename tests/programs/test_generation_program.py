@@ -125,7 +125,6 @@ def test_every_rank_of_a_replica_hears_what_is_not_finite(broken: Path, tmp_path
         ("generation.ep=2", r"generation\.ep=2: the tp ranks share the experts, and layout\.tp is 1; allowed: 1$"),
         ("generation.reshard_method=bogus", r"generation\.reshard_method=bogus: nothing is trained here"),
         ("generation.reuse_rollout_log_probs=true", r"reuse_rollout_log_probs=True: nothing is trained here"),
-        ("generation.overlap=true", r"generation\.overlap=True: nothing is trained here"),
         ("sampling.seed=18446744073709551616", r"sampling\.seed=18446744073709551616: must be"),
         ("generation.page_size=2000000000", r"page_size=2000000000: a rank needs .* GiB for 1 page, and its device has"),
         ("generation.num_pages=2000000000", r"page_size=64: a rank needs .* GiB for 2000000000 pages, and"),

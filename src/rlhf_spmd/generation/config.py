@@ -51,8 +51,6 @@ class GenerationConfig:
       `naive_groups`; see [parallelism.md](parallelism.md#from-training-to-generation)
     - buffers: generation weights while training: `free`, `keep` (memory at fixed addresses), or `offload` (as `free`; training
       shards that an engine holds beside the generation shard wait in host memory while generating)
-    - overlap: the next layers' weights come while the first forward pass computes; only where `zero_redundancy` regroups ranks
-      in place
     - attention: `torch`, `cpp` (CPUs) or `triton` (CUDA devices); `auto`: on CUDA devices `triton`, or `torch` where that cannot
       serve, on CPUs the actor's `attention`. Another choice than the actor's loses the equality of
       generation's and training's log-probs. See [generation.md](generation.md#backends)
@@ -88,7 +86,6 @@ class GenerationConfig:
     ep: PositiveInt = 1
     reshard_method: Literal["zero_redundancy", "full_gather", "naive_groups"] = "zero_redundancy"
     buffers: Keeping = "free"
-    overlap: bool = False
     attention: AttentionName = "auto"
     reuse_rollout_log_probs: bool | None = None
     page_size: PositiveInt = 64

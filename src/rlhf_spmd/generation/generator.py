@@ -49,7 +49,6 @@ class Generator:
     - drawable: as many ids, from 0 on, may be drawn
     - stats: counts of the last call
     - kept: rows that :meth:`generate_until` has not ended yet
-    - reserved_bytes: free memory that others will take before the first step ends
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Generator:
         self.drawable = drawable_ids(decoder.spec.vocab_size, self.eos_ids, decoding)
         self.stats = GenerationStats()
         self.reserved = False  # by :meth:`reserve_pages`: pages and the prompts in them stay, even without rows
-        self.reserved_bytes = 0
         self.local_size, self.records_experts = local_size, records_experts
         self.kept: list[SequenceState] = []
         self._micro_batches: DecodeMicroBatches | None = None  # of the kept rows, if their pages are kept too
@@ -345,7 +343,7 @@ class Generator:
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        memory = room = cache_room(self.config, self.decoder, self._device, self.local_size, self.reserved_bytes)
+        memory = room = cache_room(self.config, self.decoder, self._device, self.local_size)
         wanted, state = num_rows, slot_bytes(self.decoder)
         if state:
             num_rows = max(min(num_rows, int(room / 2) // state), 1)

@@ -230,18 +230,17 @@ def fill_lines(lines: Sequence[Sequence[int]], width: int, dtype: type[np.intege
     return table
 
 
-def cache_room(config: GenerationConfig, decoder: Decoder, device: torch.device, local_size: int, pending: float) -> float:
+def cache_room(config: GenerationConfig, decoder: Decoder, device: torch.device, local_size: int) -> float:
     """Return the bytes that the cache may take beside what is on the device.
 
-    ``local_size``: ranks of this host, which share its memory on CPUs. ``pending``: bytes that will be allocated for other things
-    before the first step ends.
+    ``local_size``: ranks of this host, which share its memory on CPUs.
     """
     on_host = not capabilities(device).streams
     share, free = config.memory_share(on_host), free_bytes(device, local_size)
     if on_host:
-        return share * (free - pending)
-    total, others = total_bytes(device, local_size), pending + step_bytes(config, decoder)
-    return room_on_device(share, total, allocated_bytes(device), free, others)
+        return share * free
+    total = total_bytes(device, local_size)
+    return room_on_device(share, total, allocated_bytes(device), free, step_bytes(config, decoder))
 
 
 def room_on_device(share: float, total: float, used: float, free: float, others: float) -> float:

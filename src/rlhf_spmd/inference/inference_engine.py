@@ -43,7 +43,7 @@ def check_generation(layout: LayoutConfig, generation: GenerationConfig) -> None
         if getattr(generation, axis) != 1:
             raise ValueError(f"generation.{axis}={getattr(generation, axis)}: here layout.{axis} says it; leave it out")
     usual = GenerationConfig()
-    for key in ("reshard_method", "buffers", "overlap", "reuse_rollout_log_probs", "kv_cache"):
+    for key in ("reshard_method", "buffers", "reuse_rollout_log_probs", "kv_cache"):
         if (value := getattr(generation, key)) != getattr(usual, key):
             raise ValueError(f"generation.{key}={value}: nothing is trained here; leave it out")
     if layout.zero:

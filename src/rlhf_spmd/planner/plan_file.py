@@ -207,7 +207,7 @@ def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
         if not merged["offload"]:
             merged.pop("prefetch", None)
         if "generate_sequences" in merged["calls"]:  # whole weights are sent there
-            merged["generation"] = _without(merged["generation"], "overlap", "reshard_method", "buffers")
+            merged["generation"] = _without(merged["generation"], "reshard_method", "buffers")
         models[role] = merged
     for role in set(models) - set(settings["models"]):  # without a model: the strategy places them
         if isinstance(models[role], Mapping):

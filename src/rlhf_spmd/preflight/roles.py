@@ -302,7 +302,7 @@ def _refuse_unusual(config: Any, usual: Any, where: str, why: str) -> None:
 def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
     """Raises ValueError for settings that a judge cannot have: it generates with its weights where they are."""
     own, usual = config.generation, GenerationConfig()
-    judged = ("pp", "tp", "ep", "reshard_method", "buffers", "overlap", "reuse_rollout_log_probs")
+    judged = ("pp", "tp", "ep", "reshard_method", "buffers", "reuse_rollout_log_probs")
     rest = replace(usual, **{key: getattr(own, key) for key in judged})
     _refuse_unusual(rest, usual, f"{where}.generation", f"a judge generates in {where}.layout")
     for axis in ("vpp", "cp", "ep"):

@@ -21,7 +21,6 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.parallel.boxes import ParamShard
@@ -89,7 +88,7 @@ class HybridWeights:
         self.group = group
         self.keep = buffers == "keep"
         self.offload = buffers == "offload"
-        self.parameters, self.module, self.index = train_parameters, generation, index
+        self.parameters, self.index = train_parameters, index
         self.members = method.gather_ranks(layout, index)
         self.shards: Mapping[str, ParamShard] = held_by(layout.train, train_shards, index)
         self.storages: dict[str, Storages] = {}  # of training parameters that are not views during generation
@@ -116,28 +115,23 @@ class HybridWeights:
         self.bucket_bytes = max(sizes, default=0) * self.dtype.itemsize
         self._steps: dict[int, TransferStep] = {}
         # of a transition
-        self._transfer: Transfer | None = None
         self._train: dict[str, Tensor] = {}  # the training parameters that later buckets need
         self._gathered: dict[str, Tensor] = {}  # what buckets fill: generation parameters or whole tensors
         self._without_storage: set[str] = set()  # training parameters without storage of their own
-        self._hooks: list[RemovableHandle] = []
         self._counts_before = 0, 0
 
     # -- there and back
 
     @torch.no_grad()
-    def to_generation(self, wait: bool = True, version: int = 0) -> None:
+    def to_generation(self, version: int = 0) -> None:
         """Fill the generation parameters from the training parameters, which are the weights of ``version``.
-
-        With ``wait`` false it may return while the first bucket is in flight. Each part of the generation module then waits for its own
-        parameters in its first forward pass, while the next bucket comes, and :meth:`finish` waits for the rest.
 
         Collective over the gather group: every rank of it must call, in program order.
         """
         assert not self.in_generation, "the weights are already in the generation layout"
         self.in_generation, self.cost = True, TransitionCost(version)
         self._counts_before = RECORDER.received[LABEL], RECORDER.sent[LABEL]
-        self._transfer, self._train = None, self._local()
+        self._train = self._local()
         if self.shared is not None:
             for target, source in self.shared.items():
                 self.generation[target].data = self._train[source]
@@ -147,7 +141,7 @@ class HybridWeights:
             self._take_all_at_once()
         else:
             limit = self.bucket_bytes // self.dtype.itemsize
-            self._transfer = Transfer(
+            transfer = Transfer(
                 len(self.plan.buckets),
                 self._step,
                 *(self._train, self._gathered, self.group, self.dtype, limit, LABEL),
@@ -155,23 +149,13 @@ class HybridWeights:
                 after_step=self._after_bucket,
                 measure=self._live_bytes,
             )
-            if wait or self.plan.from_whole:
-                self.finish()
-            else:
-                self._wait_in_modules()
-
-    def finish(self) -> None:
-        """Wait for the remaining buckets. Collective over the gather group: every rank of it must call, in program order."""
-        self._advance(len(self.plan.buckets))
+            transfer.wait()
+            self._note_peak(transfer.peak_bytes)
 
     @torch.no_grad()
     def to_training(self) -> None:
-        """Give the training parameters their own storage again, and free the generation parameters.
-
-        Communicates only what :meth:`finish` must.
-        """
+        """Give the training parameters their own storage again, and free the generation parameters. No communication."""
         assert self.in_generation, "the weights are already in the training layout"
-        self.finish()
         self.in_generation = False
         if self.shared is not None:  # both modules share one set of parameters, but for the temporary ones
             self._free(target for target, source in self.shared.items() if source in self.temporary)
@@ -192,17 +176,6 @@ class HybridWeights:
     def version(self) -> int | None:
         """Return the version of the weights in the generation parameters; None if they hold no values."""
         return self.cost.version if self.keep or self.in_generation else None
-
-    @property
-    def pending_bytes(self) -> int:
-        """How much the device's memory will grow until the last bucket has arrived.
-
-        That is the generation storage still to allocate, minus the training storage that will be freed, plus a bucket's buffers.
-        """
-        to_allocate = sum(math.prod(self.shapes[name]) for name, here in self.generation.items() if not here.numel())
-        to_free = sum(local.nbytes for name, local in self._train.items() if self._releases(name))
-        in_flight = self._transfer is not None and self._transfer.num_done < len(self.plan.buckets)
-        return to_allocate * self.dtype.itemsize - to_free + self.bucket_bytes * in_flight
 
     # -- what all transitions share
 
@@ -270,11 +243,6 @@ class HybridWeights:
 
     # -- bucket by bucket
 
-    def _advance(self, upto: int) -> None:
-        """Wait for the first ``upto`` buckets; later ones are in flight."""
-        if self._transfer is not None:
-            self._transfer.advance(upto)
-
     def _before_bucket(self, bucket: int) -> None:
         """Allocate what a bucket fills."""
         for target in self.plan.buckets[bucket]:
@@ -285,7 +253,6 @@ class HybridWeights:
 
     def _after_bucket(self, bucket: int) -> None:
         """Free what no later bucket needs."""
-        self._note_peak(self._transfer.peak_bytes if self._transfer else 0)
         is_last = bucket == len(self.plan.buckets) - 1
         if is_last and self.plan.from_whole:
             self._copy_from_whole()
@@ -293,24 +260,6 @@ class HybridWeights:
         if is_last:
             self._gathered.clear()
             assert not self._train, f"training parameters that no bucket finished: {list(self._train)}"
-            while self._hooks:
-                self._hooks.pop().remove()
-
-    def _wait_in_modules(self) -> None:
-        """Let each layer wait for its bucket in its first forward pass, the module for its first parameter, other parts for all."""
-        module, shapes = self.module, self.shapes
-        bucket_of = {target: i for i, bucket in enumerate(self.plan.buckets) for target in bucket}
-        lists = {name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)}
-        for name, part in module.named_modules():
-            if not name:
-                upto = next(iter(bucket_of[target] for target in shapes))
-            elif name.rpartition(".")[0] in lists:
-                upto = max(bucket_of[target] for target in shapes if target.startswith(f"{name}."))
-            elif "." not in name and name not in lists:
-                upto = len(self.plan.buckets) - 1
-            else:
-                continue
-            self._hooks.append(part.register_forward_pre_hook(lambda *_, upto=upto: self._advance(upto + 1)))
 
     def _copy_from_whole(self) -> None:
         """Copy the generation parameters from the whole tensors, and free each of these after its last use."""

@@ -116,7 +116,7 @@ class ActorWorker(ModelWorker):
             if num_groups is None:
                 # with environments, a replica's first rank waits for their answers and ticks meanwhile
                 environments = self._environments(batch)
-                tick = generating.tick_together if environments is None else generating.tick
+                tick = generating.tick_together if environments is None else self.controller.tick
                 options = environments, weights, self._finished_groups(batch, requests)
                 completions = self.generator.generate(requests, sampling, sampling.seed, number, tick, *options)
                 report: dict[str, Any] = {}

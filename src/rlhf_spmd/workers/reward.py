@@ -419,7 +419,7 @@ class JudgeWorker(RewardWorker):
         requests = [Request(ids[i], ids[i], questions[i], judge.max_response_length) for i in asked]
         sampling = SamplingConfig(temperature=judge.temperature, max_response_length=judge.max_response_length)
         with generating.generation_weights():
-            completions = generating.generator.generate(requests, sampling, self.context.seed, 0, generating.tick)
+            completions = generating.generator.generate(requests, sampling, self.context.seed, 0, self.controller.tick)
         generating.report()
         scores = torch.zeros(len(batch), dtype=torch.float64)
         texts = decode(self.retokenizer.tokenizer, [completion.token_ids for completion in completions])

@@ -47,27 +47,19 @@ class RolloutEngine:
         timeline = self.worker.controller.timeline
         with timeline.span(f"{self.worker.name}.to_generation", category="reshard"):
             merge_adapters(self.worker.engine, self._merged)
-            # a call whose weights and pages did not move may start with the replay of a CUDA graph, which runs no hooks
-            late = self.worker.config.generation.overlap and not (self.hybrid.keep and self.generator.kept)
-            self.hybrid.to_generation(not late, self.worker.model.version)
-            self.generator.reserved_bytes = self.hybrid.pending_bytes
+            self.hybrid.to_generation(self.worker.model.version)
         yield
         with timeline.span(f"{self.worker.name}.to_training", category="reshard"):
             self.hybrid.to_training()
         if not (self.hybrid.keep and self.hybrid.shared):  # else they are the generation parameters, at fixed addresses
             self._merged.clear()
 
-    def tick(self) -> None:
-        """Run this after each step, also while a replica waits for others: they may be waiting for this rank's weights."""
-        self.hybrid.finish()
-        self.worker.controller.tick()
-
     def tick_together(self) -> None:
         """Tick, and receive weights that arrive: for callers that call it equally often on all ranks of a replica.
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        self.tick()
+        self.worker.controller.tick()
         if isinstance(self.worker.model, AsyncWeightReplica):
             self.worker.model.poll(self.generator.mesh.replica)
 
@@ -110,7 +102,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
     method = choose_method(name, layout)
     if not worker.member:
         return None
-    # a channel of its own: the next bucket is in flight while other groups of these ranks compute
+    # a channel of its own: its messages go from rank to rank
     gather = context.world.group([pool.ranks[i] for i in method.gather_ranks(layout, mesh.index)], "gather", channel="gather")
     assert spec is not None and gather is not None
     gather.connect(worker.device)
