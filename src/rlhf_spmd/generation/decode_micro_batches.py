@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -170,11 +171,12 @@ class DecodeMicroBatch:
         self.scheduler.resume(row)
 
 
+@dataclass(eq=False)
 class DecodeMicroBatches:
     """The micro-batches of a replica. ``version``: of the weights that filled their pages."""
 
-    def __init__(self, micro_batches: Sequence[DecodeMicroBatch], version: int) -> None:
-        self.micro_batches, self.version = micro_batches, version
+    micro_batches: Sequence[DecodeMicroBatch]
+    version: int
 
     def run(self, rows: Sequence[SequenceState], call: GenerationCall) -> None:
         """Draw tokens for ``rows`` until they end or the call is interrupted. Adds to its ``stats``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,14 +29,17 @@ from rlhf_spmd.workers.train_engine import TrainEngine
 from rlhf_spmd.workers.weight_sync import AsyncWeightReplica
 
 
+@dataclass(eq=False)
 class RolloutEngine:
     """The generator of a role on this rank, and its weights in the generation layout (``hybrid``).
 
     ``merged``: matrices with their adapters added, which ``hybrid`` takes in place of the plain ones.
     """
 
-    def __init__(self, worker: ModelWorker, hybrid: HybridWeights, generator: Generator, merged: dict[str, Tensor]) -> None:
-        self.worker, self.hybrid, self.generator, self._merged = worker, hybrid, generator, merged
+    worker: ModelWorker
+    hybrid: HybridWeights
+    generator: Generator
+    merged: dict[str, Tensor]
 
     @contextmanager
     def generation_weights(self) -> Iterator[None]:
@@ -46,13 +49,13 @@ class RolloutEngine:
         """
         timeline = self.worker.controller.timeline
         with timeline.span(f"{self.worker.name}.to_generation", category="reshard"):
-            merge_adapters(self.worker.engine, self._merged)
+            merge_adapters(self.worker.engine, self.merged)
             self.hybrid.to_generation(self.worker.model.version)
         yield
         with timeline.span(f"{self.worker.name}.to_training", category="reshard"):
             self.hybrid.to_training()
         if not (self.hybrid.keep and self.hybrid.shared):  # else they are the generation parameters, at fixed addresses
-            self._merged.clear()
+            self.merged.clear()
 
     def tick_together(self) -> None:
         """Tick, and receive weights that arrive: for callers that call it equally often on all ranks of a replica.
