@@ -29,8 +29,8 @@ from rlhf_spmd.parallel.layout import Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import HybridWeights, choose_method
+from rlhf_spmd.workers.objective import Packed
 from rlhf_spmd.workers.optim_config import OptimConfig
-from rlhf_spmd.workers.passes import Packed
 from rlhf_spmd.workers.rank_shards import rank_shards
 from rlhf_spmd.workers.train_engine import TrainEngine
 from shapes import write_model

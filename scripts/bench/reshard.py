@@ -71,7 +71,7 @@ def costs_of(method: Method, layout: GenerationLayout) -> Costs:
     part, own = Fraction(1, layout.pp * layout.tp), Fraction(1, num_shards(layout))
     if not method.consecutive:
         return Costs(part - own, part, Fraction(0))
-    if not method.whole:
+    if not method.gathers_model:
         return Costs(None, part + own, own)
     answers = Fraction(1, layout.train.size) if method.everyone and layout.train.dp_shard == 1 else own
     return Costs(1 - answers, 1 + own, own)
@@ -130,7 +130,7 @@ class Model:
         }
         stage, _, _, tp_rank = layout.coordinate(world.rank)
         tp = Group("tp", tuple(range(layout.tp)), tp_rank)
-        self.decoder = decoder = Decoder(MODEL, "lm", stage, layout.pp, tp, torch.float32, "meta", blocks=layout.blocks)
+        decoder = Decoder(MODEL, "lm", stage, layout.pp, tp, torch.float32, "meta", blocks=layout.blocks)
         train, generation = shards_at(MODEL, layout.train), shards_at(MODEL, layout)
         here: dict[str, Any] = {"max_bucket_bytes": bucket_bytes}
         self.hybrid = HybridWeights(
@@ -160,8 +160,7 @@ def transition(world: World, name: str, train: Layout, pp: int, tp: int, repeats
     costs, whole = costs_of(choose_method(name, layout), layout), 4 * all_elements(MODEL, norms=False)
     norms = elements(model.wanted, True) + (elements(model.shards, True) if costs.twice else 0)
     norms += (all_elements(MODEL, norms=True) - elements(model.wanted, True)) if hybrid.plan.from_whole else 0
-    done, replicated = hybrid.transition, 4.0 * norms_received(hybrid.plan, world.rank)
-    assert done is not None
+    done, replicated = hybrid.cost, 4.0 * norms_received(hybrid.plan, world.rank)
     lacks = 4.0 * missing_elements(model.shards, model.wanted)
     local = [done.bytes_received, replicated, done.peak_bytes, 4 * norms, lacks, hybrid.bucket_bytes]
     received, replicated, peak, held_norms, lacked, bucket = mean(world, local)

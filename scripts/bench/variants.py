@@ -132,8 +132,8 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     from rlhf_spmd.models.heads import token_log_probs
     from rlhf_spmd.models.lora import LoraConfig
     from rlhf_spmd.parallel.mesh import build_mesh
+    from rlhf_spmd.workers.objective import Packed
     from rlhf_spmd.workers.optim_config import OptimConfig
-    from rlhf_spmd.workers.passes import Packed
     from rlhf_spmd.workers.train_engine import TrainEngine
 
     world = join_world(case["device"])

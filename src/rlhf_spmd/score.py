@@ -42,8 +42,7 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.workers.objective import pack_rows, response_log_probs, sequence_lengths
-from rlhf_spmd.workers.passes import Packed
+from rlhf_spmd.workers.objective import Packed, pack_rows, response_log_probs, sequence_lengths
 from rlhf_spmd.workers.train_engine import TrainEngine
 
 

@@ -149,15 +149,8 @@ def test_a_model_that_is_not_trained(directory: Path, tmp_path: Path, name: str)
         assert other["log_probs"] == pytest.approx(one["log_probs"], abs=2e-5) and other["response_ids"] == one["response_ids"]
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("overlap=true", r"^models\.actor\.generation\.overlap=true: .* and generation\.ep=2; leave it out$"),
-        ("reuse_rollout_log_probs=true", r"generation\.ep=2 adds the results of experts in another order than training"),
-    ],
-)
-def test_what_cannot_be(directory: Path, tmp_path: Path, more: str, message: str) -> None:
+def test_what_cannot_be(directory: Path, tmp_path: Path) -> None:
     keys = (f"models.actor.path={directory / 'qwen3_moe'}", *layouts("actor tp2, generation tp2"), f"{EP}2")
-    overrides = tasks.settings(tmp_path / "run", STEPS, *keys, f"models.actor.generation.{more}")
-    with pytest.raises(ValueError, match=message):
+    overrides = tasks.settings(tmp_path / "run", STEPS, *keys, "models.actor.generation.reuse_rollout_log_probs=true")
+    with pytest.raises(ValueError, match=r"generation\.ep=2 adds the results of experts in another order than training"):
         prepare(tasks.other_task(GRPO, "actor"), overrides, 2)

@@ -28,7 +28,7 @@ from rlhf_spmd.environments.runner import EnvironmentFailure, EnvironmentRunner
 from rlhf_spmd.environments.tool_calls import FORMATS, TurnContext
 from rlhf_spmd.environments.tools import Tools, tool_schema
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
-from rlhf_spmd.generation.multi_turn import Environments, SpelledMarks, turn_messages
+from rlhf_spmd.generation.multi_turn import Environments, spelled_marks, turn_messages
 from rlhf_spmd.inference.output_files import Journal
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.launch import Launch
@@ -136,8 +136,8 @@ def test_a_turn_has_its_special_tokens_but_the_end_of_text() -> None:
 
 def test_marks_that_other_tokens_spell_are_told_apart() -> None:
     ids = [*map(WORDS.index, ANGRY), 2, WORDS.index("a"), 2]
-    assert SpelledMarks(load_tokenizer(talker()), ids, ANGRY * 2 + "a" + ANGRY) == {ANGRY: [len(ANGRY), 2 * len(ANGRY) + 1]}
-    assert SpelledMarks(load_tokenizer(talker()), [2], ANGRY) == {}
+    assert spelled_marks(load_tokenizer(talker()), ids, ANGRY * 2 + "a" + ANGRY) == {ANGRY: [len(ANGRY), 2 * len(ANGRY) + 1]}
+    assert spelled_marks(load_tokenizer(talker()), [2], ANGRY) == {}
 
 
 TOOLS = {"tools": ["test_several:find"]}

@@ -106,8 +106,7 @@ def test_ranks_of_a_host_share_its_memory(models: dict[str, str], monkeypatch: p
 
 
 def test_a_gpu_s_cache_takes_what_its_share_leaves(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the whole memory, as vLLM counts, less what this process has there, what a step works with and what is still to come; never
-    more than is free."""
+    """Of the whole memory, as vLLM counts, less what this process has there, and what a step works with; never more than is free."""
     assert room_on_device(0.9, 80.0, 16.0, 60.0, 2.0) == 54.0
     assert room_on_device(0.9, 80.0, 16.0, 30.0, 2.0) == 28.0, "another process is there"
     assert room_on_device(0.5, 80.0, 50.0, 25.0, 2.0) < 0
@@ -116,11 +115,10 @@ def test_a_gpu_s_cache_takes_what_its_share_leaves(models: dict[str, str], monke
     sizes = {"total_bytes": 1 << 30, "allocated_bytes": 100 << 20, "free_bytes": 900 << 20}
     for name, size in sizes.items():
         monkeypatch.setattr(kv_cache, name, lambda *_, size=size: size)
-    generator.reserved_bytes = 50 << 20
     step = step_bytes(generator.config, generator.decoder)
     assert 4 * SMALL.max_num_batched_tokens * generator.decoder.spec.hidden_size < step < 100 << 20
     page = KVCache.page_bytes(*generator._cache_shapes[0], SMALL.page_size, torch.float32)
-    assert generator._affordable(1)[1] == int((512 - 100 - 50) * (1 << 20) - step) // page
+    assert generator._affordable(1)[1] == int((512 - 100) * (1 << 20) - step) // page
 
 
 def test_a_step_has_rows_for_experts() -> None:

@@ -16,7 +16,7 @@ from generators import MODELS, SMALL, alone, assert_same, generate_in_pieces, lo
 from generators import backend as backend  # a fixture
 from ranks import run_ranks
 from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig
-from rlhf_spmd.generation.finished_groups import FinishedGroups
+from rlhf_spmd.generation.call import FinishedGroups
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh

@@ -22,7 +22,7 @@ from generators import (
 )
 from ranks import run_ranks
 from rlhf_spmd.generation import Completion, GenerationLimits, GenerationStats, Generator, Request, SamplingConfig
-from rlhf_spmd.generation.finished_groups import FinishedGroups
+from rlhf_spmd.generation.call import FinishedGroups
 from rlhf_spmd.generation.routed_experts import ExpertPages
 from rlhf_spmd.kernels import Ops
 from rlhf_spmd.kernels.gpu_ops import GpuOps

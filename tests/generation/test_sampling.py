@@ -254,9 +254,8 @@ def test_bad_settings_are_named() -> None:
         (SamplingConfig(max_response_length=0), r"sampling\.max_response_length=0"),
         (GenerationConfig(page_size=0), r"sampling\.page_size=0"),
         (GenerationConfig(num_pages=0), r"sampling\.num_pages=0"),
-        (GenerationConfig(attention="flash"), r"attention='flash': allowed are auto, torch"),
+        (GenerationConfig(attention="flash"), r"attention='flash'.*auto, torch, cpp"),  # type: ignore[arg-type]
         (GenerationConfig(gpu_memory_utilization=0.0), r"gpu_memory_utilization=0\.0"),
-        (GenerationConfig(max_num_seqs=9, max_num_batched_tokens=5), r"max_num_batched_tokens=5 is less than max_num_seqs=9"),
         (GenerationConfig(steps_per_sync=0), r"steps_per_sync=0"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -431,14 +430,11 @@ def test_bad_options_are_named(model: Path, tmp_path: Path) -> None:
         ("repetition_penalty=1e-39", r"sampling\.repetition_penalty=1e-39: must be at least 1e-06 and at most 1000000"),
         ("frequency_penalty=-1e39", r"sampling\.frequency_penalty=-1e\+39: must be at least -1000000000"),
         ("presence_penalty=.inf", r"sampling\.presence_penalty=inf"),
-        ("logit_bias={5: 0, 3: 1e10}", r"sampling\.logit_bias=\{3: 10000000000.0\}: must be between -1000000000"),
+        ("logit_bias={5: 0, 3: 1e10}", r"sampling\.logit_bias\.3=10000000000.0: must be at least -1000000000"),
         ("logit_bias={300: 1}", r"sampling\.logit_bias: token id 300 must lie in 0 \.\. 199"),
         ("stop_token_ids=[-1]", r"sampling\.stop_token_ids\[0\]=-1: must be at least 0"),
         ("stop=['x</s>']", r"sampling\.stop: 'x</s>' contains the special token '</s>'.*its id 2 in sampling\.stop_token_ids"),
-        ("stop=['']", "a stop string must not be empty"),
         ("logprobs=-1", r"sampling\.logprobs=-1"),
-        ("allowed_token_ids=[]", "must leave a token to draw"),
-        ("min_response_length=3", r"min_response_length=3: .* at most sampling\.max_response_length=2"),
     ):
         argv = arguments(model, rows, tmp_path / "out.jsonl", "sampling.max_response_length=2", f"sampling.{override}")
         with pytest.raises(ValueError, match=message):

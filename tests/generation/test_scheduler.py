@@ -9,8 +9,7 @@ import pytest
 
 from generators import row_of
 from rlhf_spmd.generation.config import GenerationConfig
-from rlhf_spmd.generation.page_allocator import PageAllocator, PrefixTable
-from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
+from rlhf_spmd.generation.page_allocator import SPARE_SLOTS, PageAllocator, PrefixTable
 from rlhf_spmd.generation.scheduler import Scheduler
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState
 
@@ -78,7 +77,7 @@ class Chaos:
             cache.epoch += 1
             self.done["forget"] += 1
         for row in [row for row in rows if not row.ended and rng.random() < self.often]:
-            if row.held:
+            if row.on_hold:
                 self.let_go(scheduler, row, texts[row.index], lasts[row.index])
             elif rng.random() < 0.2:
                 scheduler.remove(row)
@@ -94,9 +93,9 @@ class Chaos:
         row.tokens += text[row.length : row.length + more]
         scheduler.resume(row)
 
-    def look_ahead(self, scheduler: Scheduler, step: ScheduledStep) -> None:
+    def reserve_multi_step(self, scheduler: Scheduler, step: ScheduledStep) -> None:
         if self.rng.random() < self.often:
-            scheduler.look_ahead(step, self.rng.randint(2, 5))
+            scheduler.reserve_multi_step(step, self.rng.randint(2, 5))
         self.done["look ahead"] += step.repeats > 1
 
 
@@ -154,16 +153,16 @@ def run_to_the_end(
         cache.begun |= {row.index: cache.epoch for row in scheduler.running if row not in here}
         check_pages(scheduler)
         if not step.work:
-            waiting = [row for row in rows if row.held]
+            waiting = [row for row in rows if row.on_hold]
             assert waiting, "nothing runs, and nobody is waited for"
             for row in waiting:
                 chaos.let_go(scheduler, row, texts[row.index], lasts[row.index])
             continue
         assert len({work.row.index for work in step.work}) == len(step.work) <= limits.max_num_seqs
         assert sum(work.num_tokens for work in step.work) <= limits.max_num_batched_tokens
-        assert all(work.start == work.row.num_computed and work.num_tokens > 0 and not work.row.held for work in step.work)
+        assert all(work.start == work.row.num_computed and work.num_tokens > 0 and not work.row.on_hold for work in step.work)
         assert limits.enable_chunked_prefill or recurrent or all(work.samples for work in step.work), "part of a prompt"
-        chaos.look_ahead(scheduler, step)
+        chaos.reserve_multi_step(scheduler, step)
         check_pages(scheduler)
         cache.run(step)
         for item in step.work:
@@ -243,7 +242,7 @@ def run_ahead(rng: random.Random, most: int, recurrent: bool = False) -> Schedul
         check_pages(scheduler)
         if step.work:
             if rng.random() < 0.7:
-                scheduler.look_ahead(step, rng.randint(1, 4))
+                scheduler.reserve_multi_step(step, rng.randint(1, 4))
             drawn = [(item.row, item.row.length, item.num_draws(step.repeats)) for item in step.work if item.samples]
             cache.run(step)
             for row, _, number in drawn:

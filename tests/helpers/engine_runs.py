@@ -22,8 +22,8 @@ from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.workers.objective import Packed
 from rlhf_spmd.workers.optim_config import OptimConfig
-from rlhf_spmd.workers.passes import Packed
 from rlhf_spmd.workers.train_engine import TrainEngine
 from saved_models import model_tensors
 

@@ -120,8 +120,8 @@ def transitions(
         stays = sum(p.nbytes for key, p in before.items() if key not in hybrid.plan.locations)  # experts that differ, or all
         beside = 0 if buffers == "offload" else training if twice else stays
         assert model.held() == generation + beside, "parameters that are held while generating"
-        assert hybrid.transition is not None and hybrid.in_generation
-        result["bytes"] = hybrid.transition.bytes_received, hybrid.transition.bytes_sent
+        assert hybrid.in_generation
+        result["bytes"] = hybrid.cost.bytes_received, hybrid.cost.bytes_sent
         whole = 4 * sum(map(math.prod, hybrid.gathered.values())) if hybrid.plan.from_whole else 0
         held = whole + (generation if buffers == "keep" else 0) if whole else generation
         together = twice or (buffers == "keep" and hybrid.shared is None)
@@ -134,7 +134,7 @@ def transitions(
         for key, parameter in model.parameters().items():
             assert id(parameter) == objects[key], "parameter objects stay: optimizers and FSDP hold them"
             assert torch.equal(local(parameter), before[key]) and local(parameter).is_contiguous(), key
-        result["transient"] = hybrid.transition.peak_bytes - held - (training if together or stays else 0)  # there and back
+        result["transient"] = hybrid.cost.peak_bytes - held - (training if together or stays else 0)  # there and back
         kept = generation if buffers == "keep" and hybrid.shared is None else 0
         assert model.held() == training + kept
         with torch.no_grad():  # an update, the same in every layout
@@ -150,7 +150,7 @@ def transitions(
     return result
 
 
-def generate_in_layout(world: World, spec: ModelSpec, name: str, layout: GenerationLayout, wait: bool) -> float:
+def generate_in_layout(world: World, spec: ModelSpec, name: str, layout: GenerationLayout) -> float:
     """Hidden states of a generation module against the single-rank forward, in fp64; distance relative to the largest."""
     model = Model(world, spec, name, layout, bucket_bytes=10_000, dtype=torch.float64)
     whole = Decoder(spec, "lm", 0, 1, solo(), torch.float64, "cpu")
@@ -158,17 +158,12 @@ def generate_in_layout(world: World, spec: ModelSpec, name: str, layout: Generat
     tokens, attention = torch.arange(12) * 5 % 50, PackedAttention([7, 5], torch.device("cpu"))
     hybrid = model.hybrid
     for _ in range(2):
-        hybrid.to_generation(wait)
-        assert wait or hybrid.pending_bytes or not hybrid.plan.locations
-        if wait or world.rank != 1 or layout.pp * layout.tp > 1:  # a replica without rows computes nothing
-            with torch.no_grad():
-                a, b = model.generation(tokens, attention), whole(tokens, attention)
-            assert hybrid.pending_bytes == 0 and not hybrid.transition._hooks
-            distance = float((a - b).abs().max() / b.abs().max())
-        else:
-            distance = 0.0
+        hybrid.to_generation()
+        with torch.no_grad():
+            a, b = model.generation(tokens, attention), whole(tokens, attention)
+        distance = float((a - b).abs().max() / b.abs().max())
         hybrid.to_training()
         held = 8 * sum(map(math.prod, hybrid.gathered.values()))
         held += 0 if len(hybrid.plan.locations) == len(model.parameters()) else model.held()
-        assert hybrid.transition.peak_bytes <= held + hybrid.bucket_bytes, "beyond the formula is one bucket at most"
+        assert hybrid.cost.peak_bytes <= held + hybrid.bucket_bytes, "beyond the formula is one bucket at most"
     return distance

@@ -195,7 +195,7 @@ def test_a_call_that_ended_early_leaves_nothing_behind(llm: LLM) -> None:
         ({"logits_processors": max}, "logits_processors=<built-in function max> must be a list of functions"),
         (
             {"allowed_token_ids": []},
-            "sampling_params.allowed_token_ids=[]: it must leave a token to draw; leave it out for all",
+            "sampling_params.allowed_token_ids=[]: no token is left to draw; leave it out for all",
         ),
         ({"stop_token_ids": [-1]}, "sampling_params.stop_token_ids[0]=-1: must be at least 0"),
         ({"logit_bias": {-1: 2.0}}, "sampling_params.logit_bias.-1=-1: must be at least 0"),

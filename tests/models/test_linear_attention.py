@@ -17,7 +17,7 @@ from generators import SMALL, alone, build_generator, load, ragged_requests, tok
 from ranks import run_ranks
 from rlhf_spmd.generation import Completion, GenerationLimits, Generator, Request, SamplingConfig
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
+from rlhf_spmd.generation.page_allocator import SPARE_SLOTS
 from rlhf_spmd.generation.recurrent_states import slot_bytes
 from rlhf_spmd.kernels import DeltaShape, DeltaStates, delta_rule
 from rlhf_spmd.models.attention import PackedAttention

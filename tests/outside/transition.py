@@ -15,7 +15,7 @@ from rlhf_spmd.workers import weight_sync
 
 PLACES: dict[str, tuple[Any, str]] = {
     "bucket": (transfer.Transfer, "_finish"),
-    "parameter": (hybrid.Transition, "_restore"),
+    "parameter": (hybrid.HybridWeights, "_restore"),
     "target": (hybrid.HybridWeights, "allocate"),
     "message": (transfer.Transfer, "_start"),
     "small message": (transfer.Transfer, "_finish"),

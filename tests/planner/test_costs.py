@@ -38,7 +38,7 @@ from rlhf_spmd.planner.costs import MIXER_BACKWARD, MIXER_STARTS, PAGE, Calibrat
 from rlhf_spmd.planner.machine import GPUS, Gpu, Machine
 from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload, call_settings, shape_of
 from rlhf_spmd.workers.flops import forward_flops
-from rlhf_spmd.workers.passes import Packed
+from rlhf_spmd.workers.objective import Packed
 from small_models import CONFIGS as FAMILIES
 
 LLAMA = ModelSpec("llama", 1000, 256, 768, 8, 8, 4, 32)

@@ -31,8 +31,8 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.shapes import CallSettings, Workload, adapter_numel, call_settings, quantized_numel, shape_of
 from rlhf_spmd.workers.model_weights import held_tensors
+from rlhf_spmd.workers.objective import Packed
 from rlhf_spmd.workers.optim_config import OptimConfig
-from rlhf_spmd.workers.passes import Packed
 from rlhf_spmd.workers.train_engine import TrainEngine
 from tiers import tiers
 

@@ -79,7 +79,6 @@ FAULTS = {
     "nan": Fault("numerics", "actor.update_actor", f"{UPDATE}: FloatingPointError: .*nan.*", NAN),
     "reward": Fault("reward", "reward.compute_reward", ".*outside.rewards:often_fails.*no opinion.*", OFTEN, None, 2, step=1),
     "kill": Fault("lost", "", r"rank 2 stopped answering .*, step [23]\).*", (*APART, "models.critic.pool=b"), 2, 0, 3),
-    "overlap": move("bucket", "actor.generate_sequences", *SPLIT, "models.actor.generation.overlap=true"),
     "back": move("parameter", "actor.generate_sequences", *SPLIT),
     "whole": move("target", "actor.generate_sequences", *SPLIT, "models.actor.generation.reshard_method=full_gather"),
     "reallocation": move("message", "critic.compute_values", "models.critic.layout.tp=2", f"{CALL}.layout.dp=2"),
@@ -91,7 +90,7 @@ FAULTS = {
 }
 SHORT = ("raise", "transition")
 LATER = tuple(name for name in FAULTS if name not in SHORT)
-BATCHES = (SHORT, LATER[:5], LATER[5:8], LATER[8:])
+BATCHES = (SHORT, LATER[:4], LATER[4:7], LATER[7:])
 
 
 @dataclass

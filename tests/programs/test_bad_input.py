@@ -146,8 +146,6 @@ CONFIG = [
         ["pp=1 and tp=2", "calls.generate_sequences.layout"],
     ),
     ([f"{CALL}.layout.dp=3"], 3, ["8 prompts", "3 generation replicas"]),
-    ([f"{ACTOR}.overlap=true", f"{ACTOR}.reshard_method=full_gather"], 1, ["overlap=true", "reshard_method=zero_redundancy"]),
-    ([f"{ACTOR}.overlap=true", f"{CALL}.layout.tp=2"], 2, ["models.actor.generation.overlap=true", "calls.generate_sequences"]),
     # batches and lengths
     (["data.train_batch_size=6"], 1, ["algorithm.ppo_mini_batch_size=4", "data.train_batch_size=6"]),
     ([], 3, ["8 prompts", "3 generation replicas", "data.train_batch_size divisible by 3"]),

@@ -28,7 +28,7 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import Delta, Holding, Storages, plan_transfer, start_transfer, transfer_steps
 from rlhf_spmd.reshard.bucketing import TransferContext, TransferStep, plan_steps, split_messages
 from rlhf_spmd.reshard.holdings import holdings as holdings_of
-from rlhf_spmd.reshard.plan import ParamSlice, Plan, SliceCopy
+from rlhf_spmd.reshard.plan import ParamSlice, SliceCopy, TransferPlan
 
 SPEC = ModelSpec("llama", 37, 8, 16, 5, 4, 2, 2, attention_bias=True)  # 37 tokens: no tp divides them; tp 4: KV heads twice
 SPECS = {
@@ -90,7 +90,7 @@ def ids(arrays: Arrays) -> np.ndarray:
     return np.sort(np.concatenate([array.ravel() for array in arrays.values()])) if arrays else np.zeros(0, dtype=int)
 
 
-def simulate(plans: dict[int, Plan], before: dict[int, Arrays], after: dict[int, Arrays]) -> dict[int, Counter[int]]:
+def simulate(plans: dict[int, TransferPlan], before: dict[int, Arrays], after: dict[int, Arrays]) -> dict[int, Counter[int]]:
     """Applies all ranks' plans as execution does; returns the elements that each rank received, by sender."""
     received: dict[int, Counter[int]] = {rank: Counter() for rank in plans}
     for rank, plan in plans.items():
@@ -107,7 +107,7 @@ def simulate(plans: dict[int, Plan], before: dict[int, Arrays], after: dict[int,
     return {rank: +counts for rank, counts in received.items()}
 
 
-def moved(plan: Plan, pair: tuple[int, int]) -> list[SliceCopy]:
+def moved(plan: TransferPlan, pair: tuple[int, int]) -> list[SliceCopy]:
     return [piece for piece in plan.moves() if (piece.sender, piece.receiver) == pair]
 
 
@@ -206,7 +206,7 @@ def test_a_70b_model_on_1024_ranks(source: Layout, target: Layout) -> None:
         check_amounts(plan_transfer(a, b, lambda rank: rank // 8, rank), b, rank)
 
 
-def check_amounts(plan: Plan, target: list[Holding], rank: int) -> None:
+def check_amounts(plan: TransferPlan, target: list[Holding], rank: int) -> None:
     wanted = sum(box.numel for shard in shards_of(target, rank).values() for box in shard.boxes)
     assert plan.received(rank) + sum(piece.target.numel for piece in plan.copies()) == wanted
 

@@ -31,7 +31,7 @@ from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout, generation_layout
 from rlhf_spmd.reshard import METHODS, choose_method, missing_elements
-from rlhf_spmd.reshard.bucketing import Message, TransferContext, TransferStep, plan_bucket
+from rlhf_spmd.reshard.bucketing import TransferContext, TransferMessage, TransferStep, plan_bucket
 from rlhf_spmd.reshard.plan import ParamSlice
 from rlhf_spmd.reshard.reshard_methods import single_slice
 from rlhf_spmd.reshard.transfer import IN_FLIGHT, BackgroundTask, Transfer
@@ -217,7 +217,7 @@ def test_messages_under_way_are_bounded() -> None:
     """Also those that need no buffer: each is a kernel or a socket's work that others wait behind."""
     rows, sent = IN_FLIGHT // 4 // 1024, []
     weight = torch.empty(20 * rows, 1024, device="meta")
-    messages = [Message(True, (ParamSlice("weight", (i * rows, 0), (rows, 1024)),), None) for i in range(20)]
+    messages = [TransferMessage(True, (ParamSlice("weight", (i * rows, 0), (rows, 1024)),), None) for i in range(20)]
     steps = [TransferStep([message], [(0, 1)]) for message in messages]
     group: Any = SimpleNamespace(start_exchange=lambda outward, *_: [sent.append(flat) for _, flat in outward])
     transfer = Transfer(20, steps.__getitem__, {"weight": weight}, {}, group, weight.dtype, 1, "weight_sync")

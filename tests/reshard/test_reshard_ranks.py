@@ -107,9 +107,8 @@ def ways_of_a_gpu(world: World, train: Layout) -> set[str]:
     hybrid.to_generation()
     hybrid_module.plan_bucket = plan_bucket
     check_weights(model.generation, expected())
-    assert hybrid.transition is not None
-    assert hybrid.transition.bytes_received == 4 * hybrid.plan.transfer.received(hybrid.index)
-    assert hybrid.transition.peak_bytes <= size(model.generation.parameters()) + hybrid.bucket_bytes
+    assert hybrid.cost.bytes_received == 4 * hybrid.plan.transfer.received(hybrid.index)
+    assert hybrid.cost.peak_bytes <= size(model.generation.parameters()) + hybrid.bucket_bytes
     hybrid.to_training()
     assert all(torch.equal(local(p), before[key]) for key, p in model.parameters().items())
     steps = [step for step in hybrid._steps.values() if step.messages]
@@ -122,20 +121,19 @@ def test_ways_of_a_gpu(train: Layout) -> None:
     assert ways[0] == ways[1] == ways[2] == ways[3] == ({"flat", "messages"} if train.pp > 1 else {"whole", "flat"})
 
 
-FORWARD = [  # model, method, training layout, t_g, whether the gather ends before the forward pass
-    ("gqa", "zero_redundancy", Layout(tp=4), 1, False),
-    ("tied, biases, qk norm", "zero_redundancy", Layout(tp=4), 2, True),
-    ("odd vocabulary, 2 KV heads", "zero_redundancy", Layout(tp=4), 2, False),
-    ("tied, biases, qk norm", "full_gather", Layout(tp=4), 2, False),
-    ("odd vocabulary, 2 KV heads", "zero_redundancy", Layout(dp=4, zero=3), 2, False),
+FORWARD = [  # model, method, training layout, t_g
+    ("gqa", "zero_redundancy", Layout(tp=4), 1),
+    ("tied, biases, qk norm", "zero_redundancy", Layout(tp=4), 2),
+    ("odd vocabulary, 2 KV heads", "zero_redundancy", Layout(tp=4), 2),
+    ("tied, biases, qk norm", "full_gather", Layout(tp=4), 2),
+    ("odd vocabulary, 2 KV heads", "zero_redundancy", Layout(dp=4, zero=3), 2),
 ]
 
 
-@pytest.mark.parametrize(("model", "name", "train", "tp", "wait"), FORWARD, ids=str)
-def test_forward_in_the_generation_layout(model: str, name: str, train: Layout, tp: int, wait: bool) -> None:
-    """Also where the gather goes on during the forward pass, and where a rank makes none."""
+@pytest.mark.parametrize(("model", "name", "train", "tp"), FORWARD, ids=str)
+def test_forward_in_the_generation_layout(model: str, name: str, train: Layout, tp: int) -> None:
     layout = layout_of(name, train, 1, tp)
-    assert max(run_ranks(4, generate_in_layout, SPECS[model][0], name, layout, wait)) < 1e-12
+    assert max(run_ranks(4, generate_in_layout, SPECS[model][0], name, layout)) < 1e-12
 
 
 @pytest.mark.parametrize("buffers", ["free", "offload"])
@@ -153,7 +151,7 @@ def test_another_dtype_is_a_copy_and_stays(buffers: str) -> None:
     hybrid.to_generation()
     with pytest.raises(AssertionError, match="already in the generation layout"):
         hybrid.to_generation()
-    assert hybrid.shared is None and hybrid.transition is not None and hybrid.transition.bytes_received == 0
+    assert hybrid.shared is None and hybrid.cost.bytes_received == 0
     for (key, a), b in zip(decoder.named_parameters(), generation.parameters(), strict=True):
         assert torch.equal(before[key].bfloat16(), b)
         assert a.untyped_storage().nbytes() == (0 if buffers == "offload" else a.nbytes)

@@ -56,8 +56,8 @@ from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, generation_layout, resolve_layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.reshard.holdings import held_by
+from rlhf_spmd.workers.objective import Packed
 from rlhf_spmd.workers.optim_config import learning_rate
-from rlhf_spmd.workers.passes import Packed
 from rlhf_spmd.workers.rank_shards import rank_shards
 from rlhf_spmd.workers.train_engine import TrainEngine
 

@@ -23,7 +23,7 @@ from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.reshard import Storages
-from rlhf_spmd.workers.passes import Packed
+from rlhf_spmd.workers.objective import Packed
 from rlhf_spmd.workers.train_engine import TrainEngine
 
 

@@ -20,7 +20,6 @@ from generators import MODELS, alone, ragged_requests, tokens_of
 from places import ROOT
 from rlhf_spmd.generation import Completion, GenerationConfig, Generator, Request, SamplingConfig
 from rlhf_spmd.kernels import choose_ops
-from rlhf_spmd.kernels.devices import unavailable
 from rlhf_spmd.kernels.pinned_memory import copy_to_host, host_like, host_zeros
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
@@ -230,15 +229,12 @@ def test_triton_draws_what_torch_draws_and_batches_change_no_bit(path: str) -> N
         assert generate(path, torch.float32, sampling, attention="triton", **changes)[0] == tokens
 
 
-@pytest.mark.parametrize("attention", ["triton", "flash_attn"])
 @pytest.mark.parametrize("sampling", [SamplingConfig(temperature=0.9, top_k=20), SamplingConfig(temperature=0.0)], ids=str)
-def test_cuda_graphs_draw_what_steps_draw(path: str, attention: str, sampling: SamplingConfig) -> None:
+def test_cuda_graphs_draw_what_steps_draw(path: str, sampling: SamplingConfig) -> None:
     """Other sizes of batch may round otherwise in cuBLAS, so log-probs are close and tokens the same but for ties."""
-    if why := unavailable(attention, torch.device("cuda"), torch.bfloat16):
-        pytest.skip(why)
-    wanted, log_probs = generate(path, torch.bfloat16, sampling, attention=attention)
+    wanted, log_probs = generate(path, torch.bfloat16, sampling, attention="triton")
     for changes in ({"steps_per_sync": 8}, {"steps_per_sync": 8, "enforce_eager": False}, {"enforce_eager": False}):
-        tokens, others = generate(path, torch.bfloat16, sampling, attention=attention, **changes)
+        tokens, others = generate(path, torch.bfloat16, sampling, attention="triton", **changes)
         same = [a == b for a, b in zip(tokens, wanted, strict=True)]
         assert sum(same) >= 0.8 * len(same)
         if all(same):

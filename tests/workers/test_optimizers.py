@@ -22,7 +22,6 @@ from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.muon import assign_matrices, muons_of
 from rlhf_spmd.workers.optim_config import OptimConfig, learning_rate
 from rlhf_spmd.workers.optimizer import Optimizer
@@ -105,7 +104,6 @@ def test_schedules_are_those_of_transformers(ours: str, theirs: str, min_ratio: 
         ({"lr_scheduler_type": "cosinus"}, "lr_scheduler_type=.*allowed: constant"),
         ({"lr": -1.0}, "lr=.*must be"),
         ({"lr": math.nan}, "lr=.*must be"),
-        ({"betas": [0.9]}, "betas=.*must be"),
         ({"betas": [0.9, 1.0]}, r"betas\[1\]=.*must be"),
         ({"eps": 0.0}, "eps=.*must be"),
         ({"clip_grad": -0.5}, "clip_grad=.*must be"),
@@ -123,8 +121,6 @@ def test_bad_settings_name_key_and_value(settings: dict[str, Any], message: str)
 
 def test_what_eight_bits_need(monkeypatch: pytest.MonkeyPatch) -> None:
     config = OptimConfig(name="adamw_8bit", lr=1e-6)
-    with pytest.raises(ValueError, match=r"adamw_8bit computes in float32, and models\.actor\.dtype=float64; use adamw$"):
-        check_section(RoleConfig(dtype="float64", optim=config), "models.actor")
     monkeypatch.setattr("rlhf_spmd.workers.optim_config.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"adamw_8bit needs the library: pip install bitsandbytes$"):
         check_section(config, "models.actor.optim")

@@ -37,8 +37,7 @@ from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.workers.objective import pack_rows, response_log_probs
-from rlhf_spmd.workers.passes import ROUTED_EXPERTS, Packed
+from rlhf_spmd.workers.objective import ROUTED_EXPERTS, Packed, pack_rows, response_log_probs
 from rlhf_spmd.workers.router_replay import ExpertRecords, check_replay
 from rlhf_spmd.workers.train_engine import TrainEngine
 from small_models import CONFIGS, make_batch, make_model

@@ -15,8 +15,7 @@ from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.kernels import AttentionRule, Ops, choose_ops
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.workers.objective import last_token_value, pack_rows, response_log_probs, response_values
-from rlhf_spmd.workers.passes import Packed
+from rlhf_spmd.workers.objective import Packed, last_token_value, pack_rows, response_log_probs, response_values
 
 CPU = torch.device("cpu")
 PROMPTS = [[7, 8, 9, 4, 5], [7, 8, 9, 4, 5], [3], [7, 8, 9, 4, 6], [7, 8, 9, 4, 5], [3], [7, 8]]

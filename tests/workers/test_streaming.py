@@ -123,7 +123,7 @@ def train_and_look(world: World, config: str, overrides: Sequence[str], director
     from rlhf_spmd.workers.reward import RewardWorker
     from rlhf_spmd.workers.rollout_engine import RolloutEngine
 
-    tick, begin, finish = RolloutEngine.tick, RewardWorker.start_early, RolloutStreamer.finish
+    tick, begin, finish = RolloutEngine.tick_together, RewardWorker.start_early, RolloutStreamer.finish
     begun: list[int] = []
     scored: list[str] = []
 
@@ -146,7 +146,7 @@ def train_and_look(world: World, config: str, overrides: Sequence[str], director
         finish(self, rows)
 
     with (
-        mock.patch.object(RolloutEngine, "tick", slow_tick),
+        mock.patch.object(RolloutEngine, "tick_together", slow_tick),
         mock.patch.object(RewardWorker, "start_early", noted_begin),
         mock.patch.object(RolloutStreamer, "finish", looked_finish),
     ):

@@ -6,42 +6,19 @@ ended (``GenerationLimits``), and goes on in its next call. ``GenerationConfig``
 
 Read in this order: ``sequence`` (a row and the work of a step), ``page_allocator`` and ``scheduler`` (what runs next; without
 torch, and equal on every rank of a replica), ``decode_micro_batches`` (the decode loop), ``model_runner`` (a step on the device),
-``generator``. Beside these: ``kv_cache`` and ``backends`` (attention over pages), ``recurrent_states`` and ``prompt_states`` (linear
-attention), ``routed_experts``, ``sampler``, ``logit_rules``, ``stopping``, ``graphs``, ``pipeline_channels``, ``multi_turn``,
-``finished_groups``, ``interruption`` and ``balancing``.
+``generator``. Beside these: ``call`` (a call's arguments and early ends), ``kv_cache`` and ``backends`` (attention over pages),
+``recurrent_states`` (linear attention), ``routed_experts``, ``sampler``, ``logit_rules``, ``stopping``, ``graphs``,
+``pipeline_channels``, ``multi_turn`` and ``balancing``.
 
 Must not know: training, roles, rewards, how weights got into the decoder.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rlhf_spmd.generation.config import GenerationConfig as GenerationConfig
-    from rlhf_spmd.generation.config import SamplingConfig as SamplingConfig
-    from rlhf_spmd.generation.generator import Generator as Generator
-    from rlhf_spmd.generation.interruption import GenerationLimits as GenerationLimits
-    from rlhf_spmd.generation.scheduler import GenerationStats as GenerationStats
-    from rlhf_spmd.generation.sequence import Completion as Completion
-    from rlhf_spmd.generation.sequence import NotFinite as NotFinite
-    from rlhf_spmd.generation.sequence import Request as Request
-    from rlhf_spmd.generation.stopping import StopStrings as StopStrings
-
-_MODULES = {
-    "config": ("GenerationConfig", "SamplingConfig"),
-    "generator": ("Generator",),
-    "interruption": ("GenerationLimits",),
-    "scheduler": ("GenerationStats",),
-    "sequence": ("Completion", "NotFinite", "Request"),
-    "stopping": ("StopStrings",),
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first asked for, so that the scheduler alone can be imported without torch."""
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+from rlhf_spmd.generation.call import GenerationLimits as GenerationLimits
+from rlhf_spmd.generation.config import GenerationConfig as GenerationConfig
+from rlhf_spmd.generation.config import SamplingConfig as SamplingConfig
+from rlhf_spmd.generation.generator import Generator as Generator
+from rlhf_spmd.generation.scheduler import GenerationStats as GenerationStats
+from rlhf_spmd.generation.sequence import Completion as Completion
+from rlhf_spmd.generation.sequence import NotFinite as NotFinite
+from rlhf_spmd.generation.sequence import Request as Request
+from rlhf_spmd.generation.stopping import StopStrings as StopStrings

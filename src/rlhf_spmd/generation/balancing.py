@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from rlhf_spmd.generation.sequence import Request, SamplingOverrides, ScheduledStep, SequenceState, TokenLogprobs
-from rlhf_spmd.parallel.collectives import Group, wait_all
+from rlhf_spmd.parallel.collectives import Group
 
 
 def plan_moves(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Moves (from, to, number of rows) that make the replicas' row counts equal to within one.
+    """Return the moves (from, to, number of rows) that make the replicas' row counts equal to within one.
 
     There are none while the emptiest replica has at least half as many rows as the fullest.
     """
@@ -53,7 +53,7 @@ class ReplicaBalancer:
         self.left, self.num_steps = left, 0
 
     def interrupts(self, step: ScheduledStep, num_drawn: int) -> bool:
-        """Whether the run ends after this finished step, since rows are to move or none are left anywhere.
+        """Return True if the run ends after this finished step, since rows are to move or none are left anywhere.
 
         Collective over all replicas: every rank of them must call, in program order, after each step.
         """
@@ -70,7 +70,7 @@ class ReplicaBalancer:
         return True
 
     def take(self, left: int) -> list[int]:
-        """The row counts that ended the last run, or new ones. Collective as :meth:`interrupts`."""
+        """Return the row counts that ended the last run, or new ones. Collective as :meth:`interrupts`."""
         answer, self._answer = self._answer, None
         return self._ask(left) if answer is None else answer
 
@@ -83,23 +83,16 @@ def exchange(group: Group, outgoing: Mapping[int, Sequence[Any]]) -> list[Any]:
 
     Collective over the group: every rank of it must call, in program order.
     """
-    payloads = {
-        to: torch.frombuffer(bytearray(json.dumps(things).encode()), dtype=torch.uint8) for to, things in outgoing.items()
-    }
-    mine = torch.tensor([len(payloads.get(to, ())) for to in range(group.size)])
-    sizes = torch.stack(group.all_gather(mine, "generation:moves"))[:, group.rank].tolist()
-    arrivals = {
-        source: torch.empty(size, dtype=torch.uint8) for source, size in enumerate(sizes) if size and source != group.rank
-    }
-    works = [group.isend(payload, to, "generation:moves") for to, payload in payloads.items() if to != group.rank]
-    wait_all([*works, *(group.irecv(arrival, source, "generation:moves") for source, arrival in arrivals.items())])
-    if group.rank in payloads:
-        arrivals[group.rank] = payloads[group.rank]
-    return [thing for source in sorted(arrivals) for thing in json.loads(bytes(arrivals[source].numpy()))]
+    payloads = [json.dumps([*outgoing.get(to, ())]).encode() for to in range(group.size)]
+    sent = [len(payload) for payload in payloads]
+    received = group.all_to_all(torch.tensor(sent), "generation:moves").tolist()
+    outward = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8)
+    inward = group.all_to_all_rows(outward, sent, received, "generation:moves")
+    return [item for part in inward.split(received) for item in json.loads(bytes(part.numpy()))]
 
 
 def pack(home: int, row: SequenceState) -> list[Any]:
-    """A row without its pages as JSON, exactly, for :func:`exchange`. ``home``: the replica that was asked for it."""
+    """Return a row without its pages as JSON, exactly, for :func:`exchange`. ``home``: the replica that was asked for it."""
     request = vars(row.request) | {"prompt_ids": list(row.request.prompt_ids)}
     noted = row.token_logprobs and [tensor.tolist() for tensor in row.token_logprobs]
     experts, numbers = row.experts, None
@@ -110,7 +103,7 @@ def pack(home: int, row: SequenceState) -> list[Any]:
 
 
 def unpack(packed: list[Any], dtype: torch.dtype) -> tuple[int, SequenceState]:
-    """The opposite of :func:`pack`. ``dtype``: of the log-probs."""
+    """Return the opposite of :func:`pack`. ``dtype``: of the log-probs."""
     home, fields, step, token_ids, noted, stopped, ended, numbers = packed
     kinds = (dtype, dtype, torch.int64, torch.int64, dtype)
     log_probs = noted and TokenLogprobs(*(torch.tensor(values, dtype=kind) for values, kind in zip(noted, kinds, strict=True)))

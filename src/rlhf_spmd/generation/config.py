@@ -5,33 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
-from rlhf_spmd.config.constraints import Fraction, NonNegativeInt, NumRows, PositiveFraction, PositiveInt, Range, Seed
+from rlhf_spmd.config.constraints import (
+    FiniteFloat,
+    Fraction,
+    NonNegativeInt,
+    NumRows,
+    PositiveFraction,
+    PositiveInt,
+    Range,
+    Seed,
+)
 from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.generation.sequence import SamplingOverrides
 from rlhf_spmd.kernels import ATTENTION, capabilities, model_device
-from rlhf_spmd.kernels.devices import EXTRAS, unavailable
+from rlhf_spmd.kernels.devices import unavailable
 
-if TYPE_CHECKING:
-    from rlhf_spmd.models.spec import ModelSpec
-
-BACKENDS = (*ATTENTION, *EXTRAS)
-FLASH_PAGE = 256  # flash-attn takes pages of a multiple of this many tokens
 MAX_LOGPROBS = 100
 MIN_TEMPERATURE = 1e-3  # at less, scaled logits overflow before they differ from greedy decoding
 MAX_SHIFT, MAX_FACTOR = 1e9, 1e6  # limits of what logits are shifted and multiplied by: results fit in fp32
+AttentionName = Literal["auto", "torch", "cpp", "triton"]
 Keeping = Literal["free", "keep", "offload"]  # what happens to memory that is not used for a while
 Penalty = Annotated[float, Range(least=-MAX_SHIFT, most=MAX_SHIFT)]
 
 
 def check_attention(attention: str, device: torch.device, where: str, dtype: torch.dtype | None = None) -> None:
-    """Raises ValueError if ``attention`` is one of EXTRAS and cannot run on ``device``."""
-    if attention in EXTRAS and (why := unavailable(attention, device, dtype)):
-        allowed = [other for other in EXTRAS if unavailable(other, device, dtype) is None]
-        raise ValueError(f"{where}={attention}: {why}; allowed here: {', '.join([*ATTENTION, *allowed])}")
+    """Raise ValueError if ``attention`` cannot run on ``device``."""
+    if attention == "triton" and (why := unavailable(attention, device, dtype)):
+        raise ValueError(f"{where}={attention}: {why}; allowed here: {', '.join(ATTENTION)}")
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,8 @@ class GenerationConfig:
       `naive_groups`; see [parallelism.md](parallelism.md#from-training-to-generation)
     - buffers: generation weights while training: `free`, `keep` (memory at fixed addresses), or `offload` (as `free`; training
       shards that an engine holds beside the generation shard wait in host memory while generating)
-    - overlap: the next layers' weights come while the first forward pass computes; only where `zero_redundancy` regroups ranks
-      in place
-    - attention: `torch`, `cpp` (CPUs), `triton` or `flash_attn` (CUDA devices); `auto`: on CUDA devices `triton`, or `torch`
-      where that cannot serve, on CPUs the actor's `attention`. Another choice than the actor's loses the equality of
+    - attention: `torch`, `cpp` (CPUs) or `triton` (CUDA devices); `auto`: on CUDA devices `triton`, or `torch` where that cannot
+      serve, on CPUs the actor's `attention`. Another choice than the actor's loses the equality of
       generation's and training's log-probs. See [generation.md](generation.md#backends)
     - reuse_rollout_log_probs: take the sampled tokens' log-probs as training's old ones instead of computing these in a forward
       pass of their own. `null`: where both are the same bits (on CPUs whose products are exact, in float32 and bfloat16, if
@@ -74,7 +76,7 @@ class GenerationConfig:
       [generation.md](generation.md#cuda-graphs). null: 8 where steps are captured as CUDA graphs,
       else 1. With `pp` above 1, or with environments and linear attention, it is always 1
     - enforce_eager: `true`: never CUDA graphs, for debugging. `false`: on CUDA devices decode steps are graphs where `pp` is 1 and
-      attention is `triton` or `flash_attn`; with `tp` above 1 if a trial at the start succeeds
+      attention is `triton`; with `tp` above 1 if a trial at the start succeeds
     - rebalance_steps: generator steps after which the replicas compare how many rows each has left. Rows move if one replica has
       less than half as many as the fullest; 0: never. Not with prompts in flight (`data.gen_batch_size`)
     """
@@ -84,8 +86,7 @@ class GenerationConfig:
     ep: PositiveInt = 1
     reshard_method: Literal["zero_redundancy", "full_gather", "naive_groups"] = "zero_redundancy"
     buffers: Keeping = "free"
-    overlap: bool = False
-    attention: str = "auto"
+    attention: AttentionName = "auto"
     reuse_rollout_log_probs: bool | None = None
     page_size: PositiveInt = 64
     kv_cache: Keeping = "free"
@@ -99,39 +100,30 @@ class GenerationConfig:
     enforce_eager: bool = False
     rebalance_steps: NonNegativeInt = 0
 
-    def check(self, where: str) -> None:
-        """Raises ValueError naming key, value and what is allowed. ``where``: the section, as in ``models.actor.generation``."""
-        if self.attention not in BACKENDS:
-            raise ValueError(f"{where}.attention={self.attention!r}: allowed are {', '.join(BACKENDS)}")
-        if self.attention == "flash_attn" and self.page_size % FLASH_PAGE:
-            raise ValueError(
-                f"{where}.page_size={self.page_size}: flash_attn's pages are multiples of {FLASH_PAGE} tokens; set it to {FLASH_PAGE}"
-            )
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"{where}.max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
-                "every row in flight computes at least one token in a step; raise the first or lower the second"
-            )
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("max_num_batched_tokens", "max_num_seqs"),
+            lambda s: s.max_num_batched_tokens < s.max_num_seqs,
+            "every row in flight computes at least one token in a step",
+            "raise the first or lower the second",
+        ),
+    )
 
     def memory_share(self, on_host: bool) -> float:
-        """``gpu_memory_utilization`` or its default. ``on_host``: the device is a CPU."""
+        """Return ``gpu_memory_utilization`` or its default. ``on_host``: the device is a CPU."""
         default = 0.5 if on_host else 0.9
         return default if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
     def check_device(self, where: str) -> None:
-        """Raises ValueError if this process's device cannot run ``attention``. A plan may be for other devices."""
+        """Raise ValueError if this process's device cannot run ``attention``. A plan may be for other devices."""
         check_attention(self.attention, model_device(), f"{where}.attention")
 
     def captures(self, device: torch.device, pp: int) -> bool:
-        """Whether decode steps become CUDA graphs on this device, if attention and experts allow it."""
+        """Return True if decode steps become CUDA graphs on this device, as far as attention and experts allow it."""
         return not self.enforce_eager and capabilities(device).graphs and pp == 1
 
-    def check_model(self, where: str, spec: ModelSpec) -> None:
-        """Raises ValueError for what the model's attention cannot do."""
-        check_model_attention(self.attention, spec, f"{where}.attention")
-
     def check_row(self, where: str, longest: int, words: str) -> None:
-        """Raises ValueError if a row of ``longest`` tokens, prompt and response, could never run. ``words`` explain the number."""
+        """Raise ValueError if a row of ``longest`` tokens, prompt and response, could never run. ``words`` explain the number."""
         pages = -(-(longest - 1) // self.page_size)
         if self.num_pages is not None and pages > self.num_pages:
             raise ValueError(
@@ -177,14 +169,14 @@ class SamplingConfig:
     """
 
     n: NumRows = 1
-    temperature: float = 1.0
+    temperature: FiniteFloat = 1.0
     top_p: PositiveFraction = 1.0
     top_k: Annotated[int, Range(least=-1)] = 0
     min_p: Fraction = 0.0
     repetition_penalty: Annotated[float, Range(least=1 / MAX_FACTOR, most=MAX_FACTOR)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: dict[NonNegativeInt, float] = field(default_factory=dict)
+    logit_bias: dict[NonNegativeInt, Penalty] = field(default_factory=dict)
     allowed_token_ids: list[NonNegativeInt] | None = None
     forbidden_token_ids: list[NonNegativeInt] = field(default_factory=list)
     stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
@@ -209,6 +201,14 @@ class SamplingConfig:
             "no response could be as long",
             "lower the first or raise the second",
         ),
+        Rule(
+            ("temperature",),
+            lambda s: s.temperature and not MIN_TEMPERATURE <= s.temperature <= MAX_FACTOR,
+            f"must be 0 (greedy) or at least {MIN_TEMPERATURE}, at most {MAX_FACTOR}, since scaled logits overflow elsewhere",
+            "set it to 1 for the model's own distribution",
+        ),
+        Rule(("allowed_token_ids",), lambda s: s.allowed_token_ids == [], "no token is left to draw", "leave it out for all"),
+        Rule(("stop",), lambda s: not all(s.stop), "a stop string must not be empty", "leave the empty one out"),
     )
 
     @property
@@ -217,37 +217,20 @@ class SamplingConfig:
 
     @property
     def overrides(self) -> SamplingOverrides:
-        """The fields that a row may override."""
+        """Return the fields that a row may override."""
         return SamplingOverrides(self.temperature, self.top_p, self.top_k, self.min_p)
 
     def with_overrides(self, overrides: SamplingOverrides) -> SamplingConfig:
-        """The configuration of a row with these overrides."""
+        """Return the configuration of a row with these overrides."""
         return replace(self, n=1, **overrides._asdict())
 
     @property
     def log_prob_temperature(self) -> float:
-        """The temperature of the returned ``log_probs``."""
+        """Return the temperature of the returned ``log_probs``."""
         return 1.0 if self.greedy else self.temperature
 
-    def check(self, where: str) -> None:
-        """Raises ValueError naming key, value and what is allowed. ``where``: the section, as in ``sampling``."""
-        if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature <= MAX_FACTOR:
-            raise ValueError(
-                f"{where}.temperature={self.temperature}: must be 0 (greedy) or at least {MIN_TEMPERATURE}, at most {MAX_FACTOR}"
-            )
-        if self.allowed_token_ids == []:
-            raise ValueError(f"{where}.allowed_token_ids=[]: it must leave a token to draw; leave it out for all")
-        for token, shift in self.logit_bias.items():
-            if not abs(shift) <= MAX_SHIFT:
-                raise ValueError(
-                    f"{where}.logit_bias={{{token}: {shift}}}: must be between {-MAX_SHIFT} and {MAX_SHIFT}; forbidden_token_ids "
-                    "keeps a token out"
-                )
-        if not all(self.stop):
-            raise ValueError(f"{where}.stop={self.stop}: a stop string must not be empty")
-
     def check_ids(self, vocab_size: int, drawable: int, stop_ids: Collection[int], rows_have_minimum: bool, where: str) -> None:
-        """Raises ValueError for token ids outside the vocabulary, and if no token is left to draw.
+        """Raise ValueError for token ids outside the vocabulary, and if no token is left to draw.
 
         ``drawable``: as many ids, from 0 on, may be drawn (:func:`~.sampler.drawable_ids`). ``stop_ids``: tokens that end a response.
         ``rows_have_minimum``: some rows have a ``min_response_length`` of their own.
@@ -269,10 +252,3 @@ class SamplingConfig:
                 f"{where}: allowed_token_ids without forbidden_token_ids (before min_response_length also without the tokens "
                 "that end a response) leave no token to draw; allow more"
             )
-
-
-def check_model_attention(wanted: str, spec: ModelSpec, where: str) -> None:
-    """Raises ValueError if the backend ``wanted`` cannot compute the attention of ``spec``."""
-    if wanted == "flash_attn" and (spec.latent is not None or spec.names.sinks):
-        lacks = "latent attention" if spec.latent is not None else "sinks, which the model's attention has"
-        raise ValueError(f"{where}=flash_attn: it has no {lacks}; set it to auto or triton")

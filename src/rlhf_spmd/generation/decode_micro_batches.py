@@ -15,24 +15,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from rlhf_spmd.data.balance import greedy_partition
+from rlhf_spmd.generation.call import GenerationCall
 from rlhf_spmd.generation.config import GenerationConfig
-from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Graphs
-from rlhf_spmd.generation.interruption import Interrupts
 from rlhf_spmd.generation.kv_cache import KVCache
-from rlhf_spmd.generation.model_runner import NOT_FINITE, GenerationCall, LaunchedStep, ModelRunner
-from rlhf_spmd.generation.multi_turn import Environments, MultiTurnRollouts
-from rlhf_spmd.generation.page_allocator import PrefixTable
+from rlhf_spmd.generation.model_runner import NOT_FINITE, LaunchedStep, ModelRunner
+from rlhf_spmd.generation.multi_turn import MultiTurnRollouts
+from rlhf_spmd.generation.page_allocator import SPARE_SLOTS, PrefixTable
 from rlhf_spmd.generation.pipeline_channels import PipelineChannels
-from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
 from rlhf_spmd.generation.routed_experts import RowExperts
-from rlhf_spmd.generation.scheduler import GenerationStats, Scheduler
+from rlhf_spmd.generation.scheduler import Scheduler
 from rlhf_spmd.generation.sequence import Completion, NotFinite, ScheduledStep, SequenceState, TokenLogprobs
 
 PENDING = -1  # stands in a row's tokens for one that is drawn and not read yet
@@ -53,12 +53,15 @@ class DecodeMicroBatch:
     first. ``slots``: rows that may run at once, the same on all stages, whether they have states of linear attention or not.
     """
 
+    call: GenerationCall
     runner: ModelRunner
 
     def __init__(self, config: GenerationConfig, cache: KVCache, graphs: Graphs, slots: int, recurrent: bool) -> None:
         spare = range(slots, slots + SPARE_SLOTS) if recurrent and config.enable_prefix_caching else ()
         self.scheduler, self.cache = Scheduler(config, recurrent, spare), cache
-        self.prefix_table, self.graphs, self.slots = PrefixTable(config.page_size), graphs, slots
+        self.prefix_table = PrefixTable(config.page_size)
+        self.graphs = graphs
+        self.slots = slots
         self.rows: dict[int, SequenceState] = {}
         self.in_flight: deque[StepInFlight] = deque()
 
@@ -72,10 +75,13 @@ class DecodeMicroBatch:
                 row.min_new = max(call.sampling.min_response_length, row.request.min_new_tokens)
                 self.scheduler.add(row)
         self.rows = {row.request.row_id: row for row in rows}
-        self.runner = ModelRunner(call, rows, self.cache, channels, self.graphs)
+        self.call, self.runner = call, ModelRunner(call, rows, self.cache, channels, self.graphs)
+        if call.environments is not None and self.scheduler.recurrent:
+            # states cannot go back to the end of a turn, so nothing is drawn behind it
+            self.runner.max_repeats = min(self.runner.max_repeats, 1)
         self.experts = None if self.cache.experts is None else RowExperts(self.cache.experts)
         self.scheduler.before_release = None if self.experts is None else self.experts.collect
-        self.stop, self.version, self._before = call.stop, call.version, [row.num_new for row in rows]
+        self._num_new_before = [row.num_new for row in rows]
 
     def leave(self) -> None:
         """End the call: its rows get the log-probs of the tokens that it drew, and the experts that are recorded.
@@ -83,23 +89,26 @@ class DecodeMicroBatch:
         Collective over the replica, as :meth:`start` and :meth:`finish`: every rank of it must call, in program order.
         """
         results = self.runner.results()
-        for row, first in zip(self.rows.values(), self._before, strict=True):
-            if count := row.num_new - first:
-                log_probs, at_one, *top = (part[row.index, first : row.num_new].clone() for part in results)
-                new, old = TokenLogprobs(log_probs, at_one, torch.full((count,), self.version), *top), row.token_logprobs
+        for row, first in zip(self.rows.values(), self._num_new_before, strict=True):
+            if row.num_new > first:
+                new = self._token_logprobs([part[row.index, first : row.num_new].clone() for part in results])
+                old = row.token_logprobs
                 row.token_logprobs = new if old is None else TokenLogprobs(*map(torch.cat, zip(old, new, strict=True)))
         if self.experts is not None:
             for row in self.rows.values():
                 self.experts.collect(row)
             self.experts.finish(self.rows.values(), self.runner.mesh.pp)
         self.scheduler.before_release = None
-        del self.runner, self.experts
+        del self.call, self.runner, self.experts
 
     def completion(self, row: SequenceState) -> Completion:
-        """The completion of a row that began and ended in this call, before :meth:`leave`. Only on a last stage."""
-        log_probs, at_one, *top = self.runner.row_results(row)
+        """Return the completion of a row that began and ended in this call, before :meth:`leave`. Only on a last stage."""
         experts = None if self.experts is None else self.experts.of_ended(row)
-        return row.completion(TokenLogprobs(log_probs, at_one, torch.full((row.num_new,), self.version), *top), experts)
+        return row.completion(self._token_logprobs(self.runner.row_results(row)), experts)
+
+    def _token_logprobs(self, results: Sequence[Tensor]) -> TokenLogprobs:
+        log_probs, log_probs_t1, *top = results
+        return TokenLogprobs(log_probs, log_probs_t1, torch.full((len(log_probs),), self.call.version), *top)
 
     def start(self) -> bool:
         """Launch the next step. False: nothing can start before started steps are finished or environments answer."""
@@ -108,7 +117,7 @@ class DecodeMicroBatch:
             return False
         all_decode = not step.copies and all(item.decodes for item in step.work)
         if runner.max_repeats and (runner.captures or all_decode):
-            self.scheduler.look_ahead(step, runner.max_repeats)
+            self.scheduler.reserve_multi_step(step, runner.max_repeats)
         drawn = [(item.row, item.row.length, count) for item in step.work if (count := item.num_draws(step.repeats))]
         self.in_flight.append(StepInFlight(step, runner.start(step), drawn))
         for row, _, count in drawn:
@@ -116,9 +125,9 @@ class DecodeMicroBatch:
         self.scheduler.advance(step)
         return True
 
-    def finish(self, stats: GenerationStats, multi_turn: MultiTurnRollouts | None) -> ScheduledStep:
+    def finish(self, multi_turn: MultiTurnRollouts | None) -> ScheduledStep:
         """Take the tokens of the oldest started step. Returns the step with the work of rows that had not ended before it."""
-        step, launched, drawn = self.in_flight.popleft()
+        (step, launched, drawn), stats = self.in_flight.popleft(), self.call.stats
         tokens = self.runner.finish(launched)
         stats.steps += 1
         stats.prefill_tokens += sum(item.num_tokens - item.samples for item in step.work)
@@ -126,35 +135,34 @@ class DecodeMicroBatch:
         for row, first, count in drawn:
             new, tokens = tokens[:count], tokens[count:]
             if not row.ended:
-                self._fill(row, first, new, stats)
+                self._fill(row, first, new)
         if multi_turn is not None:
             for row in multi_turn.end_turns(step):
                 self.scheduler.hold(row)
         for row, first, count in drawn:
-            if not row.ended and not row.held and (row.stopped or first + count >= row.limit):
+            if not row.ended and not row.on_hold and (row.stopped or first + count >= row.limit):
                 self.scheduler.end(row)
         return ScheduledStep(live, step.copies)
 
-    def _fill(self, row: SequenceState, first: int, drawn: Sequence[int], stats: GenerationStats) -> None:
+    def _fill(self, row: SequenceState, first: int, drawn: Sequence[int]) -> None:
         """Put ``drawn`` in place of the placeholders from ``first`` on, up to a token that ends the row.
 
         Raises NotFinite.
         """
-        stop = self.stop
-        for number, token in enumerate(drawn):
-            at = first + number
+        stop = self.call.stop
+        for position, token in enumerate(drawn, first):
             if token == NOT_FINITE:  # only here: tokens behind a stop do not count
                 raise NotFinite(row.request.row_id)
-            row.tokens[at : at + 1] = [token]
+            row.tokens[position : position + 1] = [token]
             row.stopped = token in stop.token_ids
-            if stop.strings is not None and not row.stopped and at + 1 - row.prompt_length >= row.min_new:
-                row.stopped = stop.strings.completed_by_last(row.tokens[: at + 1], row.turn_start)
+            if stop.strings is not None and not row.stopped and position + 1 - row.prompt_length >= row.min_new:
+                row.stopped = stop.strings.completed_by_last(row.tokens[: position + 1], row.turn_start)
             if row.stopped:
                 break
-        stats.decode_tokens += at + 1 - first
+        self.call.stats.decode_tokens += position + 1 - first
         if row.stopped:  # what was computed behind the stop does not count, in case an environment goes on with the row
-            del row.tokens[at + 1 :]
-            row.num_computed = min(row.num_computed, at)
+            del row.tokens[position + 1 :]
+            row.num_computed = min(row.num_computed, position)
 
     def resume(self, row: SequenceState, token_ids: list[int]) -> None:
         """Go on with a held row after its environment's answer."""
@@ -163,22 +171,15 @@ class DecodeMicroBatch:
         self.scheduler.resume(row)
 
 
+@dataclass(eq=False)
 class DecodeMicroBatches:
     """The micro-batches of a replica. ``version``: of the weights that filled their pages."""
 
-    def __init__(self, micro_batches: Sequence[DecodeMicroBatch], version: int) -> None:
-        self.micro_batches, self.version = micro_batches, version
+    micro_batches: Sequence[DecodeMicroBatch]
+    version: int
 
-    def run(
-        self,
-        rows: Sequence[SequenceState],
-        call: GenerationCall,
-        stats: GenerationStats,
-        interrupts: Interrupts | None = None,
-        environments: Environments | None = None,
-        finished_groups: FinishedGroups | None = None,
-    ) -> None:
-        """Draw tokens for ``rows`` until they end or ``interrupts`` returns true. Adds to ``stats``.
+    def run(self, rows: Sequence[SequenceState], call: GenerationCall) -> None:
+        """Draw tokens for ``rows`` until they end or the call is interrupted. Adds to its ``stats``.
 
         Collective over the replica: every rank of it must call, in program order.
         """
@@ -186,35 +187,32 @@ class DecodeMicroBatches:
             micro_batch.cache.reload()
             if call.version != self.version:  # what other weights computed serves only the rows that it belongs to
                 micro_batch.scheduler.forget_prefixes()
-            micro_batch.scheduler.stats = stats
+            micro_batch.scheduler.stats = call.stats
         self.version, channels = call.version, PipelineChannels(call.mesh)
         busy = []
         for micro_batch, share in zip(self.micro_batches, self._partition(rows), strict=True):
             if share:
                 micro_batch.enter(share, call, channels)
-                if environments is not None and micro_batch.scheduler.recurrent:
-                    # states cannot go back to the end of a turn, so nothing is drawn behind it
-                    micro_batch.runner.max_repeats = min(micro_batch.runner.max_repeats, 1)
                 busy.append(micro_batch)
-        if environments is None:
-            self._take_turns(busy, call, stats, interrupts, None, finished_groups)
+        if call.environments is None:
+            self._take_turns(busy, call, None)
         else:
-            mine = chain.from_iterable(micro_batch.rows.values() for micro_batch in busy)
-            with MultiTurnRollouts(environments, mine, call.decoder.spec, call.mesh.replica, call.tick) as multi_turn:
+            here = chain.from_iterable(micro_batch.rows.values() for micro_batch in busy)
+            with MultiTurnRollouts(call.environments, here, call.decoder.spec, call.mesh.replica, call.tick) as multi_turn:
                 for row in multi_turn.rows.values():
                     self._of(row).scheduler.hold(row)
-                self._take_turns(busy, call, stats, interrupts, multi_turn, finished_groups)
+                self._take_turns(busy, call, multi_turn)
                 while multi_turn.waits:
-                    self._take_answers(multi_turn, finished_groups, wait=True)
+                    self._take_answers(call, multi_turn, wait=True)
         channels.finish()
         for micro_batch in busy:
             micro_batch.leave()
-        stats.stage_seconds += channels.waited
-        stats.micro_batches = len(self.micro_batches)
-        stats.num_pages = sum(micro_batch.cache.num_pages for micro_batch in self.micro_batches)
+        call.stats.stage_seconds += channels.waited
+        call.stats.micro_batches = len(self.micro_batches)
+        call.stats.num_pages = sum(micro_batch.cache.num_pages for micro_batch in self.micro_batches)
 
     def fits(self, rows: Sequence[SequenceState]) -> bool:
-        """Whether each of these rows could run alone in its micro-batch, and there are states for all that may run at once."""
+        """Return True if each of these rows could run alone in its micro-batch, and there are states for all that may run at once."""
         for micro_batch, share in zip(self.micro_batches, self._partition(rows), strict=True):
             cache, at_once = micro_batch.cache, min(len(share), micro_batch.scheduler.config.max_num_seqs)
             if micro_batch.slots < at_once:
@@ -236,28 +234,22 @@ class DecodeMicroBatches:
             micro_batch.scheduler.forget_prefixes()
             micro_batch.cache.offload(micro_batch.scheduler.pages.used)
 
-    def _take_turns(
-        self,
-        busy: Iterable[DecodeMicroBatch],
-        call: GenerationCall,
-        stats: GenerationStats,
-        interrupts: Interrupts | None,
-        multi_turn: MultiTurnRollouts | None,
-        finished_groups: FinishedGroups | None,
-    ) -> None:
+    def _take_turns(self, busy: Iterable[DecodeMicroBatch], call: GenerationCall, multi_turn: MultiTurnRollouts | None) -> None:
         """Run the steps of ``busy`` in turn until all rows have ended or the call is interrupted. It then leaves no step started."""
-        turns, interrupted = deque(busy), False
+        turns = deque(busy)
+        interrupted = False
+        finished_groups = call.finished_groups
 
         def finish(micro_batch: DecodeMicroBatch) -> None:
             nonlocal interrupted
-            step = micro_batch.finish(stats, multi_turn)
+            step = micro_batch.finish(multi_turn)
             call.tick()
             if finished_groups is not None:
                 for row in (item.row for item in step.work if item.row.ended):
                     if multi_turn is None or not multi_turn.awaits(row):  # otherwise a last answer is to come
                         finished_groups.note(row)
                 finished_groups.hand_out(self._completion)
-            interrupted = interrupted or (interrupts is not None and interrupts(step, stats.decode_tokens))
+            interrupted = interrupted or (call.interrupts is not None and call.interrupts(step, call.stats.decode_tokens))
 
         while turns:
             micro_batch = turns.popleft()
@@ -271,11 +263,11 @@ class DecodeMicroBatches:
                 finish(micro_batch)
             turns.append(micro_batch)
             if multi_turn is not None:
-                self._take_answers(multi_turn, finished_groups, wait=not any(each.in_flight for each in turns))
+                self._take_answers(call, multi_turn, wait=not any(each.in_flight for each in turns))
                 if finished_groups is not None:
                     finished_groups.hand_out(self._completion)
 
-    def _take_answers(self, multi_turn: MultiTurnRollouts, finished_groups: FinishedGroups | None, wait: bool) -> None:
+    def _take_answers(self, call: GenerationCall, multi_turn: MultiTurnRollouts, wait: bool) -> None:
         """Go on with the rows whose environments have answered; with ``wait`` there is at least one.
 
         Collective over the replica: every rank of it must call, in program order.
@@ -284,10 +276,10 @@ class DecodeMicroBatches:
             if not row.ended:
                 self._of(row).resume(row, token_ids)
                 continue
-            if row.held:
+            if row.on_hold:
                 self._of(row).scheduler.remove(row)
-            if finished_groups is not None:
-                finished_groups.note(row)
+            if call.finished_groups is not None:
+                call.finished_groups.note(row)
 
     def _of(self, row: SequenceState) -> DecodeMicroBatch:
         return next(each for each in self.micro_batches if each.rows.get(row.request.row_id) is row)
@@ -300,7 +292,7 @@ class DecodeMicroBatches:
 
 
 def partition_groups(rows: Sequence[SequenceState], known: Sequence[Collection[int]]) -> list[list[SequenceState]]:
-    """The rows of each micro-batch, in whole groups.
+    """Return the rows of each micro-batch, in whole groups.
 
     A micro-batch goes on with the groups of which it has a row (``known``: its row ids). Each other group, in order, goes to the
     micro-batch with the fewest tokens.

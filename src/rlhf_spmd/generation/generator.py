@@ -20,15 +20,13 @@ from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.generation.backends import build_backend, choose_backend
 from rlhf_spmd.generation.balancing import ReplicaBalancer, exchange, pack, plan_moves, unpack
+from rlhf_spmd.generation.call import FinishedGroups, GenerationCall, GenerationLimits, LimitWatch
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.decode_micro_batches import DecodeMicroBatch, DecodeMicroBatches, partition_groups
-from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.graphs import Graphs, sums_fail
-from rlhf_spmd.generation.interruption import GenerationLimits, Interrupts, LimitWatch
-from rlhf_spmd.generation.kv_cache import Backend, KVCache, cache_room, planes
-from rlhf_spmd.generation.model_runner import GenerationCall
+from rlhf_spmd.generation.kv_cache import Backend, KVCache, cache_room, kv_tensors_per_page
 from rlhf_spmd.generation.multi_turn import Environments
-from rlhf_spmd.generation.prompt_states import SPARE_SLOTS
+from rlhf_spmd.generation.page_allocator import SPARE_SLOTS
 from rlhf_spmd.generation.recurrent_states import RecurrentStates, slot_bytes
 from rlhf_spmd.generation.routed_experts import ExpertPages
 from rlhf_spmd.generation.sampler import drawable_ids
@@ -51,7 +49,6 @@ class Generator:
     - drawable: as many ids, from 0 on, may be drawn
     - stats: counts of the last call
     - kept: rows that :meth:`generate_until` has not ended yet
-    - reserved_bytes: free memory that others will take before the first step ends
     """
 
     def __init__(
@@ -65,13 +62,11 @@ class Generator:
         records_experts: bool = False,
     ) -> None:
         assert decoder.head_kind == "lm", f"generation needs a language-model head, this decoder has {decoder.head_kind!r}"
-        config.check_model("generation", decoder.spec)
         self.decoder, self.mesh, self.config, self.decoding = decoder, mesh, config, decoding
         self.eos_ids = frozenset(eos_ids)
         self.drawable = drawable_ids(decoder.spec.vocab_size, self.eos_ids, decoding)
         self.stats = GenerationStats()
         self.reserved = False  # by :meth:`reserve_pages`: pages and the prompts in them stay, even without rows
-        self.reserved_bytes = 0
         self.local_size, self.records_experts = local_size, records_experts
         self.kept: list[SequenceState] = []
         self._micro_batches: DecodeMicroBatches | None = None  # of the kept rows, if their pages are kept too
@@ -90,7 +85,7 @@ class Generator:
         version: int | None = None,
         finished_groups: FinishedGroups | None = None,
     ) -> list[Completion]:
-        """One completion per request, in their order.
+        """Return one completion per request, in their order.
 
         - seed, step: key the draws; ``sampling.seed`` and ``sampling.n`` are not read
         - tick: called after each step; a replica of one rank shows no other sign of life
@@ -103,14 +98,14 @@ class Generator:
         the ranks of a replica with the same arguments.
         """
         started = time.perf_counter()
-        self.stats = GenerationStats()
         call = self._check(requests, sampling, seed, step if version is None else version, tick)
+        call = replace(call, environments=environments, finished_groups=finished_groups)
         rows = [SequenceState(request, step) for request in requests]
         if self.config.rebalance_steps and self.mesh.dp.size > 1:
             assert environments is finished_groups is None, "rows of environments and of finished groups do not move"
             rows = self._balance(rows, call)
         elif rows:
-            self._advance(rows, None, call, None, environments, finished_groups)
+            self._advance(rows, None, call)
         self.stats.seconds = time.perf_counter() - started
         return [row.completion() for row in rows]
 
@@ -124,7 +119,7 @@ class Generator:
         version: int,
         tick: Callable[[], None] = lambda: None,
     ) -> list[Completion]:
-        """As :meth:`generate`, but returns the rows that have ended when ``limits`` are reached.
+        """Generate as :meth:`generate` does, and return the rows that have ended when ``limits`` are reached.
 
         The other rows are ``kept`` and go on in the next call. ``step`` keys the draws of the new ``requests``; kept rows keep
         the step that they began with. If the call raises, all of them are kept with the tokens that they had before.
@@ -136,13 +131,12 @@ class Generator:
         """
         call = self._check([*(row.request for row in self.kept), *requests], sampling, seed, version, tick)
         self.kept += [SequenceState(request, step) for request in requests]
-        self.stats = GenerationStats()
         if self.kept:
             micro_batches, self._micro_batches = self._usable(self._micro_batches, self.kept, version), None
-            watch = LimitWatch(limits, self.kept, self.mesh.replica)
+            call = replace(call, interrupts=LimitWatch(limits, self.kept, self.mesh.replica).interrupts)
             before = [row.num_new for row in self.kept]
             try:
-                self._micro_batches = self._advance(self.kept, micro_batches, call, watch.interrupts)
+                self._micro_batches = self._advance(self.kept, micro_batches, call)
             except BaseException:
                 for row, num_new in zip(self.kept, before, strict=True):
                     row.rewind(num_new)
@@ -167,7 +161,8 @@ class Generator:
         Collective over the replica: every rank of it must call, in program order.
         """
         self._try_graphs()
-        self.reserved, config, num_pages = True, self.config, self.config.num_pages
+        self.reserved = True
+        config, num_pages = self.config, self.config.num_pages
         if num_pages is None:
             at_once, pages = self._affordable(config.max_num_seqs)
             num_pages = min(at_once * -(-(longest - 1) // config.page_size), pages)
@@ -185,7 +180,7 @@ class Generator:
     def _check(
         self, requests: Sequence[Request], sampling: SamplingConfig, seed: int, version: int, tick: Callable[[], None]
     ) -> GenerationCall:
-        """The call on ``requests``. Raises ValueError for rows that cannot be generated.
+        """Return the call on ``requests``, whose ``stats`` are the generator's. Raises ValueError for rows that cannot be generated.
 
         Collective over the replica, the first time: every rank of it must call, in program order.
         """
@@ -205,14 +200,19 @@ class Generator:
                 raise ValueError(f"row {request.row_id}: prompt ids must lie in 0 .. {vocabulary - 1}, the model's vocabulary")
         if len({request.row_id for request in requests}) < len(requests):
             raise ValueError("row ids must differ: they key the random draws")
-        return GenerationCall(self.decoder, self.mesh, self.config, sampling, stop, self.drawable, seed, version, tick)
+        self.stats = GenerationStats()
+        return GenerationCall(
+            self.decoder, self.mesh, self.config, sampling, stop, self.drawable, seed, version, tick, self.stats
+        )
 
     def _try_graphs(self) -> None:
-        """Turns CUDA graphs off if they cannot have the sums over tp.
+        """Turn CUDA graphs off if they cannot have the sums over tp.
 
         Collective over tp, the first time: every rank of it must call, in program order.
         """
-        tp, tried, self._tried_graphs = self.decoder.tp, self._tried_graphs, True
+        tp = self.decoder.tp
+        tried = self._tried_graphs
+        self._tried_graphs = True
         if tried or tp.size == 1 or not self.config.captures(self._device, self.decoder.pp):
             return
         if why := sums_fail(tp, self._device):
@@ -223,35 +223,30 @@ class Generator:
     def _usable(
         self, micro_batches: DecodeMicroBatches | None, rows: Sequence[SequenceState], version: int
     ) -> DecodeMicroBatches | None:
-        """``micro_batches`` if these rows fit, and the same weights filled their pages or that does not matter."""
+        """Return ``micro_batches`` if these rows fit, and the same weights filled their pages or that does not matter."""
         if micro_batches is None or not (micro_batches.version == version or self.config.kv_cache != "free"):
             return None
         return micro_batches if micro_batches.fits(rows) else None
 
     def _advance(
-        self,
-        rows: Sequence[SequenceState],
-        micro_batches: DecodeMicroBatches | None,
-        call: GenerationCall,
-        interrupts: Interrupts | None = None,
-        environments: Environments | None = None,
-        finished_groups: FinishedGroups | None = None,
+        self, rows: Sequence[SequenceState], micro_batches: DecodeMicroBatches | None, call: GenerationCall
     ) -> DecodeMicroBatches:
-        """Draw tokens for ``rows`` in ``micro_batches``, or in new ones for None; returns these. Adds to ``stats``."""
+        """Draw tokens for ``rows`` in ``micro_batches``, or in new ones for None. Returns these."""
         started = time.perf_counter()
         if micro_batches is None:
             micro_batches = DecodeMicroBatches(self._build_micro_batches(rows), call.version)
         with torch.no_grad():
-            micro_batches.run(rows, call, self.stats, interrupts, environments, finished_groups)
+            micro_batches.run(rows, call)
         self.stats.busy_seconds += time.perf_counter() - started
         return micro_batches
 
     def _balance(self, rows: Sequence[SequenceState], call: GenerationCall) -> list[SequenceState]:
-        """``rows`` when they have ended. They may end on another replica, and this one helps with those of others.
+        """Return ``rows`` when they have ended. They may end on another replica, and this one helps with those of others.
 
         Collective over all replicas: every rank of them must call, in program order.
         """
         group, balancer = self.mesh.dp, ReplicaBalancer(self.mesh.dp, self.config.rebalance_steps)
+        call = replace(call, interrupts=balancer.interrupts)
         dtype = torch.float64 if self.decoder.dtype == torch.float64 else torch.float32
         live, ended = [(group.rank, row) for row in rows], []  # (the replica that was asked for it, row)
         micro_batches: DecodeMicroBatches | None = None
@@ -271,7 +266,7 @@ class Generator:
                 balancer.begin(len(live))
                 here = [row for _, row in live]
                 micro_batches = self._usable(micro_batches, here, call.version)
-                micro_batches = self._advance(here, micro_batches, call, balancer.interrupts)
+                micro_batches = self._advance(here, micro_batches, call)
             else:
                 call.tick()
             ended += [item for item in live if item[1].ended]
@@ -287,12 +282,16 @@ class Generator:
         return sorted(mine, key=lambda row: order[row.request.row_id])
 
     def _build_micro_batches(self, rows: Sequence[SequenceState]) -> list[DecodeMicroBatch]:
-        """As many micro-batches as there are pipeline stages, if each can have a group, a row in flight and pages for the longest row.
+        """Build as many micro-batches as there are pipeline stages.
+
+        There are fewer where one would lack a group, a row in flight or pages for the longest row.
 
         Together they have the pages that the rows which can run at once may need, as far as memory allows.
         Collective over the replica: every rank of it must call, in program order.
         """
-        config, dtype, shapes = self.config, self.decoder.dtype, self._cache_shapes
+        config = self.config
+        dtype = self.decoder.dtype
+        shapes = self._cache_shapes
         at_once = config.max_num_seqs if self.reserved else min(len(rows), config.max_num_seqs)
         flying, total = (at_once, config.num_pages) if config.num_pages else self._affordable(at_once)
         if flying < at_once:
@@ -304,11 +303,11 @@ class Generator:
         micro_batches = []
         self._graphs += [Graphs() for _ in range(number - len(self._graphs))]
         for members, graphs in zip(partition_groups(rows, [()] * number), self._graphs, strict=False):
-            most = sum(sorted((needs[row] for row in members), reverse=True)[:num_seqs])
+            num_needed = sum(sorted((needs[row] for row in members), reverse=True)[:num_seqs])
             # few sizes, so that the next call's cache may have this one's addresses and keep its graphs
             if capabilities(self._device).graphs:
-                most = round_up(most, 1 << max(most.bit_length() - 4, 0))
-            num_pages = share if config.num_pages else max(min(most, share), 1)
+                num_needed = round_up(num_needed, 1 << max(num_needed.bit_length() - 4, 0))
+            num_pages = share if config.num_pages else max(min(num_needed, share), 1)
             recurrent = self.decoder.spec.delta is not None
             slots = num_seqs if self.reserved or not recurrent else min(num_seqs, len(members))
             num_states = slots + SPARE_SLOTS * config.enable_prefix_caching
@@ -318,13 +317,13 @@ class Generator:
             of_global = KVCache(*others[0], *rest) if others else None
             experts = ExpertPages(self.decoder, *usual[-2:], self._device) if self.records_experts else None
             cache = KVCache(*usual, *rest, states, of_global, experts)
-            own = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
-            micro_batches.append(DecodeMicroBatch(own, cache, graphs, slots, recurrent))
+            part = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
+            micro_batches.append(DecodeMicroBatch(part, cache, graphs, slots, recurrent))
         return micro_batches
 
     @property
     def _cache_shapes(self) -> list[tuple[int, int, int]]:
-        """Layers with attention (at least one, so that there are pages), KV heads and head size on this rank, by kind of heads."""
+        """Return layers with attention (at least one, so that there are pages), KV heads and head size, by kind of heads."""
         decoder, tp = self.decoder, self.decoder.tp
         shapes = [cache_shape(spec, tp.rank, tp.size) for spec in decoder.spec.kinds_of_heads()]
         counts = Counter(map(decoder.spec.attention_kind, decoder.layer_ids))
@@ -333,23 +332,24 @@ class Generator:
 
     @property
     def _value_dim(self) -> int | None:
-        """How many elements of the cache's keys are values; None: values are kept beside keys."""
+        """Return how many elements of the cache's keys are values; None: values are kept beside keys."""
         latent = self.decoder.spec.latent
         return None if latent is None else latent.kv_rank
 
     def _affordable(self, num_rows: int) -> tuple[int, int]:
-        """Rows in flight, at most ``num_rows``, whose states take at most half of the cache's memory; and the number of pages that the
-        rest has room for. The least over the replica's ranks.
+        """Return how many rows may be in flight, and the number of pages: the least over the replica's ranks.
+
+        There are at most ``num_rows`` rows. Their states take at most half of the cache's memory; the rest is for pages.
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        memory = room = cache_room(self.config, self.decoder, self._device, self.local_size, self.reserved_bytes)
+        memory = room = cache_room(self.config, self.decoder, self._device, self.local_size)
         wanted, state = num_rows, slot_bytes(self.decoder)
         if state:
             num_rows = max(min(num_rows, int(room / 2) // state), 1)
             spare = SPARE_SLOTS * self.config.enable_prefix_caching * self.mesh.layout.pp
             room -= (num_rows + spare) * state
-        rest = self.config.page_size, self.decoder.dtype, planes(self._backend.ops, self._value_dim)
+        rest = self.config.page_size, self.decoder.dtype, kv_tensors_per_page(self._backend.ops, self._value_dim)
         page = sum(KVCache.page_bytes(*shape, *rest) for shape in self._cache_shapes)
         page += self.config.page_size * ExpertPages.token_bytes(self.decoder) if self.records_experts else 0
         pages = int(room) // page
@@ -367,7 +367,7 @@ class Generator:
     def _backend(self) -> Backend:
         """Chosen in the first call, since before it the decoder may have no memory."""
         dtype, device = self.decoder.dtype, self._device
-        name = choose_backend(self.config.attention, "auto", dtype, device, "generation.attention", self.decoder.spec)
+        name = choose_backend(self.config.attention, "auto", dtype, device, "generation.attention")
         return build_backend(name, dtype, device, self.decoder.ops.alike_chunks)
 
     @property

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.parallel.collectives import Group
-
-TRIAL_S = 20.0  # for which the trial of a captured sum may last
 
 
 def padded_size(num_rows: int) -> int:
-    """The size of the graph for ``num_rows`` rows: a power of two up to 16, a multiple of 16 up to 256, else of 64."""
+    """Return the size of the graph for ``num_rows`` rows: a power of two up to 16, a multiple of 16 up to 256, else of 64."""
     if num_rows <= 16:
         return 1 << (num_rows - 1).bit_length()
     multiple = 16 if num_rows <= 256 else 64
@@ -38,12 +33,12 @@ class Arena:
         self._tensors: dict[str, Tensor] = {}
 
     def size(self, name: str, least: int) -> int:
-        """The largest size that was ever asked for under this name."""
+        """Return the largest size that was ever asked for under this name."""
         self._sizes[name] = max(self._sizes.get(name, 0), least)
         return self._sizes[name]
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The tensor of this name, with the contents of the last call; at first zeros."""
+        """Return the tensor of this name, with the contents of the last call; at first zeros."""
         known = self._tensors.get(name)
         if known is not None and (known.shape, known.dtype, known.device) == (shape, dtype, device):
             return known
@@ -56,7 +51,7 @@ class Arena:
 
 @cache
 def capture_stream() -> torch.cuda.Stream:
-    """The stream of all captures: cuBLAS keeps a workspace of 32 MiB for each stream that it has seen."""
+    """Return the stream of all captures: cuBLAS keeps a workspace of 32 MiB for each stream that it has seen."""
     return torch.cuda.Stream()
 
 
@@ -98,7 +93,9 @@ class Graphs:
 
         ``torch.cuda.graph`` would wait for the device and empty the allocators' caches each time.
         """
-        stream, graph, collects = capture_stream(), torch.cuda.CUDAGraph(), gc.isenabled()
+        stream = capture_stream()
+        graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         stream.wait_stream(torch.cuda.current_stream())
@@ -119,21 +116,16 @@ class Graphs:
         return graph
 
 
-class SumsStand(RuntimeError):
-    """A captured sum over ranks has not ended. It stands on the device, so nothing behind it can run."""
-
-    exit_class = "hang"  # how the run ends: process/program.py
-
-
 def sums_fail(group: Group, device: torch.device) -> str:
-    """Returns why graphs cannot have sums over ``group`` here, or "" if they can on all ranks.
+    """Return why graphs cannot have sums over ``group`` here, or "" if they can on all ranks.
 
     A small sum is captured, and then replayed twice with other numbers. Ranks agree after each of the two, so that none replays
-    what another one could not capture. Raises SumsStand if a replay has not ended in TRIAL_S seconds.
-    Collective over the group: every rank of it must call, in program order.
+    what another one could not capture. Collective over the group: every rank of it must call, in program order.
     """
     group.meet(device)  # connecting takes its own time
-    graphs, numbers, total = Graphs(), torch.zeros(1 << 14, device=device), torch.empty(1 << 14, device=device)
+    graphs = Graphs()
+    numbers = torch.zeros(1 << 14, device=device)
+    total = torch.empty(1 << 14, device=device)
     num_calls = 0
 
     def step() -> None:
@@ -158,33 +150,11 @@ def sums_fail(group: Group, device: torch.device) -> str:
         return why
 
     for stage in (capture, replay):
-        why = _tried(stage, device)
-        outcome = torch.tensor([2 if why is None else int(bool(why))], dtype=torch.int32)
-        worst = int(group.all_reduce(outcome, "generation:graphs", "max"))
-        if worst == 2:
-            raise SumsStand(
-                f"a captured sum over tp has not ended in {TRIAL_S:.0f} s; start again with generation.enforce_eager=true"
-            )
-        if worst:
+        try:
+            why = stage()
+        except RuntimeError as error:  # of CUDA, NCCL or torch
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        failed = torch.tensor([bool(why)], dtype=torch.int32)
+        if int(group.all_reduce(failed, "generation:graphs", "max")):
             return why or "it fails on another rank"
     return ""
-
-
-def _tried(stage: Callable[[], str], device: torch.device) -> str | None:
-    """Returns what ``stage`` returns, or its RuntimeError as text; None if it takes more than TRIAL_S seconds.
-
-    It runs in a thread, since a wait for another rank may never end.
-    """
-    outcomes: list[str] = []
-
-    def attempt() -> None:
-        try:
-            with torch.cuda.device(device) if capabilities(device).streams else nullcontext():
-                outcomes.append(stage())
-        except RuntimeError as error:  # of CUDA, NCCL or torch
-            outcomes.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
-
-    trial = threading.Thread(target=attempt, daemon=True)
-    trial.start()
-    trial.join(TRIAL_S)
-    return next(iter(outcomes), None)

@@ -37,7 +37,7 @@ COPIED_BYTES = 4 << 20  # of pages copied at a time on CPUs: a larger block is f
 TEMPORARY_STATES = 4.1  # of linear attention, per row of a decode step: states of a layer that are there at once
 QUEUED_BYTES = 256 << 20  # the same on GPUs, where each block costs launches instead
 
-Index = NDArray[np.int64]
+IndexArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,19 @@ class KVCache:
         self.of_global = of_global
         self.states = states  # of the rows in flight, for models with linear attention
         self.experts = experts  # of the tokens in the pages, if they are recorded
+        parts: tuple[RecurrentStates | ExpertPages | KVCache | None, ...] = states, experts, of_global
+        self._parts = [part for part in parts if part is not None]
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.num_pages, self.page_size = num_pages, page_size
         self.backend, self.ops = backend, backend.ops
-        self.planes, self.value_dim = planes(self.ops, value_dim), value_dim or head_dim
-        self._shape = num_layers, self.planes, kv_heads, num_pages, self.ops.page_elements(page_size, head_dim)
+        self.kv_tensors_per_page, self.value_dim = kv_tensors_per_page(self.ops, value_dim), value_dim or head_dim
+        self._shape = num_layers, self.kv_tensors_per_page, kv_heads, num_pages, self.ops.page_elements(page_size, head_dim)
         self.pages = self._zeros(dtype, device)
         self._buffer = self.pages.new_empty(0)
         self._on_host: tuple[Tensor, Tensor] | None = None  # offloaded: page numbers, contents
 
     def _zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeroed pages; on CPUs in the system's huge pages, if it has them.
+        """Return zeroed pages; on CPUs in the system's huge pages, if it has them.
 
         A page of the cache is only a few small pages long, far from the next one, and decoding reads all of them for each token.
         """
@@ -116,11 +118,11 @@ class KVCache:
         return num_layers * num_planes * kv_heads * CppOps.page_elements(page_size, head_dim) * dtype.itemsize
 
     def for_step(self, work: Sequence[SequenceWork], num_heads: int) -> Attention:
-        """As :attr:`Backend.for_step`, of all layers."""
+        """Return the context of :attr:`Backend.for_step`, of all layers."""
         return self._by_heads(lambda cache: self.backend.for_step(work, cache, num_heads))
 
     def decoding(self, positions: Tensor, page_table: Tensor, num_heads: int) -> Attention:
-        """As :attr:`Backend.decoding`, of all layers."""
+        """Return the context of :attr:`Backend.decoding`, of all layers."""
         return self._by_heads(lambda cache: self.backend.decoding(positions, page_table, cache, num_heads))
 
     def _by_heads(self, build: Callable[[KVCache], Attention]) -> Attention:
@@ -140,12 +142,8 @@ class KVCache:
 
     def offload(self, used: Sequence[int]) -> None:
         """Free the memory. The pages ``used`` wait in host memory, pinned where the cache is on a GPU."""
-        if self.states is not None:
-            self.states.offload()
-        if self.experts is not None:
-            self.experts.offload()
-        if self.of_global is not None:
-            self.of_global.offload(used)
+        for part in self._parts:
+            part.offload(used)
         index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
         shape = *self.pages.shape[:3], len(used), self.pages.shape[4]
         host = host_empty(shape, self.pages.dtype, self.pages.device)
@@ -158,12 +156,8 @@ class KVCache:
         """Undo :meth:`offload`, if it was called. The pages may have another address afterwards."""
         if self._on_host is None:
             return
-        if self.states is not None:
-            self.states.reload()
-        if self.experts is not None:
-            self.experts.reload()
-        if self.of_global is not None:
-            self.of_global.reload()
+        for part in self._parts:
+            part.reload()
         (index, host), self._on_host = self._on_host, None
         self.pages = self._zeros(self.pages.dtype, self.pages.device)
         for layer, pages in zip(host, self.pages, strict=True):
@@ -171,33 +165,33 @@ class KVCache:
 
     def spread(self, index: Tensor, stride: int) -> Tensor:
         """Repeat an index into the ``stride`` entries of one (key or value, head) for all of a layer."""
-        blocks = torch.arange(self.planes * self.kv_heads, device=index.device) * stride
+        blocks = torch.arange(self.kv_tensors_per_page * self.kv_heads, device=index.device) * stride
         return (blocks[:, None] + index.reshape(1, -1)).reshape(-1)
 
     def slots_of(self, positions: Tensor, page_table: Tensor) -> Tensor:
-        """The slot, page * page_size + offset, of one position [B] per line of ``page_table`` [B, P]."""
+        """Return the slot, page * page_size + offset, of one position [B] per line of ``page_table`` [B, P]."""
         page = page_table.gather(1, torch.div(positions, self.page_size, rounding_mode="floor")[:, None])[:, 0]
         return page.long() * self.page_size + positions % self.page_size
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k and v [T, H, D] to ``slots`` = spread(slots, N * page_size)."""
-        rows = torch.stack([k, v][: self.planes]).transpose(1, 2).reshape(-1, self.head_dim)
+        rows = torch.stack([k, v][: self.kv_tensors_per_page]).transpose(1, 2).reshape(-1, self.head_dim)
         self.pages[layer].view(-1, self.head_dim).index_copy_(0, slots, rows)
 
     def gather(self, layer: int, index: Tensor, num_tiles: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, B, L, D] at ``index`` = spread(page_table [B, P], N). They are valid until the next gather."""
+        """Return keys and values [H, B, L, D] at ``index`` = spread(page_table [B, P], N). They are valid until the next gather."""
         pages = self.pages[layer].view(-1, self.page_size * self.head_dim)
         size = len(index) * pages.shape[1]
         if self._buffer.numel() < size:
             self._buffer = pages.new_empty(size + size // 4)
         out = self._buffer[:size].view(len(index), -1)
         torch.index_select(pages, 0, index, out=out)
-        parts = out.view(self.planes, self.kv_heads, num_tiles, -1, self.head_dim)
+        parts = out.view(self.kv_tensors_per_page, self.kv_heads, num_tiles, -1, self.head_dim)
         return parts[0], parts[-1]
 
 
-def planes(ops: Ops, value_dim: int | None) -> int:
-    """2 where keys and values have pages, 1 where keys serve as values."""
+def kv_tensors_per_page(ops: Ops, value_dim: int | None) -> int:
+    """Return 2 where keys and values have pages, 1 where keys serve as values."""
     return 2 if value_dim is None or isinstance(ops, CppOps) else 1
 
 
@@ -211,13 +205,13 @@ class SlotMapping(NamedTuple):
     positions: Tensor
     slots: Tensor
     page_table: Tensor
-    firsts: Index
-    starts: Index
-    counts: Index
+    firsts: IndexArray
+    starts: IndexArray
+    counts: IndexArray
 
 
 def slot_mapping(work: Sequence[SequenceWork], cache: KVCache) -> SlotMapping:
-    """``work`` is in the order in which its tokens are packed."""
+    """Return where the tokens of ``work`` lie, which is in the order in which they are packed."""
     starts, counts = np.array([(item.start, item.num_tokens) for item in work], dtype=np.int64).T
     table = fill_lines([item.row.pages for item in work], max(len(item.row.pages) for item in work), np.int32)
     firsts = np.cumsum(counts) - counts
@@ -229,29 +223,28 @@ def slot_mapping(work: Sequence[SequenceWork], cache: KVCache) -> SlotMapping:
 
 
 def fill_lines(lines: Sequence[Sequence[int]], width: int, dtype: type[np.integer[Any]]) -> NDArray[Any]:
-    """A matrix with ``lines`` as its rows, each cut to ``width`` or filled with zeros."""
+    """Return a matrix with ``lines`` as its rows, each cut to ``width`` or filled with zeros."""
     table = np.zeros((len(lines), width), dtype=dtype)
     for to, line in zip(table, lines, strict=True):
         to[: len(line)] = line[:width]
     return table
 
 
-def cache_room(config: GenerationConfig, decoder: Decoder, device: torch.device, local_size: int, pending: float) -> float:
-    """Bytes that the cache may take beside what is on the device.
+def cache_room(config: GenerationConfig, decoder: Decoder, device: torch.device, local_size: int) -> float:
+    """Return the bytes that the cache may take beside what is on the device.
 
-    ``local_size``: ranks of this host, which share its memory on CPUs. ``pending``: bytes that will be allocated for other things
-    before the first step ends.
+    ``local_size``: ranks of this host, which share its memory on CPUs.
     """
     on_host = not capabilities(device).streams
     share, free = config.memory_share(on_host), free_bytes(device, local_size)
     if on_host:
-        return share * (free - pending)
-    total, others = total_bytes(device, local_size), pending + step_bytes(config, decoder)
-    return room_on_device(share, total, allocated_bytes(device), free, others)
+        return share * free
+    total = total_bytes(device, local_size)
+    return room_on_device(share, total, allocated_bytes(device), free, step_bytes(config, decoder))
 
 
 def room_on_device(share: float, total: float, used: float, free: float, others: float) -> float:
-    """Bytes for the cache on a GPU, counted as in vLLM.
+    """Return the bytes for the cache on a GPU, counted as in vLLM.
 
     ``share`` of the ``total`` memory holds what the process has allocated (``used``), what a step needs besides (``others``)
     and the cache. The result is never more than is ``free``.
@@ -260,11 +253,13 @@ def room_on_device(share: float, total: float, used: float, free: float, others:
 
 
 def step_bytes(config: GenerationConfig, decoder: Decoder) -> float:
-    """Bytes that a step of ``decoder`` allocates for a prefill's activations and for the logits of all rows in flight.
+    """Return the bytes that a step of ``decoder`` allocates for a prefill's activations and for the logits of all rows in flight.
 
     The logits count twice where steps are captured as graphs.
     """
-    spec, size, blocks = decoder.spec, decoder.dtype.itemsize, [block for block in decoder.layers if isinstance(block, Block)]
+    spec = decoder.spec
+    size = decoder.dtype.itemsize
+    blocks = [block for block in decoder.layers if isinstance(block, Block)]
     block = max(blocks, key=lambda block: (block.num_heads + block.num_kv_heads) * block.head_dim)
     queries, keys = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
     mlp = 3 * spec.intermediate_size / decoder.tp.size

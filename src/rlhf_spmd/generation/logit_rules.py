@@ -45,28 +45,28 @@ class LogitRules:
         }
 
     def constants(self) -> tuple[float, ...]:
-        """What a captured :meth:`apply` has fixed: its numbers, and the addresses of its tensors."""
+        """Return what a captured :meth:`apply` has fixed: its numbers, and the addresses of its tensors."""
         tensors = self.stop_ids, self.bias, self.least, self.prompts
         numbers = self.repetition, self.frequency, self.presence, self.has_bias, self.has_minimum, len(self.stop_ids)
         return *numbers, *(tensor.data_ptr() for tensor in tensors)
 
-    def apply(self, logits: Tensor, lines: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
-        """New logits [B, V] for the next token of the rows ``lines`` [B].
+    def apply(self, logits: Tensor, slots: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
+        """Return new logits [B, V] for the next token of the rows in ``slots`` [B].
 
-        ``tokens`` has a line for each row of the call, at least as long as the longest of ``lines``; ``lengths`` [B]: tokens so
+        ``tokens`` has a line for each row of the call, at least as long as the longest of these; ``lengths`` [B]: tokens so
         far.
         """
         logits = logits + self.bias.to(logits.dtype) if self.has_bias else logits.clone()
         if self.has_minimum:
-            early = lengths < self.least[lines]
+            early = lengths < self.least[slots]
             logits[:, self.stop_ids] = logits[:, self.stop_ids].masked_fill(early[:, None], -math.inf)
         if self.uses_history:
-            self._penalise(logits, tokens[lines], self.prompts[lines, None], lengths[:, None])
+            self._penalise(logits, tokens[slots], self.prompts[slots, None], lengths[:, None])
         if self.processors:
-            for scores, line, length in zip(logits, lines.tolist(), lengths.tolist(), strict=True):
-                start, processors = self.processors.get(line, (0, ()))
+            for scores, slot, length in zip(logits, slots.tolist(), lengths.tolist(), strict=True):
+                start, processors = self.processors.get(slot, (0, ()))
                 for processor in processors:
-                    scores.copy_(processor(tokens[line, start:length].tolist(), scores))
+                    scores.copy_(processor(tokens[slot, start:length].tolist(), scores))
         return logits
 
     def _penalise(self, logits: Tensor, history: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> None:
@@ -83,7 +83,7 @@ class LogitRules:
 
 
 def _bias(sampling: SamplingConfig, vocab_size: int) -> Tensor:
-    """What is added to every row's logits, fp64 [vocab_size]. Minus infinity keeps a token out."""
+    """Return what is added to every row's logits, fp64 [vocab_size]. Minus infinity keeps a token out."""
     bias = torch.zeros(vocab_size, dtype=torch.float64)
     if sampling.allowed_token_ids is not None:
         bias.fill_(-math.inf)
@@ -96,6 +96,6 @@ def _bias(sampling: SamplingConfig, vocab_size: int) -> Tensor:
 def build_rules(
     sampling: SamplingConfig, stop_ids: Collection[int], rows: Sequence[SequenceState], vocab_size: int, device: torch.device
 ) -> LogitRules | None:
-    """The rules of a call, or None if neither ``sampling`` nor a row asks for any."""
+    """Return the rules of a call, or None if neither ``sampling`` nor a row asks for any."""
     rules = LogitRules(sampling, stop_ids, rows, vocab_size, device)
     return rules if rules.has_bias or rules.uses_history or rules.has_minimum or rules.processors else None

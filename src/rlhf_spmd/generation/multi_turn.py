@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -52,41 +52,19 @@ class Environments:
     encoding: EncodingConfig | None = None
 
 
-class SpelledMarks(Mapping[str, list[int]]):
-    """:class:`TurnContext`'s ``marks`` of the turn ``ids``, whose text is ``text``. A mark is looked for when it is asked for, because
-    some vocabularies have thousands of added tokens.
-    """
-
-    def __init__(self, tokenizer: Any, ids: list[int], text: str) -> None:
-        self._tokenizer, self._ids, self._text = tokenizer, ids, text
-        self._starts: dict[str, list[int] | None] = {}
-
-    def __getitem__(self, mark: str) -> list[int]:
-        if mark not in self._starts:
-            self._starts[mark] = self._find(mark)
-        starts = self._starts[mark]
-        if starts is None:
-            raise KeyError(mark)
-        return starts
-
-    def _find(self, mark: str) -> list[int] | None:
-        """Returns where the token begins in the text, None unless the turn also spells it in other tokens."""
-        token = _added_tokens(self._tokenizer).get(mark)
-        if token is None or self._text.count(mark) <= self._ids.count(token):
-            return None
-        before = [self._ids[:i] for i, each in enumerate(self._ids) if each == token]
-        return [len(text) for text in decode(self._tokenizer, before, skip_special_tokens=False)]
-
-    def __iter__(self) -> Iterator[str]:
-        return (mark for mark in _added_tokens(self._tokenizer) if mark in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+def spelled_marks(tokenizer: Any, ids: list[int], text: str) -> dict[str, list[int]]:
+    """Return :class:`TurnContext`'s ``marks`` of the turn ``ids``, whose text is ``text``."""
+    starts: dict[str, list[int]] = {}
+    for mark, token in _added_tokens(tokenizer).items():
+        if mark in text and text.count(mark) > ids.count(token):
+            before = [ids[:i] for i, each in enumerate(ids) if each == token]
+            starts[mark] = [len(each) for each in decode(tokenizer, before, skip_special_tokens=False)]
+    return starts
 
 
 @lru_cache(maxsize=8)
 def _added_tokens(tokenizer: Any) -> dict[str, int]:
-    """Returns the tokens that were added to the vocabulary, but for the runs of blanks that some have among them."""
+    """Return the tokens that were added to the vocabulary, but for the runs of blanks that some have among them."""
     return {added.content: token for token, added in tokenizer.added_tokens_decoder.items() if added.content.strip()}
 
 
@@ -98,7 +76,7 @@ def turn_messages(
     observations: Sequence[list[ChatMessage]],
     reasoning_tags: Sequence[str] | None = None,
 ) -> list[ChatMessage]:
-    """Returns a response as messages: the model's turns by ``assistant``, as text without special tokens, and the observations.
+    """Return a response as messages: the model's turns by ``assistant``, as text without special tokens, and the observations.
 
     ``mask``, ``observations``: see :class:`Completion`. ``reasoning_tags``: what these enclose is left out of each turn.
     """
@@ -159,16 +137,16 @@ class MultiTurnRollouts:
 
     @property
     def waits(self) -> bool:
-        """Whether an answer is to come."""
+        """Return True if an answer is to come."""
         return bool(self._awaited)
 
     def awaits(self, row: SequenceState) -> bool:
-        """Whether this row's environment has yet to answer."""
+        """Return True if this row's environment has yet to answer."""
         return row.request.row_id in self._awaited
 
     def end_turns(self, step: ScheduledStep) -> list[SequenceState]:
         """Ask the environments of rows whose turn ``step`` has ended. Returns the rows that go on after the answer."""
-        held = []
+        waiting = []
         for row in (item.row for item in step.work if item.samples):
             if not (row.stopped or row.length >= row.limit):
                 continue
@@ -181,27 +159,27 @@ class MultiTurnRollouts:
                 continue
             if row.length < row.limit and row.num_turns != self.environments.configs[self._names[row_id]].max_turns:
                 row.stopped = False
-                held.append(row)
+                waiting.append(row)
             self._awaited.add(row_id)
             if self._runner is not None:
                 said = [token for token in turn if token not in self.spec.eos_token_ids]
                 # models write tool calls between special tokens
                 text = self._decode(said)
                 before = self._decode(row.tokens[max(start - TAIL, 0) : start])
-                self._runner.step(row_id, text, TurnContext(before, SpelledMarks(self.environments.tokenizer, said, text)))
-        return held
+                self._runner.step(row_id, text, TurnContext(before, spelled_marks(self.environments.tokenizer, said, text)))
+        return waiting
 
     def _decode(self, ids: list[int]) -> str:
-        """The text of ids with their special tokens."""
+        """Return the text of ids with their special tokens."""
         return decode(self.environments.tokenizer, [ids], skip_special_tokens=False)[0]
 
     def _template(self) -> str | None:
-        """The text of the chat template; of several, all."""
+        """Return the text of the chat template; of several, all."""
         template = self._encoder.template or getattr(self.environments.tokenizer, "chat_template", None)
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def answers(self, wait: bool) -> list[tuple[SequenceState, list[int]]]:
-        """Rows whose environments have answered, at least one if ``wait``, and the tokens to append; a row that ended gets none.
+        """Return rows whose environments have answered, at least one if ``wait``, and the tokens to append; a row that ended gets none.
 
         Raises EnvironmentFailure. Collective over the replica: every rank of it must call, in program order.
         """
@@ -215,9 +193,9 @@ class MultiTurnRollouts:
         return [self._take(*answer) for answer in json.loads(sent)] if sent else []
 
     def _encode(self, answer: Answer) -> Encoded:
-        """The answer with its observation as tokens; one that the model cannot read has failed."""
+        """Return the answer with its observation as tokens; one that the model cannot read has failed."""
         row_id, said, reward, done, failure = answer
-        if failure is not None or done or not self.rows[row_id].held:
+        if failure is not None or done or not self.rows[row_id].on_hold:
             return row_id, [], [], reward, done, failure
         messages = [{"role": "tool", "content": said}] if isinstance(said, str) else said
         try:
@@ -232,8 +210,9 @@ class MultiTurnRollouts:
             return row_id, [], [], 0.0, True, f"environment {self._names[row_id]!r}: row {row_id}: {why}"
 
     def _observation_ids(self, row: SequenceState, observation: str | list[ChatMessage]) -> list[int]:
-        """The tokens after the row's turn, at most as many as end the row. A template's end-of-message token is left out if the turn
-        has it already.
+        """Return the tokens after the row's turn, at most as many as end the row.
+
+        A template's end-of-message token is left out if the turn has it already.
 
         Raises ValueError for tokens that the model does not know, for a template that refuses the messages, and for a beginning
         that leaves the model no token.
@@ -273,7 +252,7 @@ class MultiTurnRollouts:
             if row.num_new == 0:  # a response has a token: the model answers once, alone
                 del self.rows[row_id]
                 return row, []
-        if row.held and (done or row.length + len(ids) >= row.limit):
+        if row.on_hold and (done or row.length + len(ids) >= row.limit):
             row.stopped, row.ended = done, True
         if row.ended:  # now, or with its last turn
             return row, []

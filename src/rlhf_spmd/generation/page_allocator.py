@@ -1,13 +1,22 @@
 """Which row owns which page of the KV cache, and which page holds which part of a prompt.
 
 A page is free when no row refers to it. A free page keeps its content, and can be used again for the same prompt, until it is
-handed out; the page that was freed first is handed out first. This module does not import torch.
+handed out; the page that was freed first is handed out first.
+
+With linear attention a slot holds the state behind all but the last token of a prompt. Rows of one prompt compute it once. The first
+one stops before its last prompt token, which every row computes by itself to get its first draw. The state is then in that row's slot,
+until the next step changes it: rows that start in the next step copy it from there, and for those that still wait it is copied to a
+spare slot, if there is one.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+SPARE_SLOTS = 2  # rows start in the order in which they come, so few prompts have rows on both sides
 
 
 class PageAllocator:
@@ -26,7 +35,7 @@ class PageAllocator:
 
     @property
     def used(self) -> list[int]:
-        """Pages that rows refer to."""
+        """Return the pages that rows refer to."""
         return [page for page, count in enumerate(self._references) if count]
 
     def forget_prefixes(self) -> None:
@@ -38,11 +47,11 @@ class PageAllocator:
         return self._references[page]
 
     def find(self, prefix_id: int) -> int | None:
-        """The page that holds the end of this prefix, in use or free."""
+        """Return the page that holds the end of this prefix, in use or free."""
         return self._page_of.get(prefix_id)
 
     def allocate(self) -> int:
-        """A free page, whose content is forgotten. The caller has checked ``num_free``."""
+        """Return a free page, whose content is forgotten. The caller has checked ``num_free``."""
         assert self._free, "allocate from an empty free list"
         page, _ = self._free.popitem(last=False)
         prefix_id = self._prefix_of.pop(page, None)
@@ -86,10 +95,47 @@ class PrefixTable:
         self._ids: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def prefix_ids(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-        """The id of the prefix that ends with each page of the prompt."""
-        parent, found = -1, []
+        """Return the id of the prefix that ends with each page of the prompt."""
+        parent = -1
+        prefix_ids = []
         for start in range(0, len(prompt_ids), self.page_size):
             key = (parent, tuple(prompt_ids[start : start + self.page_size]))
             parent = self._ids.setdefault(key, len(self._ids))
-            found.append(parent)
-        return tuple(found)
+            prefix_ids.append(parent)
+        return tuple(prefix_ids)
+
+
+class PromptStates:
+    """The states of prompts, by the id of the whole prompt (``SequenceState.prefix_ids``). ``spare``: slots of no row."""
+
+    def __init__(self, spare: Iterable[int]) -> None:
+        self._free = list(spare)
+        self._kept: dict[int, int] = {}
+        self._fresh: dict[int, int] = {}  # in slots of rows, until the next step
+
+    def __bool__(self) -> bool:
+        return bool(self._kept or self._fresh)
+
+    def find(self, prompt: int) -> int | None:
+        return self._fresh.get(prompt, self._kept.get(prompt))
+
+    def note(self, prompt: int, slot: int) -> None:
+        """``slot``, of a row, holds the state until the step after the next plan."""
+        self._fresh[prompt] = slot
+
+    def keep(self, wanted: Collection[int]) -> list[tuple[int, int]]:
+        """Forget prompts that are not ``wanted``. Returns copies (from, to) by which the others outlive the step."""
+        for prompt in [prompt for prompt in self._kept if prompt not in wanted]:
+            self._free.append(self._kept.pop(prompt))
+        copies = []
+        for prompt, slot in self._fresh.items():
+            if self._free and prompt in wanted and prompt not in self._kept:
+                self._kept[prompt] = self._free.pop()
+                copies.append((slot, self._kept[prompt]))
+        self._fresh.clear()
+        return copies
+
+    def clear(self) -> None:
+        """From now on no prompt is found."""
+        self._fresh.clear()
+        self.keep(())

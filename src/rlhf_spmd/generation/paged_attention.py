@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
 
 def cut_tiles(work: Sequence[SequenceWork], page_size: int) -> list[Tile]:
-    """The tokens of a step in tiles of at most TILE_QUERIES."""
+    """Return the tokens of a step in tiles of at most TILE_QUERIES."""
     tiles = []
     token = 0
     align = math.lcm(KEY_BLOCK, page_size) // page_size  # keys in multiples of KEY_BLOCK need no padding
@@ -124,11 +124,11 @@ class KernelAttention:
         return cls(cache, positions, items, page_table)
 
     def kernel_context(self, layer_index: int) -> Context:
-        """The arguments of the kernel that computes a whole layer."""
+        """Return the arguments of the kernel that computes a whole layer."""
         pages = self.cache.pages
-        at = pages.data_ptr() + layer_index * pages.stride(0) * pages.itemsize
+        address = pages.data_ptr() + layer_index * pages.stride(0) * pages.itemsize
         sizes = pages.shape[3], self.cache.page_size, pages.shape[4]
-        return self.items.data_ptr(), len(self.items), self.page_table.data_ptr(), at, *sizes
+        return self.items.data_ptr(), len(self.items), self.page_table.data_ptr(), address, *sizes
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Writes k and v, then attends over the rows' pages."""

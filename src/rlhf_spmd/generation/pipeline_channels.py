@@ -34,7 +34,9 @@ class PipelineChannels:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        stage, last, keep = mesh.pp_rank, mesh.layout.pp - 1, 4 * mesh.layout.pp
+        stage = mesh.pp_rank
+        last = mesh.layout.pp - 1
+        keep = 4 * mesh.layout.pp
         pp, back = mesh.pp, mesh.pp_back
         pp.connect()
         back.connect()
@@ -58,7 +60,7 @@ class PipelineChannels:
         self.tokens[0].post(torch.empty(number, dtype=torch.int64, device=device))
 
     def take_tokens(self) -> Tensor:
-        """The tokens whose receipt was posted first."""
+        """Return the tokens whose receipt was posted first."""
         return self._take(self.tokens[0])
 
     def finish(self) -> None:

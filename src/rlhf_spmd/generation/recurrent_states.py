@@ -2,7 +2,7 @@
 
 A row has a slot from its admission to its end or preemption (``Scheduler``). Its first token begins with zeros, whatever the slot
 held, so slots need no clearing. A row that is preempted computes all of its tokens again, or begins with the state of its prompt
-(``prompt_states``).
+(``page_allocator.PromptStates``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RecurrentStates:
         self._on_host: list[Tensor] | None = None
 
     def of_step(self, work: Sequence[SequenceWork], positions: Tensor) -> DeltaAttention:
-        """Returns how the layers mix the tokens of ``work``, packed in this order, at ``positions`` [T]."""
+        """Return how the layers mix the tokens of ``work``, packed in this order, at ``positions`` [T]."""
         if all(item.num_tokens == 1 for item in work):
             slots = on_device(np.array([item.row.slot for item in work]), self.memory.device)
             return DecodeMixing(self, slots, positions)
@@ -76,8 +76,8 @@ class RecurrentStates:
         for layer in (*self.inputs, *self.memory):
             layer.index_copy_(0, destination, layer.index_select(0, source))
 
-    def offload(self) -> None:
-        """Free the memory; the states wait in host memory."""
+    def offload(self, used_pages: Sequence[int]) -> None:
+        """Free the memory; the states of all slots wait in host memory."""
         self._on_host = [host_like(each).copy_(each) for each in (self.inputs, self.memory)]
         self.inputs, self.memory = (each.new_empty(0) for each in (self.inputs, self.memory))
 
@@ -89,7 +89,7 @@ class RecurrentStates:
 
 
 def slot_bytes(decoder: Decoder) -> int:
-    """Bytes of one row's states on this rank; 0 for models without linear attention."""
+    """Return the bytes of one row's states on this rank; 0 for models without linear attention."""
     if not decoder.num_linear:
         return 0
     inputs, memory = _shapes(decoder)
@@ -98,7 +98,7 @@ def slot_bytes(decoder: Decoder) -> int:
 
 
 def _shapes(decoder: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shapes of one row's ``inputs`` and ``memory`` in one layer."""
+    """Return the shapes of one row's ``inputs`` and ``memory`` in one layer."""
     shape = next(block.mixer.shape for block in decoder.layers if isinstance(block, Block) and block.mixer is not None)
     heads = shape.keys, shape.values // shape.keys
     return (shape.kernel - 1, shape.channels), (*heads, shape.key_dim, shape.value_dim)
@@ -133,7 +133,9 @@ class PackedStepMixing:
     """As :class:`StepMixing`, by kernels that take all sequences as they are packed."""
 
     def __init__(self, states: RecurrentStates, work: Sequence[SequenceWork], kernels: FlashLinearAttention) -> None:
-        self._states, self._kernels, device = states, kernels, states.memory.device
+        self._states = states
+        self._kernels = kernels
+        device = states.memory.device
         lengths, kept = np.array([item.num_tokens for item in work]), states.inputs.shape[2]
         self._packing = Packing(lengths.tolist(), device)
         # of the inputs that a row had before, of all rows, and then the new ones, the last of each row
@@ -169,5 +171,7 @@ class DecodeMixing:
 
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
         """As :meth:`StepMixing.mix`, where each slot is of a row."""
-        rows, begins, ends = (x[:, None], decay[:, None], rate[:, None]), self._positions == 0, torch.ones_like(self._slots)
+        rows = (x[:, None], decay[:, None], rate[:, None])
+        begins = self._positions == 0
+        ends = torch.ones_like(self._slots)
         return self._states.mix(layer_index, self._slots, begins, ends, rows, weight, shape, None)[:, 0]

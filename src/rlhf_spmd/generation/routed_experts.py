@@ -12,7 +12,7 @@ Shape legend: T tokens of a step, N pages, M mixtures of this stage, K experts o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from rlhf_spmd.parallel.collectives import Group
 
 
 def no_experts(spec: ModelSpec) -> Tensor:
-    """The experts of no token, [0, mixtures of the model, K]."""
+    """Return the experts of no token, [0, mixtures of the model, K]."""
     assert spec.experts is not None, f"models of {spec.family} have no experts"
     return torch.empty(0, len(mixture_numbers(spec)), spec.experts.per_token, dtype=spec.experts.number_dtype)
 
@@ -45,12 +45,12 @@ class ExpertPages:
 
     @staticmethod
     def token_bytes(decoder: Decoder) -> int:
-        """Bytes of one token on this rank."""
+        """Return the bytes of one token on this rank."""
         none, numbers = no_experts(decoder.spec), mixture_numbers(decoder.spec)
         return sum(layer in numbers for layer in decoder.layer_ids) * none.shape[2] * none.itemsize
 
     def of_step(self, slots: Tensor) -> StepRouters:
-        """Through which the routers of a forward pass choose. ``slots`` int64 [T]: of its tokens."""
+        """Return what the routers of a forward pass choose through. ``slots`` int64 [T]: of its tokens."""
         return StepRouters(self.values.flatten(0, 1), slots)
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
@@ -58,14 +58,14 @@ class ExpertPages:
         self.values[destination] = self.values[source]
 
     def of_row(self, row: SequenceState, first: int, last: int) -> Tensor:
-        """The experts of the row's tokens ``first`` .. ``last`` - 1, [last - first, M, K], on the device."""
+        """Return the experts of the row's tokens ``first`` .. ``last`` - 1, [last - first, M, K], on the device."""
         size = self.values.shape[1]
         begin = first // size
         pages = on_device(torch.tensor(row.pages[begin : -(-last // size)]), self.values.device)
         return self.values.index_select(0, pages).flatten(0, 1)[first - begin * size : last - begin * size]
 
-    def offload(self) -> None:
-        """Free the memory. Between two calls the rows know all that it held."""
+    def offload(self, used_pages: Sequence[int]) -> None:
+        """Free the memory, of used pages too. Between two calls the rows know all that it held."""
         self._shape, self.values = self.values.shape, self.values.new_empty(0)
 
     def reload(self) -> None:
@@ -77,12 +77,14 @@ class StepRouters:
     """The routers of one forward pass, and what they choose. ``values`` [slots of all pages, M, K]."""
 
     def __init__(self, values: Tensor, slots: Tensor) -> None:
-        self._values, self._slots, self._chosen = values, slots, list[Tensor]()
+        self._values = values
+        self._slots = slots
+        self._chosen = list[Tensor]()
 
     def route(
         self, ops: Ops, layer: int, logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """As ``Ops.route``. Layers come in their order."""
+        """Return weights and experts as ``Ops.route`` does. Layers come in their order."""
         weights, chosen = ops.route(logits, score_bias, rule, dtype)
         self._chosen.append(chosen)
         return weights, chosen
@@ -99,26 +101,26 @@ class RowExperts:
 
     def __init__(self, pages: ExpertPages) -> None:
         self._pages, self._none = pages, pages.none[:, pages.columns]
-        self._found: dict[SequenceState, list[Tensor]] = {}
-        self._under_way = deque[tuple[SequenceState, HostCopy]]()  # in pinned memory, which must be free for further copies
+        self._collected: dict[SequenceState, list[Tensor]] = {}
+        self._in_flight = deque[tuple[SequenceState, HostCopy]]()  # in pinned memory, which must be free for further copies
         self._known: dict[SequenceState, int] = {}  # tokens, with those of earlier calls
 
     def collect(self, row: SequenceState) -> None:
         """Take from the pages what is not known yet of the row's computed tokens."""
         known = self._known.get(row, 0 if row.experts is None else len(row.experts))
         if row.pages and row.num_computed > known:
-            self._under_way.append((row, HostCopy(self._pages.of_row(row, known, row.num_computed))))
+            self._in_flight.append((row, HostCopy(self._pages.of_row(row, known, row.num_computed))))
             self._known[row] = row.num_computed
-        while self._under_way and self._under_way[0][1].has_ended:
+        while self._in_flight and self._in_flight[0][1].has_ended:
             self._take()
 
     def _take(self) -> None:
-        row, copy = self._under_way.popleft()
-        self._found.setdefault(row, []).append(copy.values().clone())
+        row, copy = self._in_flight.popleft()
+        self._collected.setdefault(row, []).append(copy.values().clone())
 
     def of_ended(self, row: SequenceState) -> Tensor:
-        """``Completion.experts`` of an ended row of this call, where this stage has all mixtures."""
-        return self._whole(row, self._new(row))
+        """Return ``Completion.experts`` of an ended row of this call, where this stage has all mixtures."""
+        return self._of_all_tokens(row, self._new(row))
 
     def finish(self, rows: Iterable[SequenceState], pp: Group) -> None:
         """Note with each row what this call found, of all mixtures.
@@ -130,19 +132,20 @@ class RowExperts:
         counts = [len(each) for each in new]
         values = torch.cat([self._none, *new])
         if pp.size > 1 and len(values):
-            own, values = values, values.new_zeros(len(values), *self._pages.none.shape[1:])
-            values[:, self._pages.columns] = own
+            local = values
+            values = values.new_zeros(len(values), *self._pages.none.shape[1:])
+            values[:, self._pages.columns] = local
             pp.all_reduce(values.view(torch.uint8), "generation:experts")
         for row, part in zip(rows, values.split(counts), strict=True):
-            row.experts = self._whole(row, part) if row.ended else _joined(row.experts, part)
+            row.experts = self._of_all_tokens(row, part) if row.ended else _joined(row.experts, part)
 
     def _new(self, row: SequenceState) -> Tensor:
-        while any(each is row for each, _ in self._under_way):
+        while any(each is row for each, _ in self._in_flight):
             self._take()
-        return torch.cat([self._none, *self._found.get(row, ())])
+        return torch.cat([self._none, *self._collected.get(row, ())])
 
-    def _whole(self, row: SequenceState, part: Tensor) -> Tensor:
-        """One entry per token of the ended ``row``. The last token was never computed, and repeats those of the token before it."""
+    def _of_all_tokens(self, row: SequenceState, part: Tensor) -> Tensor:
+        """Return one entry per token of the ended ``row``. The last token was never computed; it repeats the entry before it."""
         known = _joined(row.experts, part)[: row.length - 1]
         last = known[-1:] if len(known) else torch.arange(part.shape[2], dtype=part.dtype).expand(1, *part.shape[1:])
         return torch.cat([known, last.expand(row.length - len(known), -1, -1)])

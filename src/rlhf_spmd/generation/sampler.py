@@ -45,7 +45,7 @@ CHUNK_ELEMENTS = 1 << 25  # logits inverted at once: limits the fp64 work space 
 
 
 def drawable_ids(vocab_size: int, eos_ids: Collection[int], decoding: Decoding | None) -> int:
-    """Returns the number of ids, from 0 on, that may be drawn: those of the tokenizer (without one, all), and the end tokens."""
+    """Return the number of ids, from 0 on, that may be drawn: those of the tokenizer (without one, all), and the end tokens."""
     if decoding is None or decoding.tokenizer is None:
         return vocab_size
     return min(vocab_size, max(_largest_id(decoding.tokenizer), *eos_ids, 0) + 1)
@@ -57,7 +57,7 @@ def _largest_id(tokenizer: Any) -> int:
 
 
 def _signed(x: int) -> int:
-    """The same 64 bits as a signed number, as torch's int64 has them."""
+    """Return the same 64 bits as a signed number, as torch's int64 has them."""
     return (x & ((1 << 64) - 1)) - ((x >> 63 & 1) << 64)
 
 
@@ -69,7 +69,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    """Return splitmix64's finaliser of ``x`` (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
     x = (x ^ _shift_right(x, 30)) * _FIRST
     x = (x ^ _shift_right(x, 27)) * _SECOND
     return x ^ _shift_right(x, 31)
@@ -80,13 +80,13 @@ def _stir(state: Tensor, counter: Tensor) -> Tensor:
 
 
 def row_keys(seeds: int | Sequence[int], steps: Tensor, row_ids: Tensor) -> Tensor:
-    """The keys of the rows' draws for :func:`uniform`, int64 [rows]. ``seeds``: one per row, or one for all."""
+    """Return the keys of the rows' draws for :func:`uniform`, int64 [rows]. ``seeds``: one per row, or one for all."""
     signed = _signed(seeds) if isinstance(seeds, int) else list(map(_signed, seeds))
     return _stir(_stir(torch.tensor(signed, device=row_ids.device).expand_as(row_ids), steps), row_ids)
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
-    """Random numbers in [0, 1), fp64 [rows], of 53 bits each; the same on every device.
+    """Return random numbers in [0, 1), fp64 [rows], of 53 bits each; the same on every device.
 
     ``keys``: from :func:`row_keys`. ``positions``: of the drawn tokens in their responses.
     """
@@ -94,7 +94,7 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: SamplingConfig, draws: Tensor) -> Tensor:
-    """Token ids int64 [rows] from ``logits`` [rows, vocabulary] and ``draws`` fp64 [rows], which greedy sampling does not use.
+    """Return token ids int64 [rows] from ``logits`` [rows, vocabulary] and ``draws`` fp64 [rows], which greedy sampling does not use.
 
     Ids are always inside the vocabulary. From logits that are not finite they mean nothing.
     """
@@ -118,8 +118,8 @@ def _sample_rows(logits: Tensor, sampling: SamplingConfig, draws: Tensor) -> Ten
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     # right=True: the first token whose cumulative weight exceeds the draw, so never a token of weight 0.
     # A draw is at most 1 - 2**-53, so draw * total < total in fp64 too.
-    found = torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True).squeeze(1)
-    return found.clamp_(max=weights.shape[1] - 1)  # beyond it only where weights are not finite
+    tokens = torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True).squeeze(1)
+    return tokens.clamp_(max=weights.shape[1] - 1)  # beyond it only where weights are not finite
 
 
 def filter_weights(weights: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -165,7 +165,7 @@ def _keep_nucleus(weights: Tensor, top_p: float) -> Tensor:
 def build_sampling_tensors(
     samplings: Sequence[SamplingConfig], kinds: NDArray[np.int64], device: torch.device
 ) -> SamplingTensors:
-    """The settings of rows as tensors; row i follows ``samplings[kinds[i]]``."""
+    """Return the settings of rows as tensors; row i follows ``samplings[kinds[i]]``."""
     present = [samplings[kind] for kind in np.unique(kinds)]
     floats = [(each.temperature, each.top_p, each.min_p) for each in samplings]
     columns = on_device(np.ascontiguousarray(np.array(floats, dtype=np.float32).reshape(-1, 3)[kinds].T), device)
@@ -221,18 +221,18 @@ def draw_rows(
     if tp.size == 1:
         return ops.draw_rows(scores[:, :drawable], logits, settings, keys, positions)
     if settings.filters and not settings.greedy:
-        whole = gather_logits(decoder, logits)
-        drawn = ops.draw_rows((whole if scores is logits else scores)[:, :drawable], whole, settings, keys, positions)
+        all_logits = gather_logits(decoder, logits)
+        drawn = ops.draw_rows((all_logits if scores is logits else scores)[:, :drawable], all_logits, settings, keys, positions)
         for each in drawn[: 2 + settings.tempered]:  # devices of different kinds may round differently
             tp.broadcast(each, 0, "generation:tokens")
         return drawn
     local = (logits if scores is logits else scores[:, first:last])[:, : max(drawable - first, 0)]
     sums = ops.tile_sums(local, logits, settings, -(-decoder.spec.vocab_size // tp.size))
     tiles = torch.stack(tp.all_gather(sums, "generation:tile_sums"))
-    found = ops.draw_from_tiles(tiles, tp.rank, first, local, logits, settings, keys, positions)
-    found = tp.all_reduce(found, "generation:tokens")  # only the rank that owns a token has it; the others have zeros
-    log_probs = found[1:].to(logits.dtype)
-    return found[0].to(torch.int64), log_probs[0], log_probs[1]
+    owned = ops.draw_from_tiles(tiles, tp.rank, first, local, logits, settings, keys, positions)
+    results = tp.all_reduce(owned, "generation:tokens")  # only the rank that owns a token has it; the others have zeros
+    log_probs = results[1:].to(logits.dtype)
+    return results[0].to(torch.int64), log_probs[0], log_probs[1]
 
 
 def _draw_groups(
@@ -245,14 +245,16 @@ def _draw_groups(
     groups: SamplingGroups,
     drawable: int,
 ) -> Drawn:
-    """As :func:`draw_rows`, group by group. Rows do not influence each other, so a group is drawn as if it were alone."""
+    """Draw as :func:`draw_rows`, group by group. Rows do not influence each other, so a group is drawn as if it were alone."""
     ruled = scores is not logits
     if not ruled:
         scores = gather_logits(decoder, logits)
     draws = positions if settings.greedy else uniform(keys, positions)
     parts: list[Drawn] = []
     for sampling, chosen in groups:
-        some, some_scores, some_draws = logits, scores, draws  # all rows
+        some = logits
+        some_scores = scores
+        some_draws = draws  # all rows
         if chosen is not None:
             some, some_draws = logits[chosen], draws[chosen]
             some_scores = some if scores is logits else scores[chosen]
@@ -273,7 +275,7 @@ def _draw_groups(
 
 
 def _joined(parts: Sequence[Tensor], groups: SamplingGroups) -> Tensor:
-    """One tensor of the parts, in the order of the rows."""
+    """Return one tensor of the parts, in the order of the rows."""
     joined = parts[0].new_empty(sum(map(len, parts)))
     for part, (_, chosen) in zip(parts, groups, strict=True):
         assert chosen is not None, "a group of all rows has no others beside it"

@@ -14,7 +14,7 @@ The pages of a prompt are computed once. A row that finds them in the cache shar
 tail over if nobody uses it. It then computes only its last prompt token. While one row computes a page (a *pending prefix*), rows
 that need the same page wait, and others overtake them.
 
-With linear attention only whole prompts are shared, with the state behind all but their last token (``prompt_states``).
+With linear attention only whole prompts are shared, with the state behind all but their last token (``PromptStates``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from rlhf_spmd.generation.page_allocator import PageAllocator
-from rlhf_spmd.generation.prompt_states import PromptStates
+from rlhf_spmd.generation.page_allocator import PageAllocator, PromptStates
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState, SequenceWork
 
 if TYPE_CHECKING:
@@ -82,7 +81,9 @@ class Scheduler:
 
     def __init__(self, config: GenerationConfig, recurrent: bool = False, spare: Iterable[int] = ()) -> None:
         assert config.num_pages is not None, "pages are counted by the generator"
-        self.config, self.recurrent, self.stats = config, recurrent, GenerationStats()
+        self.config = config
+        self.recurrent = recurrent
+        self.stats = GenerationStats()
         self.pages = PageAllocator(config.num_pages)
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
@@ -104,13 +105,13 @@ class Scheduler:
 
     def hold(self, row: SequenceState) -> None:
         """Do not schedule ``row`` until :meth:`resume`. It keeps its pages unless other rows need them."""
-        row.held = True
+        row.on_hold = True
         if not row.pages:
             self.waiting.remove(row)
             self.paused.add(row)
 
     def resume(self, row: SequenceState) -> None:
-        row.held = False
+        row.on_hold = False
         if row in self.paused:
             self.paused.remove(row)
             (self.waiting.appendleft if row.num_new else self.waiting.append)(row)
@@ -122,18 +123,18 @@ class Scheduler:
         self._admit(step, budget)
         if self.prompt_states and step.work:
             step.state_copies += self.prompt_states.keep(self._wanted_prompts())
-        waits = self.paused or any(row.held or row.length >= row.limit for row in self.running)
+        waits = self.paused or any(row.on_hold or row.length >= row.limit for row in self.running)
         assert step.work or waits, "a step without work: the scheduler cannot make progress"
         return step
 
-    def look_ahead(self, step: ScheduledStep, most: int) -> None:
-        """Set ``step.repeats``, at most ``most``, and give the rows that decode pages for so many tokens."""
+    def reserve_multi_step(self, step: ScheduledStep, max_repeats: int) -> None:
+        """Set ``step.repeats``, at most ``max_repeats``, and give the rows that decode pages for so many tokens."""
         rows = [item.row for item in step.work if item.decodes]
         if not rows:
             return
         left = [row.limit - row.length for row in rows]
         # a row at its limit computes its last token again, which would change its state
-        tokens = min(most, min(left) if self.recurrent else max(left))
+        tokens = min(max_repeats, min(left) if self.recurrent else max(left))
 
         def missing(row: SequenceState) -> int:
             return max(self._pages_for(min(row.length + tokens, row.limit) - 1) - len(row.pages), 0)
@@ -172,7 +173,7 @@ class Scheduler:
         position = 0
         while position < len(self.running) and budget > 0:
             row = self.running[position]
-            if row.held or row.length >= row.limit:
+            if row.on_hold or row.length >= row.limit:
                 position += 1
                 continue
             count = self._before_last(row, row.num_computed, min(row.length - row.num_computed, budget))
@@ -189,7 +190,7 @@ class Scheduler:
         while missing > self.pages.num_free:
             youngest = self.running.pop()
             self._release(youngest)
-            if youngest.held:
+            if youngest.on_hold:
                 self.paused.add(youngest)
             else:
                 self.waiting.appendleft(youngest)
@@ -230,11 +231,11 @@ class Scheduler:
         growing = sum(len(row.pages) < self._pages_for(row.limit - 1) for row in self.running)
         while skipped < min(len(self.waiting), config.max_num_seqs) and len(self.running) < config.max_num_seqs and budget > 0:
             row = self.waiting[skipped]
-            found = self._lookup(row)
-            if found is None:
+            prefix = self._lookup(row)
+            if prefix is None:
                 skipped += 1
                 continue
-            shared, tail, pending = found
+            shared, tail, pending = prefix
             # the last prompt token is computed again, since its logits give the first draw; preempted rows do the same
             tokens_at_hand = len(shared) * config.page_size if tail is None else row.prompt_length - 1
             start = min(tokens_at_hand, row.length - 1)
@@ -278,7 +279,7 @@ class Scheduler:
         row.pages, row.slot = shared + new, self._slots.pop()
 
     def _lookup(self, row: SequenceState) -> tuple[list[int], int | None, list[int]] | None:
-        """(full pages to share, tail page to copy, prefixes to compute); None: another row is computing what this one needs."""
+        """Return (full pages to share, tail page to copy, prefixes to compute); None: another row is computing what this one needs."""
         if not self.config.enable_prefix_caching:
             return [], None, []
         if self.recurrent:
@@ -297,15 +298,15 @@ class Scheduler:
         return shared, None, list(missing)
 
     def _lookup_with_state(self, row: SequenceState) -> tuple[list[int], int | None, list[int]] | None:
-        """As :meth:`_lookup`: all pages up to the last prompt token, if the state is there too, or none."""
+        """Return what :meth:`_lookup` does: all pages up to the last prompt token, if the state is there too, or none."""
         prompt, before_last = row.prefix_ids[-1], row.prompt_length - 1
         if not before_last:
             return [], None, []
         if self.prompt_states.find(prompt) is not None:
             pages = [self.pages.find(prefix) for prefix in row.prefix_ids[: self._pages_for(before_last)]]
-            found = [page for page in pages if page is not None]
-            if len(found) == len(pages):
-                return (found[:-1], found[-1], []) if before_last % self.config.page_size else (found, None, [])
+            cached = [page for page in pages if page is not None]
+            if len(cached) == len(pages):
+                return (cached[:-1], cached[-1], []) if before_last % self.config.page_size else (cached, None, [])
         elif prompt in self._pending_prefixes:
             return None
         return [], None, list(row.prefix_ids)
@@ -317,13 +318,13 @@ class Scheduler:
         return left if shares and row.prefix_ids[-1] in self._wanted_prompts(row) else count
 
     def _wanted_prompts(self, but: SequenceState | None = None) -> set[int]:
-        """The prompts of rows that may start soon."""
+        """Return the prompts of rows that may start soon."""
         return {row.prefix_ids[-1] for row in islice(self.waiting, self.config.max_num_seqs) if row is not but}
 
     def _register_prefixes(self, row: SequenceState) -> None:
         """Let other rows find the prompt pages that ``row`` has computed by now."""
-        whole = row.num_computed >= row.prompt_length - self.recurrent  # the last token of a prompt is not shared
-        num_done = min(len(row.prefix_ids), len(row.pages)) if whole else row.num_computed // self.config.page_size
+        prompt_done = row.num_computed >= row.prompt_length - self.recurrent  # the last token of a prompt is not shared
+        num_done = min(len(row.prefix_ids), len(row.pages)) if prompt_done else row.num_computed // self.config.page_size
         first = len(row.prefix_ids) - len(row.pending_prefixes)
         for number in range(first, num_done):
             prefix_id = row.pending_prefixes.pop(0)

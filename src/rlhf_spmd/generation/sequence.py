@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class SequenceState:
       a running row has num_computed < length
     - slot: of the row's states in layers with linear attention, while it has pages; -1: it has none
     - pending_prefixes: those ``prefix_ids`` whose pages this row is computing for all rows
-    - held: the row waits for its environment and is not scheduled
+    - on_hold: the row waits for its environment and is not scheduled
     """
 
     request: Request
@@ -141,7 +141,7 @@ class SequenceState:
     pages: list[int] = field(default_factory=list)
     slot: int = -1
     pending_prefixes: list[int] = field(default_factory=list)
-    held: bool = False
+    on_hold: bool = False
 
     def __post_init__(self, response: Sequence[int]) -> None:
         self.tokens = [*self.request.prompt_ids, *response]
@@ -158,17 +158,20 @@ class SequenceState:
 
     @property
     def token_ids(self) -> list[int]:
-        """The response so far."""
+        """Return the response so far."""
         return self.tokens[self.prompt_length :]
 
     @property
     def turn_start(self) -> int:
-        """Where the model's current turn begins in ``tokens``; without an environment, where the response begins."""
+        """Return where the model's current turn begins in ``tokens``; without an environment, where the response begins."""
         return self.prompt_length + len(self.mask or ())
 
     def leave_pages(self) -> None:
         """Forget what was computed: the row has no pages any more."""
-        self.num_computed, self.pages, self.slot, self.pending_prefixes = 0, [], -1, []
+        self.num_computed = 0
+        self.pages = []
+        self.slot = -1
+        self.pending_prefixes = []
 
     def rewind(self, num_new: int) -> None:
         """Go back to the first ``num_new`` tokens of the response, without pages."""
@@ -177,15 +180,24 @@ class SequenceState:
         self.leave_pages()
 
     def completion(self, token_logprobs: TokenLogprobs | None = None, experts: Tensor | None = None) -> Completion:
-        """The ended row's completion. ``token_logprobs``, ``experts``: of the whole row, if its own do not have them yet."""
-        noted = token_logprobs or self.token_logprobs
-        reason: Literal["stop", "length"] = "stop" if self.stopped else "length"
-        assert self.ended and noted is not None, f"row {self.request.row_id} has not ended"
-        top = (noted.top_ids, noted.top_log_probs) if noted.top_ids.shape[1] else None
-        row_id, tokens, log_probs = self.request.row_id, self.token_ids, noted[:2]
-        made = Completion(row_id, tokens, *log_probs, reason, noted.versions, top, self.mask, self.reward, self.num_turns)
-        its_experts = self.experts if experts is None else experts
-        return replace(made, observations=self.observations, experts=its_experts, failure=self.failure)
+        """Return the ended row's completion. ``token_logprobs``, ``experts``: of the whole row, if its own do not have them yet."""
+        known = token_logprobs or self.token_logprobs
+        assert self.ended and known is not None, f"row {self.request.row_id} has not ended"
+        return Completion(
+            self.request.row_id,
+            self.token_ids,
+            known.log_probs,
+            known.log_probs_t1,
+            "stop" if self.stopped else "length",
+            known.versions,
+            (known.top_ids, known.top_log_probs) if known.top_ids.shape[1] else None,
+            self.mask,
+            self.reward,
+            self.num_turns,
+            self.observations,
+            self.experts if experts is None else experts,
+            self.failure,
+        )
 
 
 class SequenceWork(NamedTuple):
@@ -198,11 +210,11 @@ class SequenceWork(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Whether this computes one token and draws the next one, which can be repeated without the host."""
+        """Return True if this computes one token and draws the next one, which can be repeated without the host."""
         return self.samples and self.num_tokens == 1
 
     def num_draws(self, repeats: int) -> int:
-        """Tokens that are drawn if rows that decode draw ``repeats`` tokens each; 0: they draw one, as all others do."""
+        """Return the tokens that are drawn if rows that decode draw ``repeats`` tokens each; 0: they draw one, as all others do."""
         if not self.samples:
             return 0
         return min(repeats, self.row.limit - self.row.length) if repeats and self.decodes else 1

@@ -25,7 +25,7 @@ class StopStrings:
         self._candidate: dict[int, bool] = {}
 
     def completed_by_last(self, token_ids: Sequence[int], first: int = 0) -> bool:
-        """Whether the last token completes a stop string in the response, which begins at ``first``."""
+        """Return True if the last token completes a stop string in the response, which begins at ``first``."""
         if not self._may_complete(token_ids[-1]):
             return False
         width = self._longest + 4  # some characters take several tokens; the first of a window may be cut
@@ -38,19 +38,19 @@ class StopStrings:
             width *= 2
 
     def cut(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """The response's text before the stop string that its last token completed, and that string.
+        """Return the response's text before the stop string that its last token completed, and that string.
 
-        Without one, the whole text and "".
+        Without one, these are the whole text and "".
         """
         text = self.decode(token_ids)
         start, stop = (self._find(text, token_ids) if token_ids else None) or (len(text), "")
         return text[:start], stop
 
     def _find(self, text: str, token_ids: Sequence[int]) -> tuple[int, str] | None:
-        """Where the first stop string begins that only the last token completed in ``text``, the decoded ids, and the string."""
+        """Return where the first stop string begins that only the last token completed in ``text``, the decoded ids; and the string."""
         before = len(self.decode(token_ids[:-1]).rstrip(UNFINISHED))
-        found = [(text.find(stop, max(before - len(stop) + 1, 0)), stop) for stop in self.stops]
-        return min((place for place in found if place[0] >= 0), default=None)
+        starts = [(text.find(stop, max(before - len(stop) + 1, 0)), stop) for stop in self.stops]
+        return min((start for start in starts if start[0] >= 0), default=None)
 
     def _may_complete(self, token: int) -> bool:
         if token not in self._candidate:
@@ -71,7 +71,7 @@ class StopCriteria:
 def build_stop_criteria(
     sampling: SamplingConfig, eos_ids: Collection[int], decoding: Decoding | None, where: str
 ) -> StopCriteria:
-    """What ends a response by ``sampling`` and ``eos_ids``. A stop string that is a special token counts as that token.
+    """Return what ends a response by ``sampling`` and ``eos_ids``. A stop string that is a special token counts as that token.
 
     Raises ValueError for stop strings that no response could contain.
     """
@@ -85,7 +85,7 @@ def build_stop_criteria(
 
 
 def special_stops(stops: Sequence[str], special_ids: Mapping[str, int], where: str) -> dict[str, int]:
-    """Those ``stops`` that are special tokens, with their ids. Raises ValueError for a stop that only contains a special token."""
+    """Return the ``stops`` that are special tokens, with their ids. Raises ValueError for a stop that only contains such a token."""
     for stop in stops:
         part = next((special for special in special_ids if special in stop), None)
         if stop not in special_ids and part is not None:

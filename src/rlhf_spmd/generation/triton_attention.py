@@ -64,7 +64,7 @@ class TritonAttention:
         self.singles, self.chunks, self.arrived = singles, chunks, arrived
         self.group_size = num_heads // cache.kv_heads
         self.num_splits = -(-longest // triton_paged_attention.SPLIT_KEYS)
-        programs = PROGRAMS if cache.planes == 2 else LATENT_PROGRAMS
+        programs = PROGRAMS if cache.kv_tensors_per_page == 2 else LATENT_PROGRAMS
         self.sharing = max(min(self.num_splits, programs // max(arrived.numel(), 1)), 1)
         size = len(arrived), num_heads, self.num_splits, cache.value_dim + 2
         if 4 * math.prod(size) > PART_BYTES:
@@ -80,8 +80,10 @@ class TritonAttention:
         shape_of: Callable[[int, int, int, int], TileShape] = TileShape.of_chunks,
     ) -> TritonAttention:
         """``work`` is in the order in which its tokens are packed. ``shape_of`` chooses the tile of chunks."""
-        step, group_size, device = slot_mapping(work, cache), num_heads // cache.kv_heads, cache.pages.device
-        if cache.planes == 2:
+        step = slot_mapping(work, cache)
+        group_size = num_heads // cache.kv_heads
+        device = cache.pages.device
+        if cache.kv_tensors_per_page == 2:
             shape = shape_of(cache.head_dim, cache.pages.itemsize, cache.page_size, group_size)
         else:
             shape = latent_tile(cache.value_dim, cache.pages.itemsize, cache.page_size, chunks=True)
@@ -100,7 +102,7 @@ class TritonAttention:
 
     @classmethod
     def decoding(cls, positions: Tensor, page_table: Tensor, cache: KVCache, num_heads: int) -> TritonAttention:
-        """The context of one token per row: ``positions`` [B], ``page_table`` [B, P]. The host does not read these tensors."""
+        """Return the context of one token per row: ``positions`` [B], ``page_table`` [B, P]. The host does not read these tensors."""
         slots = torch.empty_like(positions)
         counters = _num_tiles(cache, num_heads)
         arrived = torch.empty(len(positions), counters, dtype=torch.int32, device=positions.device)
@@ -111,7 +113,7 @@ class TritonAttention:
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Writes k and v, then attends over the rows' pages."""
         assert q.stride(2) == 1, "the elements of a head must lie together"
-        assert self.cache.planes == 2, "latent attention writes its keys itself"
+        assert self.cache.kv_tensors_per_page == 2, "latent attention writes its keys itself"
         write_pages(self.cache, layer_index, self.slots, k, v)
         return self.attend_written(layer_index, q, rule)
 
@@ -122,7 +124,9 @@ class TritonAttention:
         """As :meth:`attend`, where the step's keys and values are in the pages already. Returns as many elements of a head as values
         have."""
         cache = self.cache
-        pages, heads, dim = cache.pages[layer_index], cache.kv_heads, cache.value_dim
+        pages = cache.pages[layer_index]
+        heads = cache.kv_heads
+        dim = cache.value_dim
         out = torch.empty(*q.shape[:2], dim, dtype=q.dtype, device=q.device)
         scale, cap = score_factors(rule)
         has_sinks, sinks = rule.sinks is not None, q if rule.sinks is None else rule.sinks.float()
@@ -157,7 +161,7 @@ class TritonAttention:
 
 def _tile_of_singles(cache: KVCache, group_size: int) -> TileShape:
     sizes = cache.value_dim, cache.pages.itemsize, cache.page_size
-    return TileShape.of_singles(*sizes, group_size) if cache.planes == 2 else latent_tile(*sizes, chunks=False)
+    return TileShape.of_singles(*sizes, group_size) if cache.kv_tensors_per_page == 2 else latent_tile(*sizes, chunks=False)
 
 
 def _num_tiles(cache: KVCache, num_heads: int) -> int:
@@ -169,6 +173,8 @@ def _num_tiles(cache: KVCache, num_heads: int) -> int:
 def write_pages(cache: KVCache, layer_index: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Write k and v [T, H, D] to ``slots`` [T] of a layer's pages, in one launch."""
     assert k.stride(2) == v.stride(2) == 1, "the elements of a head must lie together"
-    pages, heads, dim = cache.pages[layer_index], cache.kv_heads, cache.head_dim
+    pages = cache.pages[layer_index]
+    heads = cache.kv_heads
+    dim = cache.head_dim
     strides = (*k.stride()[:2], *v.stride()[:2], pages.stride(1))
     triton_paged_attention.write[(len(k), heads)](k, v, pages, slots, *strides, heads, dim, triton.next_power_of_2(dim))

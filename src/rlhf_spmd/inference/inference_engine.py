@@ -45,7 +45,7 @@ HANDED_OUT = 0.5  # a call returns when this share of its groups has ended, so t
 HANDED_OUT_S = 60.0  # a call returns after these seconds in any case
 
 
-OF_TRAINING = ("reshard_method", "buffers", "overlap", "reuse_rollout_log_probs", "kv_cache")  # keys of ``generation``
+OF_TRAINING = ("reshard_method", "buffers", "reuse_rollout_log_probs", "kv_cache")  # keys of ``generation``
 
 
 def _only(key: str, allowed: Any, why: str, remedy: str) -> Rule:
@@ -124,7 +124,7 @@ def build_generator(loaded: LoadedModel, world: World) -> Generator:
     weights = RoleState(decoder.shards, dict(decoder.named_parameters()))
     load_from_checkpoint(loaded.spec, weights, config.model.path, loaded.checkpoint, world)
     attention = config.generation.attention, config.model.attention
-    backend = choose_backend(*attention, dtype, world.device, "generation.attention", loaded.spec)
+    backend = choose_backend(*attention, dtype, world.device, "generation.attention")
     generation = replace(config.generation, attention=backend)
     ends, size = loaded.spec.eos_token_ids, world.launch.local_size
     generator = Generator(decoder, mesh, generation, ends, decoding(loaded.tokenizer), size)

@@ -135,7 +135,6 @@ def check_set(
     drawable = drawable_ids(spec.vocab_size, spec.eos_token_ids, decoding(tokenizer))
     sampling.check_ids(spec.vocab_size, drawable, ends.token_ids, any(least for least, _ in limits), where)
     longest = max(len(prompt) + longest_response for prompt, (_, longest_response) in zip(prompts, limits, strict=True))
-    config.generation.check_model("generation", spec)
     config.generation.check_row("generation", longest, f"the longest row may have {longest} tokens")
     seen = [reward_row(row, i, encoded[i][1], config.data) for i, row in enumerate(rows)]
     for setting, value in (("model", reward.model), ("judge", reward.judge)):

@@ -46,8 +46,8 @@ class Decoder(nn.Module):
 
     ``head``: "lm", "value", "both" or "none". ``shards`` is plan_params of this rank; parameter names are its keys. ``layer_ids`` are
     the global indices of ``layers``. ``blocks``: the order inside fused parameters, see plan_params; a generation module takes t / t_g.
-    A tied model with pp > 1 holds the shared matrix twice, see :attr:`tied_ends`. ``ops``: the arithmetic of all operations but the
-    attention; unless given, the best for ``dtype`` and ``device``.
+    A tied model with pp > 1 holds the shared matrix twice, see :attr:`tied_across_stages`. ``ops``: the arithmetic of all operations
+    but the attention; unless given, the best for ``dtype`` and ``device``.
 
     ``sequence_parallel``: outside attention and MLP each tp rank holds 1 / t of the rows (``slices`` is t), between stages too; the
     gradients of the parameters named in ``scattered`` are then parts, to be summed over tp. The forward pass has the same bits.
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
         return self.stage == self.pp - 1
 
     @property
-    def tied_ends(self) -> bool:
+    def tied_across_stages(self) -> bool:
         """First and last stage each hold a copy of the embedding, whose gradients must be added over ``Mesh.first_last_group``."""
         return self.spec.tie_word_embeddings and self.pp > 1 and self.head_kind in ("lm", "both")
 

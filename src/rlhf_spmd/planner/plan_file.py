@@ -218,7 +218,7 @@ def _planned_role(section: Mapping[str, Any], planned: Mapping[str, Any]) -> dic
     if not merged["offload"]:
         merged.pop("prefetch", None)
     if "generate_sequences" in merged["calls"]:  # whole weights are sent there
-        merged["generation"] = _without(merged["generation"], "overlap", "reshard_method", "buffers")
+        merged["generation"] = _without(merged["generation"], "reshard_method", "buffers")
     return merged
 
 

@@ -19,8 +19,8 @@ from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.kernels import capabilities, choose_ops, model_device
 from rlhf_spmd.kernels.devices import unavailable
 from rlhf_spmd.preflight.roles import RolePlan, generating
+from rlhf_spmd.workers.objective import ROUTED_EXPERTS
 from rlhf_spmd.workers.optim_config import learning_rate, warmup_steps
-from rlhf_spmd.workers.passes import ROUTED_EXPERTS
 
 UNKNOWN_STEPS = sys.maxsize  # of a run whose length is in epochs, until the data are known
 

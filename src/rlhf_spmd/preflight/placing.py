@@ -122,12 +122,6 @@ def _generation_at_home(where: str, plan: RolePlan) -> GenerationLayout:
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from error
     check_layout(spec, f"{where}.generation", generation.pp, generation.tp, expert_parallel_generation=whole)
-    if config.overlap and generation.consecutive:
-        raise ValueError(
-            f"{where}.generation.overlap=true: weights come layer by layer only if reshard_method=zero_redundancy regroups ranks in "
-            f"place, not from {layout} to pp({generation.pp}) * tp({generation.tp}) by reshard_method={config.reshard_method}"
-            f"{f' and generation.ep={config.ep}' * whole}; leave it out"
-        )
     return generation
 
 
@@ -159,7 +153,7 @@ def _plan_call(role: str, plan: RolePlan, method: str, pools: Mapping[str, Resou
     if layout.zero or max(layout.vpp, layout.cp, layout.ep) > 1:
         raise ValueError(f"{where}.layout is {layout}: generation has none of zero, vpp, cp and ep; leave them out")
     usual = GenerationConfig()
-    for key in ("overlap", "reshard_method", "buffers"):
+    for key in ("reshard_method", "buffers"):
         if getattr(generation, key) != getattr(usual, key):
             raise ValueError(
                 f"models.{role}.generation.{key}={str(getattr(generation, key)).lower()}: weights for "

@@ -30,8 +30,8 @@ from rlhf_spmd.planner.memory import RESERVE, RankMemory, RoleSettings
 from rlhf_spmd.planner.profile import LayerTimes, Profile, sizes_of
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 from rlhf_spmd.workers.flops import matmul_rate
+from rlhf_spmd.workers.objective import Packed
 from rlhf_spmd.workers.optim_config import OptimConfig
-from rlhf_spmd.workers.passes import Packed
 from rlhf_spmd.workers.train_engine import TrainEngine
 
 FEW, MORE = 1, (5, 3, 2)  # layers of two models whose difference gives the time of a layer; the most that fit
@@ -204,7 +204,7 @@ class LayerProfiler:
         update = self.seconds(engine.optimizer_step, 1, self._both_passes(engine, head, 1)) / numel
         decode = []
         if head == "lm":
-            backend = choose_backend(generation.attention, engine.attention.name, self.dtype, world.device, "models", spec)
+            backend = choose_backend(generation.attention, engine.attention.name, self.dtype, world.device, "models")
             config = replace(generation, attention=backend, pp=1, tp=tp, num_pages=None)
             generator = Generator(engine.chunks[0].requires_grad_(False), mesh, config, (), None, world.launch.local_size)
             decode = [self._decode_seconds(generator, spec, count) for count in rows]

@@ -287,12 +287,9 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
         _check_lora(where, worker, config, spec, weights)
     if issubclass(worker, JudgeWorker):
         _check_judge(where, config, layout)
-    generation = config.generation
-    if issubclass(worker, ActorWorker | JudgeWorker):
-        generation.check_model(f"{where}.generation", spec)
     if not issubclass(worker, ActorWorker):
         if not issubclass(worker, JudgeWorker):
-            _refuse_unusual(generation, GenerationConfig(), f"{where}.generation", "this role does not generate")
+            _refuse_unusual(config.generation, GenerationConfig(), f"{where}.generation", "this role does not generate")
         return RolePlan(worker, config, pool, GroupShape(layout), spec)
     return RolePlan(worker, config, pool, GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp)), spec)
 
@@ -307,7 +304,7 @@ def _refuse_unusual(config: Any, usual: Any, where: str, why: str) -> None:
 def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
     """Raises ValueError for settings that a judge cannot have: it generates with its weights where they are."""
     own, usual = config.generation, GenerationConfig()
-    judged = ("pp", "tp", "ep", "reshard_method", "buffers", "overlap", "reuse_rollout_log_probs")
+    judged = ("pp", "tp", "ep", "reshard_method", "buffers", "reuse_rollout_log_probs")
     rest = replace(usual, **{key: getattr(own, key) for key in judged})
     _refuse_unusual(rest, usual, f"{where}.generation", f"a judge generates in {where}.layout")
     for axis in ("vpp", "cp", "ep"):
@@ -339,7 +336,7 @@ def find_text_readers(
         if role in rewards and role != exported:
             read = _retokenizer(role, plan, rewards, tokenizer)
             if read is not None:
-                found[role] = replace(plan, reads_text=True, spec=join_ends(plan.spec, read.own, read.encoder.template))
+                found[role] = replace(plan, reads_text=True, spec=join_ends(plan.spec, read.tokenizer, read.encoder.template))
                 continue
             setting = f"{reward_key(role)}.retokenize={rewards[role].retokenize}"
             remedy = f"with {setting} and the tokenizer there it reads the same token ids"

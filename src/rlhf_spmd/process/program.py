@@ -58,7 +58,7 @@ class ProgramSettings:
     run_dir: Path | None = None
     timeout_s: float = 600.0  # longest time that a rank may keep others waiting in a call
     threads: int = 1  # threads of a rank, on CPUs
-    collective_timeout_factor: int = 1  # on timeout_s: a rank may wait in a collective for another that is steps behind
+    collective_timeout_factor: int = 1  # factor on timeout_s in collectives: a rank may wait for another that is steps behind
     limits: WatchLimits = field(default_factory=WatchLimits)
     must_match: Mapping[str, str] = field(default_factory=dict)  # values and digests that must be equal on all ranks, by name
     when_told: str = "the run saves after the steps under way and ends"  # printed at the first Ctrl-C if the body polls

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from rlhf_spmd.reshard.plan import ParamSlice, Plan, SliceCopy
+from rlhf_spmd.reshard.plan import ParamSlice, SliceCopy, TransferPlan
 
 ALONE = 1 << 14  # elements from which a copy that all others receive is a message of its own
 ALONE_BETWEEN_TWO = 1 << 16  # the same for a copy that one rank receives: packing smaller ones costs less than a message
@@ -20,7 +20,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Message:
+class TransferMessage:
     """``parts`` of source parameters that this rank sends, to one or several members, or of target parameters that it receives.
 
     ``offset``: the position in the step's buffer; None: the single part is sent from, or received into, its own memory.
@@ -47,16 +47,16 @@ class TransferStep:
     - ``transfers``: (index of a message, member of the group). Two members list what goes between them in the same order.
     - ``buffer``: its elements. ``gathers``: one all-gather moves the buffer, or the whole target parameter ``into`` if there is none.
       Otherwise the messages are one exchange.
-    - ``held``: other elements that are allocated until the step has ended, and are not needed afterwards.
+    - ``extra``: other elements that are allocated until the step has ended, and are not needed afterwards.
     """
 
-    messages: Sequence[Message] = ()
+    messages: Sequence[TransferMessage] = ()
     transfers: Sequence[tuple[int, int]] = ()
     copies: Sequence[SliceCopy] = ()
     buffer: int = 0
     gathers: bool = False
     into: str = ""
-    held: int = 0
+    extra: int = 0
 
     @cached_property
     def exchanged(self) -> int:
@@ -82,8 +82,8 @@ class TransferContext:
     limit: int
 
 
-def plan_steps(plan: Plan, context: TransferContext) -> list[TransferStep]:
-    """Returns the steps of a plan: exchanges in one order on all ranks.
+def plan_steps(plan: TransferPlan, context: TransferContext) -> list[TransferStep]:
+    """Return the steps of a plan: exchanges in one order on all ranks.
 
     The order is by the distance of sender and receiver, each counted on its own side (separate pools have as many distances as the
     larger one has ranks), then by the number of the message between the two. So in each exchange a rank sends one message and receives
@@ -101,7 +101,7 @@ def plan_steps(plan: Plan, context: TransferContext) -> list[TransferStep]:
 def plan_bucket(
     moves: Sequence[SliceCopy], copies: Sequence[SliceCopy], context: TransferContext, on_gpu: bool
 ) -> TransferStep:
-    """Returns one step for parameters that every member fills; on GPUs one all-gather if all members send equal parts."""
+    """Return one step for parameters that every member fills; on GPUs one all-gather if all members send equal parts."""
     if on_gpu and moves and (step := _all_gather(moves, copies, context)):
         return step
     pairs = _in_order(moves, (context.members, context.members), context, min(ALONE, context.limit // 64))
@@ -109,7 +109,7 @@ def plan_bucket(
 
 
 def _all_gather(moves: Sequence[SliceCopy], copies: Sequence[SliceCopy], context: TransferContext) -> TransferStep | None:
-    """Returns the all-gather; None if members' parts differ in size, if some but not all hold a part, or if a buffer has no room.
+    """Return the all-gather; None if members' parts differ in size, if some but not all hold a part, or if a buffer has no room.
 
     Every member needs, and so sees, all parts of the bucket. So all members decide alike.
     """
@@ -130,7 +130,7 @@ def _all_gather(moves: Sequence[SliceCopy], copies: Sequence[SliceCopy], context
         return None
     sides = [(member == context.rank, pieces) for member, pieces in zip(context.members, parts, strict=True)]
     messages = [
-        Message(sends, _slices_of(pieces, sends), None if into else i * size) for i, (sends, pieces) in enumerate(sides)
+        TransferMessage(sends, _slices_of(pieces, sends), None if into else i * size) for i, (sends, pieces) in enumerate(sides)
     ]
     return TransferStep(messages, copies=copies, buffer=buffer, gathers=True, into=into)
 
@@ -140,7 +140,7 @@ def _slices_of(pieces: Iterable[SliceCopy], sends: bool) -> tuple[ParamSlice, ..
 
 
 def _stacked(parts: Sequence[Sequence[SliceCopy]], targets: Shapes) -> str:
-    """Returns the parameter that the members' parts form, one below the other; "" if they form none."""
+    """Return the parameter that the members' parts form, one below the other; "" if they form none."""
     if any(len(pieces) != 1 for pieces in parts):
         return ""
     target, row = parts[0][0].target.parameter, 0
@@ -160,7 +160,7 @@ Pair = tuple[
 def _in_order(
     moves: Iterable[SliceCopy], sides: tuple[Sequence[int], Sequence[int]], context: TransferContext, alone: int
 ) -> list[Pair]:
-    """Returns the messages between this rank and each other rank, in order. ``sides``: all ranks that send, and all that receive."""
+    """Return the messages between this rank and each other rank, in order. ``sides``: all ranks that send, and all that receive."""
     among, to = ({rank: i for i, rank in enumerate(side)} for side in sides)
     index_of, rounds = {rank: i for i, rank in enumerate(context.members)}, max(map(len, sides))
     pieces_of: dict[tuple[int, int], list[SliceCopy]] = {}
@@ -177,21 +177,23 @@ def _in_order(
 
 
 def _exchange(pairs: Sequence[Pair], copies: Sequence[SliceCopy], context: TransferContext) -> TransferStep:
-    """Returns one step of these messages. Equal parts that go to several members are packed once, as one message."""
+    """Return one step of these messages. Equal parts that go to several members are packed once, as one message."""
     numbers: dict[tuple[bool, tuple[ParamSlice, ...]], int] = {}
-    messages, transfers, used = list[Message](), list[tuple[int, int]](), 0
+    messages = list[TransferMessage]()
+    transfers = list[tuple[int, int]]()
+    used = 0
     for _, sends, peer, parts in pairs:
         number = numbers.setdefault((sends, parts), len(messages))
         if number == len(messages):
             in_memory = _in_memory(sends, parts, context)
-            messages.append(Message(sends, parts, None if in_memory else used))
+            messages.append(TransferMessage(sends, parts, None if in_memory else used))
             used += 0 if in_memory else messages[-1].numel
         transfers.append((number, peer))
     return TransferStep(messages, transfers, copies, used)
 
 
 def split_messages(pieces: Iterable[SliceCopy], limit: int, alone: int) -> Iterator[list[SliceCopy]]:
-    """Yields runs of copies with at most half of ``limit`` elements.
+    """Yield runs of copies with at most half of ``limit`` elements.
 
     A copy of ``alone`` elements or more goes by itself, cut by rows to ``limit`` elements where a row is smaller. If ``alone`` is a
     fraction of ``limit``, the number of messages is bounded too.
@@ -201,9 +203,9 @@ def split_messages(pieces: Iterable[SliceCopy], limit: int, alone: int) -> Itera
     for piece in joined(pieces):
         numel, rows = piece.source.numel, piece.source.size[0]
         if numel >= alone:
-            most = max(limit // (numel // rows), 1)
-            for first in range(0, rows, most):
-                yield [piece._replace(source=piece.source.rows(first, most), target=piece.target.rows(first, most))]
+            max_rows = max(limit // (numel // rows), 1)
+            for first in range(0, rows, max_rows):
+                yield [piece._replace(source=piece.source.rows(first, max_rows), target=piece.target.rows(first, max_rows))]
             continue
         if used and used + numel > limit // 2:
             yield run
@@ -215,7 +217,7 @@ def split_messages(pieces: Iterable[SliceCopy], limit: int, alone: int) -> Itera
 
 
 def joined(pieces: Iterable[SliceCopy]) -> Iterator[SliceCopy]:
-    """Yields the copies of one sender and receiver; those whose rows follow each other at both ends are joined.
+    """Yield the copies of one sender and receiver; those whose rows follow each other at both ends are joined.
 
     So q, k and v of a rank, three global tensors, become one copy.
     """
@@ -238,7 +240,7 @@ def _follows(a: ParamSlice, b: ParamSlice) -> bool:
 
 
 def _in_memory(sends: bool, parts: Sequence[ParamSlice], context: TransferContext) -> bool:
-    """True if a message is contiguous in this rank's memory, in the dtype in which it is sent."""
+    """Return True if a message is contiguous in this rank's memory, in the dtype in which it is sent."""
     if len(parts) > 1 or (sends and context.converted):
         return False
     size, shape = parts[0].size, tuple((context.sources if sends else context.targets)[parts[0].parameter])

@@ -37,11 +37,11 @@ class MovedTensor:
 
 
 def tensor_groups(source: Sequence[Holding], target: Sequence[Holding]) -> list[list[MovedTensor]]:
-    """Returns the target's tensors in order of first appearance, grouped by how both sides hold them."""
+    """Return the target's tensors in order of first appearance, grouped by how both sides hold them."""
     sources, groups = by_tensor(source), dict[tuple[object, ...], list[MovedTensor]]()
-    for position, (name, held) in enumerate(by_tensor(target).items()):
-        tensor = MovedTensor(name, position, (sources.get(name, []), held))
-        groups.setdefault(tuple(tuple(held.key for held in side) for side in tensor.sides), []).append(tensor)
+    for position, (name, boxes) in enumerate(by_tensor(target).items()):
+        tensor = MovedTensor(name, position, (sources.get(name, []), boxes))
+        groups.setdefault(tuple(tuple(box.key for box in side) for side in tensor.sides), []).append(tensor)
     return list(groups.values())
 
 
@@ -56,27 +56,29 @@ class _Region(NamedTuple):
 def _regions(
     side: Sequence[Holding], boxes: Sequence[HeldBox], within: Box | None = None, rank: int | None = None
 ) -> Iterator[_Region]:
-    """Yields the regions of some boxes of one tensor: of split boxes only those with rows in ``within``, and only those of ``rank``."""
+    """Yield the regions of some boxes of one tensor: of split boxes only those with rows in ``within``, and only those of ``rank``."""
     for number, (holding, _, rows, box) in enumerate(boxes):
-        ranks, parts, whole = side[holding].ranks, side[holding].parts, side[holding].whole
+        ranks, parts = side[holding].ranks, side[holding].parts
         if rank is not None and rank not in ranks:
             continue
         if not rows:
             yield _Region(number, ranks, box)
             continue
-        chunk, low, high = -(-rows // parts), box.local[0], box.local[0] + box.size[0]
+        chunk = -(-rows // parts)
+        low = box.local[0]
+        high = box.local[0] + box.size[0]
         if within is not None:
             first = within.start[0] + low - box.start[0]
             low, high = max(low, first), min(high, first + within.size[0])
         for index in range(low // chunk, -(-high // chunk)) if rank is None else (ranks.index(rank) % parts,):
             part = box_rows(box, index * chunk, (index + 1) * chunk)
             if part is not None:
-                local = part.local if whole else (part.local[0] - index * chunk, *part.local[1:])
+                local = part.local if side[holding].replicated else (part.local[0] - index * chunk, *part.local[1:])
                 yield _Region(number, ranks[index::parts], part._replace(local=local))
 
 
 def source_chooser(host_of: HostOf) -> Callable[[frozenset[int], frozenset[int]], Choices]:
-    """Returns a function of the ranks that hold a cell and those that need it: which of the former send to which of the latter."""
+    """Return a function of the ranks that hold a cell and those that need it: which of the former send to which of the latter."""
 
     @cache
     def choose(sources: frozenset[int], targets: frozenset[int]) -> Choices:
@@ -93,13 +95,13 @@ def source_chooser(host_of: HostOf) -> Callable[[frozenset[int], frozenset[int]]
 
 @dataclass
 class Cell:
-    """A part of a tensor of which each rank holds all or nothing.
+    """A part of a tensor of which each rank holds all or nothing. ``position``: its number along each dim.
 
     ``regions``: for each side, the regions that contain it, by number. ``sources``, ``targets``: the ranks that hold it. ``turn``,
     ``turns``: its number among the cells of its source region, and their count.
     """
 
-    at: Index
+    position: Index
     start: Index
     size: Index
     regions: tuple[dict[int, _Region], dict[int, _Region]] = field(default_factory=lambda: ({}, {}))
@@ -109,15 +111,15 @@ class Cell:
     turns: int = 1
 
     def locate(self, side: int, rank: int) -> tuple[int, Index]:
-        """Returns the number of the box in which a rank holds the cell, and the cell's start in the rank's parameter."""
+        """Return the number of the box in which a rank holds the cell, and the cell's start in the rank's parameter."""
         regions = self.regions[side].values()
         number, _, box = next(region for region in regions if len(regions) == 1 or rank in region.ranks)
-        return number, tuple([at + a - b for at, a, b in zip(box.local, self.start, box.start, strict=True)])
+        return number, tuple([local + a - b for local, a, b in zip(box.local, self.start, box.start, strict=True)])
 
     def pairs(
         self, choose: Callable[[frozenset[int], frozenset[int]], Choices], turn: int, count: int, rank: int | None
     ) -> Iterator[tuple[int, int, slice]]:
-        """Yields (sender, receiver, which of ``count`` tensors) for the pairs with ``rank`` in them, or for all pairs.
+        """Yield (sender, receiver, which of ``count`` tensors) for the pairs with ``rank`` in them, or for all pairs.
 
         The first tensor is the ``turn``-th of all. Receivers are assigned to senders in rounds. If the last round is incomplete, the
         next cell starts ``step`` senders later, so no sender sends more than others; otherwise ``step`` is 0. A tensor has ``turns``
@@ -146,13 +148,13 @@ class Cell:
 
 
 def needed_cells(tensor: MovedTensor, sides: tuple[Sequence[Holding], Sequence[Holding]], rank: int | None) -> list[Cell]:
-    """Returns the cells of a tensor that the target side needs; with ``rank``, only those that it holds on either side."""
+    """Return the cells of a tensor that the target side needs; with ``rank``, only those that it holds on either side."""
     every = [edges for side, boxes in zip(sides, tensor.sides, strict=True) for edges in _edges(side, boxes)]
     bounds = [sorted(set().union(*edges)) for edges in zip(*every, strict=True)]
     index = [{edge: i for i, edge in enumerate(edges)} for edges in bounds]
 
     def spans(box: Box) -> list[range]:
-        return [range(at[a], at[a + n]) for at, a, n in zip(index, box.start, box.size, strict=True)]
+        return [range(numbers[a], numbers[a + n]) for numbers, a, n in zip(index, box.start, box.size, strict=True)]
 
     @cache
     def together(ranks: tuple[tuple[int, ...], ...]) -> frozenset[int]:
@@ -162,29 +164,30 @@ def needed_cells(tensor: MovedTensor, sides: tuple[Sequence[Holding], Sequence[H
 
     cells: dict[Index, Cell] = {}
     for number in (1,) if rank is None else (0, 1):
-        for own in _regions(sides[number], tensor.sides[number], rank=rank):
-            for at in product(*spans(own.box)):
-                if at not in cells:
-                    start = tuple([edges[i] for edges, i in zip(bounds, at, strict=True)])
-                    cells[at] = Cell(at, start, tuple([edges[i + 1] - edges[i] for edges, i in zip(bounds, at, strict=True)]))
+        for held_region in _regions(sides[number], tensor.sides[number], rank=rank):
+            for position in product(*spans(held_region.box)):
+                if position not in cells:
+                    start = tuple([edges[i] for edges, i in zip(bounds, position, strict=True)])
+                    size = tuple([edges[i + 1] - edges[i] for edges, i in zip(bounds, position, strict=True)])
+                    cells[position] = Cell(position, start, size)
             for side, boxes in enumerate(tensor.sides):
-                for region in _regions(sides[side], boxes, own.box):
-                    common = intersect(region.box, own.box)
-                    for at in product(*spans(common[0])) if common else ():
-                        cells[at].regions[side][region.number] = region
+                for region in _regions(sides[side], boxes, held_region.box):
+                    common = intersect(region.box, held_region.box)
+                    for position in product(*spans(common[0])) if common else ():
+                        cells[position].regions[side][region.number] = region
     wanted = [cell for _, cell in sorted(cells.items()) if cell.regions[1]]
     for cell in wanted:
         if not cell.regions[0]:
             raise ValueError(f"{tensor.name}: no rank of the source side holds the part from {cell.start} of size {cell.size}")
         cell.sources, cell.targets = (together(tuple([region.ranks for region in side.values()])) for side in cell.regions)
         if len(cell.sources) > 1:
-            for i, span in zip(cell.at, spans(next(iter(cell.regions[0].values())).box), strict=True):
+            for i, span in zip(cell.position, spans(next(iter(cell.regions[0].values())).box), strict=True):
                 cell.turn, cell.turns = cell.turn * len(span) + i - span.start, cell.turns * len(span)
     return wanted
 
 
 def _edges(side: Sequence[Holding], boxes: Sequence[HeldBox]) -> Iterator[list[set[int]]]:
-    """Yields for each box the positions along each dim where it starts, ends, or passes from rank to rank."""
+    """Yield for each box the positions along each dim where it starts, ends, or passes from rank to rank."""
     for holding, _, rows, box in boxes:
         edges = [{a, a + n} for a, n in zip(box.start, box.size, strict=True)]
         if rows:

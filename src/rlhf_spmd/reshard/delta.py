@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_spmd.reshard.bucketing import Message, TransferStep
+from rlhf_spmd.reshard.bucketing import TransferMessage, TransferStep
 from rlhf_spmd.reshard.plan import ParamSlice
 
 HEADER = 0  # the step that sends the counts
@@ -67,10 +67,12 @@ class Changes:
 
     def step(self, number: int) -> TransferStep:
         if number == HEADER:
-            messages = [Message(sends, _whole(f"#{peer}", len(at)), None) for (sends, peer), at in self._pairs.items()]
+            messages = [
+                TransferMessage(sends, _whole(f"#{peer}", len(numbers)), None) for (sends, peer), numbers in self._pairs.items()
+            ]
             transfers = [(i, peer) for i, (_, peer) in enumerate(self._pairs)]
             # nothing else starts before it has ended: until then the other sizes are unknown
-            return TransferStep(messages, transfers, held=self._limit + 1)
+            return TransferStep(messages, transfers, extra=self._limit + 1)
         step = self.steps[number - 1]
         if not step.messages:
             return step
@@ -78,19 +80,19 @@ class Changes:
         for message, (_, peer) in zip(step.messages, step.transfers, strict=True):
             if size := self._size(number, message):
                 transfers.append((len(messages), peer))
-                messages.append(Message(message.sends, _whole(f"#step {number}", size), None))
-        return TransferStep(messages, transfers, held=sum(message.numel for message in messages))
+                messages.append(TransferMessage(message.sends, _whole(f"#step {number}", size), None))
+        return TransferStep(messages, transfers, extra=sum(message.numel for message in messages))
 
     def before_step(self, number: int) -> None:
         """Encode what a step sends, and allocate what it receives."""
         if number == HEADER:
             device = next((tensor.device for tensor in (*self.sources.values(), *self.targets.values())), None)
-            for (sends, peer), at in self._pairs.items():
+            for (sends, peer), numbers in self._pairs.items():
                 if sends:
-                    self.sources[f"#{peer}"] = self._count(at)
-                    self._note(sends, at, self.sources[f"#{peer}"])
+                    self.sources[f"#{peer}"] = self._count(numbers)
+                    self._note(sends, numbers, self.sources[f"#{peer}"])
                 else:
-                    self.targets[f"#{peer}"] = torch.zeros(len(at), dtype=torch.int64, device=device)
+                    self.targets[f"#{peer}"] = torch.zeros(len(numbers), dtype=torch.int64, device=device)
             return
         for message in self.steps[number - 1].messages:
             size = self._size(number, message)
@@ -107,9 +109,9 @@ class Changes:
     def after_step(self, number: int) -> None:
         """Decode what a step received into the targets."""
         if number == HEADER:
-            for (sends, peer), at in self._pairs.items():
+            for (sends, peer), numbers in self._pairs.items():
                 if not sends:
-                    self._note(sends, at, self.targets[f"#{peer}"])
+                    self._note(sends, numbers, self.targets[f"#{peer}"])
             return
         for message in self.steps[number - 1].messages:
             if not self._size(number, message):
@@ -119,8 +121,8 @@ class Changes:
                 continue
             values = flat(self.targets, message.parts).clone()
             apply_encoded(values, self.targets.pop(f"#step {number}"), self._counts[number, False])
-            for part, one in zip(message.parts, values.split([part.numel for part in message.parts]), strict=True):
-                self.targets[part.parameter].detach()[part.slices].copy_(one.view(part.size))
+            for part, part_values in zip(message.parts, values.split([part.numel for part in message.parts]), strict=True):
+                self.targets[part.parameter].detach()[part.slices].copy_(part_values.view(part.size))
 
     def _now(self, parts: ParamSlices) -> Tensor:
         return flat(self.sources, parts).to(self._dtype)
@@ -132,8 +134,8 @@ class Changes:
     def _note(self, sends: bool, numbers: Sequence[int], counts: Tensor) -> None:
         self._counts |= zip([(number, sends) for number in numbers], counts.tolist(), strict=True)
 
-    def _size(self, number: int, message: Message) -> int:
-        """Returns the bytes of an encoded message; 0 before the header has arrived."""
+    def _size(self, number: int, message: TransferMessage) -> int:
+        """Return the bytes of an encoded message; 0 before the header has arrived."""
         changed = self._counts.get((number, message.sends), 0)
         return encoded_bytes(message.numel, changed, self._dtype.itemsize)[1]
 
@@ -143,19 +145,19 @@ def _whole(name: str, size: int) -> ParamSlices:
 
 
 def flat(tensors: Mapping[str, Tensor], parts: ParamSlices) -> Tensor:
-    """Returns the elements of some parts, one after the other; a view if they are contiguous."""
-    found = [tensors[part.parameter].detach()[part.slices].reshape(-1) for part in parts]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    """Return the elements of some parts, one after the other; a view if they are contiguous."""
+    pieces = [tensors[part.parameter].detach()[part.slices].reshape(-1) for part in parts]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
-    """Returns which elements of ``a`` have other bits in ``b``, bool. Both have the same dtype."""
+    """Return which elements of ``a`` have other bits in ``b``, bool. Both have the same dtype."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return a.view(bits) != b.view(bits)
 
 
 def encoded_bytes(numel: int, changed: int, itemsize: int) -> tuple[str, int]:
-    """Returns the smallest encoding ("all", "list" or "mask") of ``numel`` elements with ``changed`` changes, and its bytes."""
+    """Return the smallest encoding ("all", "list" or "mask") of ``numel`` elements with ``changed`` changes, and its bytes."""
     sizes = {"list": 4 * changed, "mask": -(-numel // 8)}
     form = min(sizes, key=lambda name: sizes[name])
     size = sizes[form] + itemsize * changed
@@ -183,11 +185,11 @@ def apply_encoded(values: Tensor, payload: Tensor, changed: int) -> None:
         values.copy_(payload.view(values.dtype))
         return
     size = changed * values.element_size()
-    found, where = payload[:size].view(values.dtype), payload[size:].clone()  # a copy, because it is aligned for int32
+    changed_values, where = payload[:size].view(values.dtype), payload[size:].clone()  # a copy, because it is aligned for int32
     if form == "list":
-        values[where.view(torch.int32).long()] = found
+        values[where.view(torch.int32).long()] = changed_values
     else:
-        values.masked_scatter_(unpack_bits(where, len(values)), found)
+        values.masked_scatter_(unpack_bits(where, len(values)), changed_values)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -198,6 +200,6 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, number: int) -> Tensor:
-    """The inverse of :func:`pack_bits`: bool [number]."""
+    """Return the inverse of :func:`pack_bits`: bool [number]."""
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(1) >> places) & 1).view(-1)[:number].bool()

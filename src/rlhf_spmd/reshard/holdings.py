@@ -20,13 +20,13 @@ class Holding:
     """``ranks``, and the shards that each of them holds; no element twice on one rank.
 
     ``parts``: this many neighbouring ranks share one copy, each with its rows of every parameter (ZeRO: ``zero_rows``); 1: each rank
-    holds all rows. It divides the number of ranks. ``whole``: each rank holds all rows, but sends only its share of ``parts``.
+    holds all rows. It divides the number of ranks. ``replicated``: each rank holds all rows, but sends only its share of ``parts``.
     """
 
     ranks: tuple[int, ...]
     shards: Shards
     parts: int = 1
-    whole: bool = False
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.ranks) % self.parts == 0, f"{len(self.ranks)} ranks do not hold whole copies of {self.parts} parts"
@@ -35,31 +35,33 @@ class Holding:
 def holdings(
     layout: Layout | GenerationLayout, shards: ShardsAt, ranks: Sequence[int], group: Iterable[int] | None = None
 ) -> list[Holding]:
-    """Returns what ``ranks`` hold of a model in a layout. ``group``: their pool indices, by default 0, 1, ...
+    """Return what ``ranks`` hold of a model in a layout. ``group``: their pool indices, by default 0, 1, ...
 
     The ranks of a copy group follow each other in ``group``, which has all of them or none.
     """
-    at: dict[tuple[int, int], list[int]] = {}
+    ranks_at: dict[tuple[int, int], list[int]] = {}
     for index, rank in zip(range(len(ranks)) if group is None else group, ranks, strict=True):
         pp, _, _, tp = layout.coordinate(index)
-        at.setdefault((pp, tp), []).append(rank)
+        ranks_at.setdefault((pp, tp), []).append(rank)
     if layout.ep == 1:
-        return [Holding(tuple(held), shards(*coordinate), layout.dp_shard) for coordinate, held in at.items()]
-    return [side for coordinate, held in at.items() for side in _by_expert(layout, shards(*coordinate), tuple(held))]
+        return [Holding(tuple(holders), shards(*coordinate), layout.dp_shard) for coordinate, holders in ranks_at.items()]
+    return [
+        side for coordinate, holders in ranks_at.items() for side in _by_expert(layout, shards(*coordinate), tuple(holders))
+    ]
 
 
 def _by_expert(layout: Layout | GenerationLayout, shards: Shards, ranks: tuple[int, ...]) -> Iterator[Holding]:
-    """Yields what ZeRO divides, and the experts, which ep divides."""
+    """Yield what ZeRO divides, and the experts, which ep divides."""
     for parts, is_expert in ((layout.dp_shard, False), (layout.ep, True)):
         yield Holding(ranks, {name: shard for name, shard in shards.items() if shard.by_expert == is_expert}, parts)
 
 
 def held_by(layout: Layout | GenerationLayout, shards: ShardsAt, index: int) -> Shards:
-    """Returns the shards of one rank (a pool index), with only its rows under ZeRO and its experts under ep."""
+    """Return the shards of one rank (a pool index), with only its rows under ZeRO and its experts under ep."""
     (pp, _, _, tp), groups = layout.coordinate(index), (layout.shard_group(index), layout.ep_group(index))
     (rank, size), experts = ((group.index(index), len(group)) for group in groups)
-    held = shards(pp, tp)
-    return zero_shards(held, rank, size, experts) if layout.copy_ranks > 1 else held
+    shards_there = shards(pp, tp)
+    return zero_shards(shards_there, rank, size, experts) if layout.copy_ranks > 1 else shards_there
 
 
 class HeldBox(NamedTuple):
@@ -77,7 +79,7 @@ class HeldBox(NamedTuple):
 
 
 def by_tensor(side: Sequence[Holding]) -> dict[str, list[HeldBox]]:
-    """Returns tensor name -> where it is held."""
+    """Return tensor name -> where it is held."""
     index: dict[str, list[HeldBox]] = {}
     for number, holding in enumerate(side):
         for parameter, shard in holding.shards.items():
@@ -87,9 +89,9 @@ def by_tensor(side: Sequence[Holding]) -> dict[str, list[HeldBox]]:
     return index
 
 
-def missing_elements(held: Shards, wanted: Shards) -> int:
-    """Returns how many elements of ``wanted`` are outside ``held``: the least that a rank has to receive."""
-    index = by_tensor([Holding((0,), held)])
+def missing_elements(present: Shards, wanted: Shards) -> int:
+    """Return how many elements of ``wanted`` are outside ``present``: the least that a rank has to receive."""
+    index = by_tensor([Holding((0,), present)])
     return sum(
         box.numel - sum(common[0].numel for other in index.get(box.name, []) if (common := intersect(box, other.box)))
         for shard in wanted.values()

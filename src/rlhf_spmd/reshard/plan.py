@@ -35,7 +35,7 @@ class ParamSlice(NamedTuple):
         return _slices(self.start, self.size)
 
     def rows(self, first: int, number: int) -> ParamSlice:
-        """Returns at most ``number`` of its rows, from row ``first`` on."""
+        """Return at most ``number`` of its rows, from row ``first`` on."""
         number = min(number, self.size[0] - first)
         return ParamSlice(self.parameter, (self.start[0] + first, *self.start[1:]), (number, *self.size[1:]))
 
@@ -82,7 +82,7 @@ class _TensorGroup(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransferPlan:
     """The copies that one rank takes part in, or those of all ranks.
 
     ``order``: tensor -> its group and its number there. Sender and receiver both follow this order, which is the target side's.
@@ -95,11 +95,11 @@ class Plan:
     receivers: Sequence[int] = ()
 
     def moves(self, tensors: Iterable[str] | None = None) -> Iterator[SliceCopy]:
-        """Yields copies between ranks, of all tensors or of these."""
+        """Yield copies between ranks, of all tensors or of these."""
         return self._pieces(tensors, lambda group: group.remote)
 
     def copies(self, tensors: Iterable[str] | None = None) -> Iterator[SliceCopy]:
-        """Yields copies inside a rank, of all tensors or of these."""
+        """Yield copies inside a rank, of all tensors or of these."""
         return self._pieces(tensors, lambda group: group.local)
 
     def _pieces(self, tensors: Iterable[str] | None, runs: Callable[[_TensorGroup], list[_Run]]) -> Iterator[SliceCopy]:
@@ -137,17 +137,23 @@ def _without_collections() -> Iterator[None]:
 
 
 @_without_collections()
-def plan_transfer(source: Sequence[Holding], target: Sequence[Holding], host_of: HostOf, rank: int | None = None) -> Plan:
-    """Returns the copies of ``rank`` (None: of all ranks) that fill the target side from the source side.
+def plan_transfer(
+    source: Sequence[Holding], target: Sequence[Holding], host_of: HostOf, rank: int | None = None
+) -> TransferPlan:
+    """Return the copies of ``rank`` (None: of all ranks) that fill the target side from the source side.
 
     ``host_of``: rank -> its host. Every rank must pass the same holdings in the same order. Raises ValueError if the source lacks what
     the rank needs.
     """
-    sides, choose, turn, every = (source, target), source_chooser(host_of), 0, []
+    sides = (source, target)
+    choose = source_chooser(host_of)
+    turn = 0
+    every: list[_TensorGroup] = []
     mine = [{i for i, holding in enumerate(side) if rank in (None, *holding.ranks)} for side in sides]
     for tensors in tensor_groups(source, target):
         group = _TensorGroup(tensors, [], [])
-        if any(held.holding in own for own, boxes in zip(mine, tensors[0].sides, strict=True) for held in boxes):
+        boxes_of_sides = zip(mine, tensors[0].sides, strict=True)
+        if any(box.holding in numbers for numbers, boxes in boxes_of_sides for box in boxes):
             for cell in needed_cells(tensors[0], sides, rank):
                 for sender, receiver, numbers in cell.pairs(choose, turn, len(tensors), rank):
                     (a, first), (b, second) = cell.locate(0, sender), cell.locate(1, receiver)
@@ -158,4 +164,6 @@ def plan_transfer(source: Sequence[Holding], target: Sequence[Holding], host_of:
         every.append(group)
     placed = [(tensor.position, tensor.name, group, i) for group in every for i, tensor in enumerate(group.tensors)]
     senders, receivers = (sorted({rank for holding in side for rank in holding.ranks}) for side in sides)
-    return Plan({name: (group, i) for _, name, group, i in sorted(placed, key=lambda x: x[0])}, every, senders, receivers)
+    return TransferPlan(
+        {name: (group, i) for _, name, group, i in sorted(placed, key=lambda x: x[0])}, every, senders, receivers
+    )

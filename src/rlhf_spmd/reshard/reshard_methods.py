@@ -23,7 +23,7 @@ from rlhf_spmd.parallel.data_parallel import buckets
 from rlhf_spmd.parallel.layout import GenerationLayout
 from rlhf_spmd.reshard.cells import HostOf
 from rlhf_spmd.reshard.holdings import Holding, Shards, ShardsAt, by_tensor, held_by, holdings
-from rlhf_spmd.reshard.plan import Plan, SliceCopy, plan_transfer
+from rlhf_spmd.reshard.plan import SliceCopy, TransferPlan, plan_transfer
 
 REMEDY = "generation.pp must divide layout.pp, generation.tp layout.tp, and layout.pp the number of layers"
 ONE_HOST: HostOf = lambda index: 0  # noqa: E731
@@ -41,18 +41,18 @@ class TransitionPlan:
     - ``from_whole``: the copies from whole tensors into generation parameters, if ``gathered`` are whole tensors.
     """
 
-    transfer: Plan
+    transfer: TransferPlan
     gathered: Shards
     buckets: Sequence[Sequence[str]] = ()
     locations: Mapping[str, Sequence[SliceCopy]] = field(default_factory=dict)
     from_whole: Sequence[SliceCopy] = ()
 
     def tensors(self, bucket: int) -> list[str]:
-        """Returns the global tensors of a bucket's parameters."""
+        """Return the global tensors of a bucket's parameters."""
         return list(dict.fromkeys(box.name for target in self.buckets[bucket] for box in self.gathered[target].boxes))
 
     def finished(self, train: Iterable[str]) -> list[list[str]]:
-        """Returns for each bucket the training parameters that no later bucket needs, to read or to send.
+        """Return for each bucket the training parameters that no later bucket needs, to read or to send.
 
         The generation storage has their values then.
         """
@@ -62,7 +62,7 @@ class TransitionPlan:
         last = dict.fromkeys(train, 0)
         for piece in self.transfer.copies():
             last[piece.source.parameter] = max(last[piece.source.parameter], bucket_of[piece.target.parameter])
-        return [[name for name, at in last.items() if at == i] for i in range(len(self.buckets))]
+        return [[name for name, bucket in last.items() if bucket == i] for i in range(len(self.buckets))]
 
 
 @dataclass(frozen=True)
@@ -72,108 +72,108 @@ class Method:
     - ``consecutive``: generation ranks form a grid of their own, without regrouping.
     - ``everyone``: all ranks of the pool send, each its share of what several hold. Otherwise the ranks of a training replica, or of
       a regrouping, send.
-    - ``whole``: gather the whole model, then cut out the generation shard.
+    - ``gathers_model``: gather the whole model, then cut out the generation shard.
 
     Under ZeRO and ep the ranks of a copy group exchange, with all their stages and slices if the grid differs. Nothing moves between
-    copies of the model then, except with both ``everyone`` and ``whole``.
+    copies of the model then, except with both ``everyone`` and ``gathers_model``.
     """
 
     consecutive: bool = True
     everyone: bool = False
-    whole: bool = False
+    gathers_model: bool = False
 
     def gather_ranks(self, layout: GenerationLayout, index: int) -> list[int]:
-        """Returns the ranks that exchange weights with rank ``index``, as pool indices."""
+        """Return the ranks that exchange weights with rank ``index``, as pool indices."""
         train = layout.train
-        if self.everyone and (self.whole or train.copy_ranks == 1):
+        if self.everyone and (self.gathers_model or train.copy_ranks == 1):
             return list(range(train.size))
-        if self.whole or self.everyone:  # the ranks of all stages and slices that share one copy
+        if self.gathers_model or self.everyone:  # the ranks of all stages and slices that share one copy
             return sorted(rank for other in train.copy_group(index) for rank in train.replica_group(other))
         return sorted(rank for other in train.copy_group(index) for rank in layout.micro_dp_group(other))
 
     def plan(
         self, layout: GenerationLayout, index: int, train: ShardsAt, wanted: ShardsAt, bucket: int, host_of: HostOf = ONE_HOST
     ) -> TransitionPlan:
-        """Returns the plan of one rank's transition. Pure. Raises ValueError if the layouts do not fit.
+        """Return the plan of one rank's transition. Pure. Raises ValueError if the layouts do not fit.
 
         ``train``, ``wanted``: shards in the training and in the generation layout. ``bucket``: the most elements of one. ``host_of``:
         pool index -> its host; a rank receives from its own host first.
         """
         ranks, mine = self.gather_ranks(layout, index), held_by(layout, wanted, index)
         source = holdings(layout.train, train, ranks, ranks)
-        if self.consecutive and not self.whole:
+        if self.consecutive and not self.gathers_model:
             transfer = plan_transfer(source, holdings(layout, wanted, ranks, ranks), host_of, index)
-            held = held_by(layout.train, train, index) if layout.expert_parallel_generation else {}
-            return TransitionPlan(transfer, mine, locations=_located(transfer, held))
+            train_shards = held_by(layout.train, train, index) if layout.expert_parallel_generation else {}
+            return TransitionPlan(transfer, mine, locations=_located(transfer, train_shards))
         gathered = mine
-        if self.whole:
+        if self.gathers_model:
             boxes = {box.name: box.shape for holding in source for shard in holding.shards.values() for box in shard.boxes}
             gathered = {name: whole_shard(name, shape) for name, shape in boxes.items()}
             if self.everyone and layout.train.copy_ranks == 1:
                 source = [share for holding in source for share in _shares(holding)]
         transfer = plan_transfer(source, [Holding(tuple(ranks), gathered)], host_of, index)
         together = plan_buckets(source, gathered, bucket)
-        if self.whole:
+        if self.gathers_model:
             from_whole = plan_transfer([Holding((index,), gathered)], [Holding((index,), mine)], host_of, index).copies()
             return TransitionPlan(transfer, gathered, together, from_whole=list(from_whole))
-        held = held_by(layout.train, train, index)
-        locations = _located(transfer, held)
-        for name in held:
+        train_shards = held_by(layout.train, train, index)
+        locations = _located(transfer, train_shards)
+        for name in train_shards:
             if name not in locations:
                 raise ValueError(f"training parameter {name} is not part of this rank's generation shard; {REMEDY}")
         return TransitionPlan(transfer, gathered, together, locations)
 
 
-def _located(transfer: Plan, held: Shards) -> dict[str, list[SliceCopy]]:
+def _located(transfer: TransferPlan, train_shards: Shards) -> dict[str, list[SliceCopy]]:
     """Returns, for those of a rank's training parameters that are all in its generation shard, where their parts are there."""
-    pieces: dict[str, list[SliceCopy]] = {name: [] for name in held}
-    for piece in transfer.copies() if held else ():
+    pieces: dict[str, list[SliceCopy]] = {name: [] for name in train_shards}
+    for piece in transfer.copies() if train_shards else ():
         pieces[piece.source.parameter].append(piece)
-    sizes = {name: sum(box.numel for box in shard.boxes) for name, shard in held.items()}
+    sizes = {name: sum(box.numel for box in shard.boxes) for name, shard in train_shards.items()}
     return {name: parts for name, parts in pieces.items() if sum(piece.source.numel for piece in parts) == sizes[name]}
 
 
 METHODS: dict[str, Method] = {
     "zero_redundancy": Method(consecutive=False),
-    "full_gather": Method(everyone=True, whole=True),
-    "naive_groups": Method(whole=True),
+    "full_gather": Method(everyone=True, gathers_model=True),
+    "naive_groups": Method(gathers_model=True),
 }
 
 
 def choose_method(name: str, layout: GenerationLayout) -> Method:
-    """Returns the method with this name. ``zero_redundancy`` gathers in place only if the layout was regrouped for it."""
+    """Return the method with this name. ``zero_redundancy`` gathers in place only if the layout was regrouped for it."""
     method = METHODS[name]
     return Method(everyone=True) if layout.consecutive and not method.consecutive else method
 
 
 def plan_buckets(source: Sequence[Holding], gathered: Shards, limit: int) -> list[list[str]]:
-    """Returns the parameters that a gather fills, in buckets; the same on every rank.
+    """Return the parameters that a gather fills, in buckets; the same on every rank.
 
     A bucket consists of whole units: parameters that come from equally named training parameters, such as one layer of each stage, so
     all ranks send equal amounts. It has at most ``limit`` elements and at most half of the largest unit, unless it is one unit.
     """
     index, units = by_tensor(source), dict[str, list[str]]()
     for target, shard in gathered.items():
-        held = index.get(shard.boxes[0].name, []) if shard.boxes else []
-        units.setdefault(held[0].parameter if held else target, []).append(target)
+        boxes = index.get(shard.boxes[0].name, []) if shard.boxes else []
+        units.setdefault(boxes[0].parameter if boxes else target, []).append(target)
     sizes = {name: sum(math.prod(gathered[target].shape) for target in unit) for name, unit in units.items()}
     limit = min(limit, max(sizes.values(), default=0) // 2)
     return [[target for name in names for target in units[name]] for names in buckets(sizes, max(limit, 1))]
 
 
 def _shares(holding: Holding) -> list[Holding]:
-    """Returns holdings by which each of several ranks with the same shards sends some rows of each parameter.
+    """Return holdings by which each of several ranks with the same shards sends some rows of each parameter.
 
     Parameters that more ranks hold are not divided: most ranks do not need to receive them.
     """
     sides: tuple[dict[str, ParamShard], dict[str, ParamShard]] = {}, {}
     for name, shard in holding.shards.items():
         sides[not shard.whole_on_tp][name] = shard
-    return [Holding(holding.ranks, sides[0]), Holding(holding.ranks, sides[1], len(holding.ranks), whole=True)]
+    return [Holding(holding.ranks, sides[0]), Holding(holding.ranks, sides[1], len(holding.ranks), replicated=True)]
 
 
 def single_slice(pieces: Sequence[SliceCopy], shape: Sequence[int]) -> tuple[str, tuple[slice, ...]] | None:
-    """Returns the slice of a generation parameter that equals the whole training parameter; None if there is none."""
+    """Return the slice of a generation parameter that equals the whole training parameter; None if there is none."""
     targets = {piece.target.parameter for piece in pieces}
     offsets = {tuple(b - a for a, b in zip(p.source.start, p.target.start, strict=True)) for p in pieces}
     if len(targets) != 1 or len(offsets) != 1:

@@ -34,7 +34,7 @@ class Storages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the storages hold on their device."""
+        """Return the bytes that the storages hold on their device."""
         return sum(storage.nbytes() for storage in self._storages)
 
     def free(self) -> None:
@@ -104,7 +104,7 @@ class Storages:
             _bytes(storage).copy_(host, non_blocking=True)
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """Returns the host copy of one of the tensors after :meth:`offload`. :meth:`reload` brings back what is written there."""
+        """Return the host copy of one of the tensors after :meth:`offload`. :meth:`reload` brings back what is written there."""
         (host,) = (h for h, s in zip(self._host, self._storages, strict=True) if s._cdata == tensor.untyped_storage()._cdata)
         return host.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -118,7 +118,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of these tensors, each counted once."""
+    """Return the bytes of the storages of these tensors, each counted once."""
     storages = map(Tensor.untyped_storage, tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.kernels.devices import side_stream
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
-from rlhf_spmd.reshard.bucketing import Message, TransferContext, TransferStep, plan_steps
+from rlhf_spmd.reshard.bucketing import TransferContext, TransferMessage, TransferStep, plan_steps
 from rlhf_spmd.reshard.delta import Changes, Delta
-from rlhf_spmd.reshard.plan import ParamSlice, Plan, SliceCopy
+from rlhf_spmd.reshard.plan import ParamSlice, SliceCopy, TransferPlan
 
 LABEL = "weight_sync"
 IN_FLIGHT = 1 << 27  # the most elements of messages in flight; each message may block a kernel or a socket
 
-Tensors = Mapping[str, Tensor]
+NamedTensors = Mapping[str, Tensor]
 
 
 class _StartedStep(NamedTuple):
@@ -118,8 +118,8 @@ class Transfer:
         self,
         number: int,
         step: Callable[[int], TransferStep],
-        sources: Tensors,
-        targets: Tensors,
+        sources: NamedTensors,
+        targets: NamedTensors,
         group: Group,
         dtype: torch.dtype,
         limit: int,
@@ -137,7 +137,7 @@ class Transfer:
         self._device = next((tensor.device for tensor in chain(sources.values(), targets.values())), torch.device("cpu"))
         self._stream = (stream or side_stream()) if on_side_stream and capabilities(self._device).streams else None
         self._started: deque[_StartedStep] = deque()
-        self._held = self._exchanged = self._buffer_bytes = 0  # of the steps in flight; the first two are elements
+        self._allocated = self._exchanged = self._buffer_bytes = 0  # of the steps in flight; the first two are elements
         self.num_done = self.peak_bytes = 0
         self._thread: BackgroundTask | None = None
         self._arrived: torch.cuda.Event | None = None
@@ -183,8 +183,9 @@ class Transfer:
     def _start_some(self) -> None:
         while (number := self.num_done + len(self._started)) < self._number:
             step = self._step(number)
-            held, exchanged = self._held + step.buffer + step.held, self._exchanged + step.exchanged
-            if self._started and (held > self._limit or exchanged > IN_FLIGHT):
+            allocated = self._allocated + step.buffer + step.extra
+            exchanged = self._exchanged + step.exchanged
+            if self._started and (allocated > self._limit or exchanged > IN_FLIGHT):
                 return
             self._before_step(number)
             self._started.append(self._start(step))
@@ -192,7 +193,7 @@ class Transfer:
 
     def _count(self, started: _StartedStep, sign: int) -> None:
         step = started.step
-        self._held += sign * (step.buffer + step.held)
+        self._allocated += sign * (step.buffer + step.extra)
         self._exchanged += sign * step.exchanged
         self._buffer_bytes += sign * (0 if started.buffer is None else started.buffer.nbytes)
 
@@ -202,8 +203,8 @@ class Transfer:
     def _start(self, step: TransferStep) -> _StartedStep:
         if step.into:  # an all-gather in place reads this rank's part from there
             self._copy(step.copies)
-            whole = self._targets[step.into].view(-1)
-            return _StartedStep(step, [self._group.start_all_gather(whole, self._label)], None, [])
+            target = self._targets[step.into].view(-1)
+            return _StartedStep(step, [self._group.start_all_gather(target, self._label)], None, [])
         buffer = torch.empty(step.buffer, dtype=self._dtype, device=self._device) if step.buffer else None
         memories = [self._memory(message, buffer) for message in step.messages]
         for message, memory in zip(step.messages, memories, strict=True):
@@ -233,15 +234,15 @@ class Transfer:
                     for part, values in self._packed(message, memory):
                         part.copy_(values)
 
-    def _memory(self, message: Message, buffer: Tensor | None) -> Tensor:
-        """Returns the memory that a message reads or writes: a part of its step's buffer, or the parameter itself."""
+    def _memory(self, message: TransferMessage, buffer: Tensor | None) -> Tensor:
+        """Return the memory that a message reads or writes: a part of its step's buffer, or the parameter itself."""
         if message.offset is None:
             return self._slice(message.sends, message.parts[0]).view(-1)
         assert buffer is not None, "a packed message has a buffer"
         return buffer[message.offset : message.offset + message.numel]
 
-    def _packed(self, message: Message, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields for each part of a message its memory in the parameter, and its values in a flat tensor."""
+    def _packed(self, message: TransferMessage, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield for each part of a message its memory in the parameter, and its values in a flat tensor."""
         for part_slice, values in zip(message.parts, flat.split_with_sizes(message.sizes), strict=True):
             yield self._slice(message.sends, part_slice), values.view(part_slice.size)
 
@@ -254,15 +255,15 @@ class Transfer:
 
 
 def transfer_steps(
-    plan: Plan,
+    plan: TransferPlan,
     rank: int,
-    sources: Tensors,
-    targets: Tensors,
+    sources: NamedTensors,
+    targets: NamedTensors,
     members: Sequence[int],
     dtype: torch.dtype,
     message_bytes: int = 32 << 20,
 ) -> list[TransferStep]:
-    """Returns the steps of ``rank`` in a plan of global ranks, for all transfers of tensors of these shapes and dtypes.
+    """Return the steps of ``rank`` in a plan of global ranks, for all transfers of tensors of these shapes and dtypes.
 
     ``sources``: its parameters on the source side; ``targets``: those on the target side, of ``dtype``; {} if it has none. Making the
     steps takes a second if a thousand ranks take part. All ``members``, the ranks of both sides, must pass the same ``message_bytes``.
@@ -274,8 +275,8 @@ def transfer_steps(
 
 def start_transfer(
     steps: Sequence[TransferStep],
-    sources: Tensors,
-    targets: Tensors,
+    sources: NamedTensors,
+    targets: NamedTensors,
     group: Group,
     dtype: torch.dtype,
     buffer_bytes: int = 256 << 20,

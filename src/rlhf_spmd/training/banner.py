@@ -125,7 +125,7 @@ def _attention(ready: Any, device: torch.device) -> Iterator[str]:
     yield attention
     if plan.generation is not None:
         where = f"models.{exported}.generation.attention"
-        yield choose_backend(plan.config.generation.attention, attention, dtype, device, where, plan.spec)
+        yield choose_backend(plan.config.generation.attention, attention, dtype, device, where)
 
 
 def _linear_attention(ready: Any, device: torch.device) -> str:

@@ -9,7 +9,7 @@ Read in this order:
 - ``objective``: an algorithm's loss (``Objective``), the rows it sees (``Rows``), the counts it divides by (``Totals``)
 - ``model_worker``: what all roles with a model share: ``update``, ``evaluate``, micro-batches
 - ``actor``, ``critic``, ``reference``, ``reward``: the roles; ``retokenize`` is for rewards with their own tokenizer
-- ``train_engine``: forward and backward passes of one role, gradients, the optimizer step; ``passes``: its micro-batches
+- ``train_engine``: forward and backward passes of one role, gradients, the optimizer step
 - ``rank_shards``: what a rank holds of a model
 - ``optim_config``, ``optimizer``, ``muon``: ``models.<role>.optim``, AdamW and others, Muon
 - ``model_weights``: the weights of a role (``OwnedWeights``)

@@ -14,17 +14,16 @@ from rlhf_spmd.controller.reference import FieldShard
 from rlhf_spmd.data.batch import Batch, Field, decode_json, encode_json, pack, ragged, unpack
 from rlhf_spmd.environments.config import environment_key
 from rlhf_spmd.environments.runner import check_failed_rows, failures_by_name
+from rlhf_spmd.generation.call import FinishedGroups
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.generation.finished_groups import FinishedGroups
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.sequence import Completion, Request
 from rlhf_spmd.objectives.rollout_correction import mismatch_sums
 from rlhf_spmd.telemetry.progress import say
 from rlhf_spmd.workers.critic import CriticWorker
 from rlhf_spmd.workers.model_worker import ModelWorker
-from rlhf_spmd.workers.objective import MASK, ROW_INPUTS, drawn, log_prob_differences, model_tokens
+from rlhf_spmd.workers.objective import MASK, ROUTED_EXPERTS, ROW_INPUTS, drawn, log_prob_differences, model_tokens
 from rlhf_spmd.workers.partial_rollouts import PartialRollouts
-from rlhf_spmd.workers.passes import ROUTED_EXPERTS
 from rlhf_spmd.workers.reference import ReferenceWorker
 from rlhf_spmd.workers.rollout_engine import build_generating
 from rlhf_spmd.workers.router_replay import ExpertRecords
@@ -62,13 +61,13 @@ class ActorWorker(ModelWorker):
         )
 
     def _is_exact(self, piece: FieldShard, version: int) -> bool:
-        """True if these log-probs of a generate call equal those of a training forward with these weights, bit for bit."""
+        """Return True if these log-probs of a generate call equal those of a training forward with these weights, bit for bit."""
         maker = piece.producer
         if not (self.context.exact_rollouts and isinstance(maker, CallRecord) and maker.spec.kind == "generate"):
             return False
         common = next(value for value in maker.args if isinstance(value, SamplingConfig))
-        own = next((value for value in maker.args if isinstance(value, (list, tuple))), ())
-        samplings = [sampling for rows, sampling in own if np.isin(piece.ids, rows.rows.row_ids).any()]
+        special = next((value for value in maker.args if isinstance(value, (list, tuple))), ())
+        samplings = [sampling for rows, sampling in special if np.isin(piece.ids, rows.rows.row_ids).any()]
         is_current = maker.role.name == self.name and maker.version == version
         return is_current and all(s.log_prob_temperature == self.context.temperature for s in (common, *samplings))
 
@@ -89,7 +88,7 @@ class ActorWorker(ModelWorker):
         sampling: SamplingConfig,
         number: int,
         num_groups: Sequence[int] | None = None,
-        own: Sequence[tuple[Reference, SamplingConfig]] = (),
+        special: Sequence[tuple[Reference, SamplingConfig]] = (),
     ) -> tuple[Batch, dict[str, Any]]:
         """Generate a response for each row.
 
@@ -102,14 +101,14 @@ class ActorWorker(ModelWorker):
           ``environment_reward``: float64 [rows], nan where it failed; and ``observations``: ragged uint8, JSON of
           ``Completion.observations``.
 
-        ``number``: the step. A sample depends on seed, step, row id and position. ``own``: rows of each of these references use
+        ``number``: the step. A sample depends on seed, step, row id and position. ``special``: rows of each of these references use
         temperature, top_p, top_k and min_p of its sampling, in the same batch as all others. ``num_groups`` (per replica): the call
         ends when every replica has that many whole groups, and returns only their rows; the value ``groups`` names them. Unfinished
         rows are kept and continue when they are asked for again.
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        requests = _requests(batch, sampling, own)
+        requests = _requests(batch, sampling, special)
         weights = self.controller.versions.generating_step(self.name, number)
         generating = self.generating
         assert generating is not None
@@ -117,7 +116,7 @@ class ActorWorker(ModelWorker):
             if num_groups is None:
                 # with environments, a replica's first rank waits for their answers and ticks meanwhile
                 environments = self._environments(batch)
-                tick = generating.tick_together if environments is None else generating.tick
+                tick = generating.tick_together if environments is None else self.controller.tick
                 options = environments, weights, self._finished_groups(batch, requests)
                 completions = self.generator.generate(requests, sampling, sampling.seed, number, tick, *options)
                 report: dict[str, Any] = {}
@@ -136,7 +135,7 @@ class ActorWorker(ModelWorker):
         return self._made(batch, completions), report | _episode_report(completions)
 
     def _made(self, batch: Batch, completions: Sequence[Completion]) -> Batch:
-        """The batch of ``completions``, at least one."""
+        """Return the batch of ``completions``, at least one."""
         fields: dict[str, Field] = {
             "response_ids": ragged([c.token_ids for c in completions], torch.int64),
             "rollout_log_probs": ragged([c.log_probs for c in completions]),
@@ -153,8 +152,8 @@ class ActorWorker(ModelWorker):
             fields["environment_reward"] = torch.tensor([c.reward for c in completions], dtype=torch.float64)
             fields["observations"] = encode_json(c.observations for c in completions)
         ids = torch.tensor([c.row_id for c in completions])
-        made = batch if torch.equal(ids, batch.row_ids) else batch.reorder(ids)  # rows that leave early come as they end
-        return made.with_fields(**fields)
+        rows = batch if torch.equal(ids, batch.row_ids) else batch.reorder(ids)  # rows that leave early come as they end
+        return rows.with_fields(**fields)
 
     def _finished_groups(self, batch: Batch, requests: Sequence[Request]) -> FinishedGroups | None:
         rollout_streamer = self.controller.rollout_streamer
@@ -172,7 +171,7 @@ class ActorWorker(ModelWorker):
         return Environments(self.context.environments, rows, self.context.tokenizer, self.context.encoding)
 
     def _count_failures(self, batch: Batch, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The metric of rows whose environment failed; {} without environments. Raises EnvironmentFailure if they are too many.
+        """Return the metric of rows whose environment failed; {} without environments. Raises EnvironmentFailure if they are too many.
 
         Collective over the pool: every rank of it must call, in program order.
         """
@@ -205,7 +204,7 @@ class ActorWorker(ModelWorker):
             say(f"{environment_key(name)} failed; such rows are left out (rollout/environment_failures): {failures[0]}")
 
     def rollout_state(self) -> dict[str, Tensor]:
-        """The rows in flight on this replica as one tensor of bytes, for a checkpoint; {} except on a replica's first rank."""
+        """Return the rows in flight on this replica as one tensor of bytes, for a checkpoint; {} except on a replica's first rank."""
         worker = self.worker_of("generate_sequences")
         assert isinstance(worker, ActorWorker)
         members = worker.members(MICRO_DP)
@@ -222,27 +221,27 @@ class ActorWorker(ModelWorker):
             worker.partial_rollouts.take_back([unpack(state) for state in states])
 
     def _known_log_probs(self, batch: Reference) -> Reference | None:
-        """The rollout's own log-probs, if they are wanted, or if a training forward would give the same bits. Else None.
+        """Return the rollout's own log-probs, if they are wanted, or if a training forward would give the same bits. Else None.
 
         The next update then compares them with its own.
         """
-        made, version = batch.fields.get("rollout_log_probs", ()), self.controller.versions.newest(self.name)
-        if not made or not (self.context.rollout_log_probs or all(self._is_exact(piece, version) for piece in made)):
+        pieces, version = batch.fields.get("rollout_log_probs", ()), self.controller.versions.newest(self.name)
+        if not pieces or not (self.context.rollout_log_probs or all(self._is_exact(piece, version) for piece in pieces)):
             return None
-        return Reference(batch.rows, {"old_log_probs": made})
+        return Reference(batch.rows, {"old_log_probs": pieces})
 
-    def _compare_log_probs(self, batch: Batch, made: Batch | None, noted: list[Any]) -> dict[str, Any]:
-        if made is None or "rollout_log_probs" not in batch:
+    def _compare_log_probs(self, batch: Batch, result: Batch | None, noted: list[Any]) -> dict[str, Any]:
+        if result is None or "rollout_log_probs" not in batch:
             return {}
-        old, rollout = drawn(batch.union(made), "old_log_probs"), drawn(batch, "rollout_log_probs")
+        old, rollout = drawn(batch.union(result), "old_log_probs"), drawn(batch, "rollout_log_probs")
         return log_prob_differences((old - rollout).abs()) | mismatch_sums(old, rollout, model_tokens(batch))
 
     def _describe_log_probs(self) -> Signature:
-        """The pass of the old log-probs makes the experts that updates take, or takes those of generation."""
+        """Return the signature. The pass makes the experts that updates take, or takes those of generation."""
         mode = self.config.router_replay
         fields = *ROW_INPUTS, "rollout_log_probs?", *(self.replayed if mode == "R3" else ())
-        made = (ROUTED_EXPERTS,) if mode == "R2" else ()
-        return Signature("compute_log_prob", (InputSpec(fields, keep_groups=False),), ("old_log_probs", *made))
+        outputs = (ROUTED_EXPERTS,) if mode == "R2" else ()
+        return Signature("compute_log_prob", (InputSpec(fields, keep_groups=False),), ("old_log_probs", *outputs))
 
     @register(
         THREE_D,
@@ -291,7 +290,7 @@ class ActorCriticWorker(ActorWorker, CriticWorker):
 
 
 def _episode_report(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Metrics of rows that environments have extended; {} without environments."""
+    """Return metrics of rows that environments have extended; {} without environments."""
     masks = [completion.mask for completion in completions if completion.mask is not None]
     if not masks:
         return {}
@@ -303,16 +302,22 @@ def _episode_report(completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-def _requests(batch: Batch, sampling: SamplingConfig, own: Sequence[tuple[Reference, SamplingConfig]] = ()) -> list[Request]:
-    """One request per row. A row's own limit counts up to the common one; 0 means that it has none."""
+def _requests(
+    batch: Batch, sampling: SamplingConfig, special: Sequence[tuple[Reference, SamplingConfig]] = ()
+) -> list[Request]:
+    """Return one request per row. A row's own limit counts up to the common one; 0 means that it has none."""
     limit = sampling.max_response_length
     assert limit is not None
-    overrides = {row: its.overrides for rows, its in own if rows.rows is not None for row in rows.rows.row_ids.tolist()}
+    overrides = {
+        row: settings.overrides for rows, settings in special if rows.rows is not None for row in rows.rows.row_ids.tolist()
+    }
     columns = [batch.row_ids, batch.group_ids]
     for name in ("max_response_length", "min_response_length"):
         columns.append(batch[name] if name in batch else torch.zeros(len(batch), dtype=torch.int64))
     prompts = batch["prompt_ids"].rows() if len(batch) else []
     return [
-        Request(row, group, ids.tolist(), min(most or limit, limit), least, overrides.get(row))
-        for row, group, most, least, ids in zip(*(column.tolist() for column in columns), prompts, strict=True)
+        Request(row, group, ids.tolist(), min(max_new_tokens or limit, limit), min_new_tokens, overrides.get(row))
+        for row, group, max_new_tokens, min_new_tokens, ids in zip(
+            *(column.tolist() for column in columns), prompts, strict=True
+        )
     ]

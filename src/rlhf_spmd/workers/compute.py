@@ -39,8 +39,8 @@ class GlobalReduce:
     def ranges(self, **parts: Tensor) -> dict[str, float]:
         """``<name>/max`` and ``<name>/min`` of each part over all ranks, in one message. Every rank must call."""
         ends = [[float(x.max()), -float(x.min())] if len(x) else [-math.inf, -math.inf] for x in parts.values()]
-        found = self.max(torch.tensor(ends, dtype=torch.float64)).tolist()
-        pairs = zip(parts, found, strict=True)
+        extremes = self.max(torch.tensor(ends, dtype=torch.float64)).tolist()
+        pairs = zip(parts, extremes, strict=True)
         return {key: value for name, (high, low) in pairs for key, value in ((f"{name}/max", high), (f"{name}/min", -low))}
 
 
@@ -89,17 +89,17 @@ class ComputeWorker(Worker):
         reduce = GlobalReduce(
             lambda x: pool.all_reduce(x.clone(), "control"), lambda x: pool.all_reduce(x.clone(), "control", "max"), self.state
         )
-        made, metrics = function(fields, Rows.of(batch), reduce)
-        for name, field in made.items() if len(batch) else ():
+        results, metrics = function(fields, Rows.of(batch), reduce)
+        for name, field in results.items() if len(batch) else ():
             if (rows := len(field if isinstance(field, Tensor) else field.lengths)) != len(batch):
                 raise ValueError(
                     f"{function.__name__} returns field '{name}' with {rows} entries for {len(batch)} rows; "
                     "a field is a tensor [rows], or made by Rows.per_token"
                 )
-        return (batch.with_fields(**made) if len(batch) else batch), metrics
+        return (batch.with_fields(**results) if len(batch) else batch), metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The role's state for a checkpoint, as JSON; the same on every rank of the pool."""
+        """Return the role's state for a checkpoint, as JSON; the same on every rank of the pool."""
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from rlhf_spmd.config.constraints import NonNegativeFloat
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.environments.config import EnvironmentConfig
@@ -96,17 +97,21 @@ class RoleConfig(ComputeConfig):
     offload: bool = False
     prefetch: bool = False
 
-    def check(self, where: str) -> None:
-        if self.optim.name == "adamw_8bit" and DTYPES.get(self.dtype) == torch.float64:
-            raise ValueError(f"{where}.optim.name=adamw_8bit computes in float32, and {where}.dtype={self.dtype}; use adamw")
-        if self.lora.bits is not None and DTYPES.get(self.dtype) == torch.float64:
-            raise ValueError(
-                f"{where}.lora.bits={self.lora.bits}: bitsandbytes has no float64; use {where}.dtype=bfloat16 or float32"
-            )
-        if self.prefetch and not self.offload:
-            raise ValueError(
-                f"{where}.prefetch=true brings weights back from host memory, and {where}.offload is false; leave it out"
-            )
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("optim.name", "dtype"),
+            lambda s: s.optim.name == "adamw_8bit" and s.dtype == "float64",
+            "bitsandbytes computes in float32",
+            "set optim.name=adamw",
+        ),
+        Rule(
+            ("lora.bits", "dtype"),
+            lambda s: s.lora.bits is not None and s.dtype == "float64",
+            "bitsandbytes has no float64",
+            "set dtype=bfloat16 or float32",
+        ),
+    )
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"offload": ("prefetch",)}
 
 
 @dataclass(frozen=True)

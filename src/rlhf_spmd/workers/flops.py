@@ -35,7 +35,9 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
     Two per matrix weight and token (only the experts that a token uses), and causal attention: 2 * heads * head_dim * length per
     layer and token (half of the square), or less with a window; with linear attention three products of each head's state.
     """
-    weights, products, state = spec.vocab_size * spec.hidden_size, 0.0, 0
+    weights = spec.vocab_size * spec.hidden_size
+    products = 0.0
+    state = 0
     for layer in range(spec.num_hidden_layers):
         experts, window = spec.experts_of(layer), spec.attention_rule(layer).window
         columns = 3 * spec.intermediate_size
@@ -46,12 +48,12 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
             weights += spec.hidden_size * (delta.columns + delta.value_heads * delta.value_dim + columns)
             state += 3 * delta.state
             continue
-        own = spec.spec_for_layer(layer)
-        weights += own.attention_numel + spec.hidden_size * columns
+        layer_spec = spec.spec_for_layer(layer)
+        weights += layer_spec.attention_numel + spec.hidden_size * columns
         seen = min(window or mean_length, mean_length)
         keys = seen * (1 - seen / (2 * mean_length)) if mean_length else 0.0  # that a query sees, on average
-        value_dim = own.head_dim if spec.latent is None else spec.latent.value_dim
-        products += spec.num_attention_heads * (own.head_dim + value_dim) * keys
+        value_dim = layer_spec.head_dim if spec.latent is None else spec.latent.value_dim
+        products += spec.num_attention_heads * (layer_spec.head_dim + value_dim) * keys
     return num_tokens * 2.0 * (weights + state + products)
 
 

@@ -77,11 +77,11 @@ class ModelWeights:
         )
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """The local shards on members; {} on other ranks."""
+        """Return the local shards on members; {} on other ranks."""
         return self.engine.local_tensors() if self.member else {}
 
     def enter(self, call: CallRecord) -> None:
-        """Brings the weights of ``call.version`` into the engine.
+        """Bring the weights of ``call.version`` into the engine.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -114,7 +114,7 @@ class OwnedWeights(ModelWeights):
                 self.offloaded.offload()
 
     def _checkpointing(self) -> str:
-        """The configured level. For ``auto``: the highest that any rank of the pool needs, since all must recompute alike.
+        """Return the configured level. For ``auto``: the highest that any rank of the pool needs, since all must recompute alike.
 
         Collective over the pool: every rank of it must call, in program order.
         """
@@ -124,7 +124,7 @@ class OwnedWeights(ModelWeights):
         return CHECKPOINTING[int(self.mesh.pool.all_reduce(level, "control", "max"))]
 
     def between_calls(self) -> dict[str, Tensor]:
-        """The local shards between calls, on members: on the device or in host memory. Writing there changes the weights."""
+        """Return the local shards between calls, on members: on the device or in host memory. Writing there changes the weights."""
         local, offloaded = self.engine.local_tensors(), self.offloaded
         return local if offloaded is None else {name: offloaded.on_host(tensor) for name, tensor in local.items()}
 
@@ -147,5 +147,5 @@ class OwnedWeights(ModelWeights):
 
 
 def held_tensors(engine: TrainEngine) -> list[Tensor]:
-    """Returns what an engine holds between calls: local shards, and buffers, among them matrices in 4 or 8 bits."""
+    """Return what an engine holds between calls: local shards, and buffers, among them matrices in 4 or 8 bits."""
     return [*engine.local_tensors().values(), *(buffer for chunk in engine.chunks for buffer in chunk.buffers())]

@@ -30,7 +30,9 @@ from rlhf_spmd.workers.config import RoleConfig, WorkerContext
 from rlhf_spmd.workers.model_weights import ModelWeights, OwnedWeights
 from rlhf_spmd.workers.objective import (
     MASK,
+    ROUTED_EXPERTS,
     Objective,
+    Packed,
     Rows,
     Totals,
     as_objectives,
@@ -43,7 +45,6 @@ from rlhf_spmd.workers.objective import (
     sequence_lengths,
     take_field,
 )
-from rlhf_spmd.workers.passes import ROUTED_EXPERTS, Packed
 from rlhf_spmd.workers.router_replay import ExpertRecords
 from rlhf_spmd.workers.weight_sync import AsyncWeightReplica, WeightReplica
 
@@ -93,17 +94,17 @@ class ModelWorker(Worker):
 
     @property
     def replayed(self) -> tuple[str, ...]:
-        """The field of the experts that an update takes, where rows have it."""
+        """Return the field of the experts that an update takes, where rows have it."""
         return () if self.config.router_replay == "disabled" else (f"{ROUTED_EXPERTS}?",)
 
     @property
     def owned(self) -> OwnedWeights:
-        """The weights of a role, which are not a replica's."""
+        """Return the weights of a role, which are not a replica's."""
         assert isinstance(self.model, OwnedWeights), f"{self.name}: the replica for {self.method} owns no weights"
         return self.model
 
     def runs(self, method: str) -> bool:
-        """True if calls of ``method`` run on this worker, not on a replica (or, in a replica, on the role's own worker)."""
+        """Return True if calls of ``method`` run on this worker, not on a replica (or, in a replica, on the role's own worker)."""
         return self.method == method if method in self.config.calls else self.method is None
 
     def add_replica(self, method: str, pool: ResourcePool, shape: GroupShape) -> None:
@@ -147,8 +148,8 @@ class ModelWorker(Worker):
         if ROUTED_EXPERTS in batch:
             shared = shared * 0  # they may differ between rows
         sizes = lengths, shared, batch.group_ids.numpy()
-        most = limits.max_tokens * self.mesh.cp.size  # tokens that the ranks of cp share
-        cut = functools.partial(cut_micro_batches, *sizes, most, limits.rows, keep_groups, where=limits.where)
+        max_tokens = limits.max_tokens * self.mesh.cp.size  # tokens that the ranks of cp share
+        cut = functools.partial(cut_micro_batches, *sizes, max_tokens, limits.rows, keep_groups, where=limits.where)
         index = cut()
         response_tokens = int(model_tokens(batch).sum()) if len(batch) else 0
         counts = torch.stack(self.mesh.dp.all_gather(torch.tensor([len(index), response_tokens, len(batch)]), "control"))
@@ -193,7 +194,7 @@ class ModelWorker(Worker):
         return f"{learning}check the weights that it started with, or set models.{self.name}.dtype=float32"
 
     def log_probs(self, batch: Batch, temperature: float, records: ExpertRecords | None = None) -> Ragged | None:
-        """The log-prob of every response token of the model, as :meth:`infer` returns it."""
+        """Return the log-prob of every response token of the model, as :meth:`infer` returns it."""
 
         def head(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
             return response_log_probs(decoder, hidden, micro, temperature)[0]
@@ -205,7 +206,7 @@ class ModelWorker(Worker):
         kind="train",
         describe=lambda self, objective, *, mini_batch_size=None, epochs=1: Signature(
             f"update_{self.name}",
-            tuple(InputSpec((*one.row_inputs, *self.replayed), one.keep_groups) for one in as_objectives(objective)),
+            tuple(InputSpec((*each.row_inputs, *self.replayed), each.keep_groups) for each in as_objectives(objective)),
             mini_batch_size=mini_batch_size,
             epochs=epochs,
         ),
@@ -248,7 +249,7 @@ class ModelWorker(Worker):
     def _step(
         self, batches: Sequence[Batch], objectives: Sequence[Objective], differences: list[Tensor] | None
     ) -> dict[str, float]:
-        """One optimizer step. Returns the statistics summed over micro-batches and data-parallel ranks, with those of the step itself.
+        """Make one optimizer step. Returns the statistics summed over micro-batches and data-parallel ranks, with those of the step.
 
         Other stages than the last one return only the latter. ``differences`` receives the differences between the rollout's
         log-probs and these, if there should be none.
@@ -278,7 +279,7 @@ class ModelWorker(Worker):
         ),
     )
     def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
-        """The objective's loss and statistics, without training.
+        """Return the objective's loss and statistics, without training.
 
         To combine replicas, add each number up over them and divide by the sum of ``rows``. The result is what an update on these rows
         would report.
@@ -295,7 +296,7 @@ class ModelWorker(Worker):
 
     @register(RANK_ZERO, kind="control")
     def progress(self) -> dict[str, int]:
-        """The role's state for a checkpoint, besides its tensors."""
+        """Return the role's state for a checkpoint, besides its tensors."""
         optimizer = self.engine.optimizer
         return {
             "optimizer_steps": optimizer.step_count if optimizer else 0,
@@ -306,7 +307,7 @@ class ModelWorker(Worker):
 def _loss(
     objective: Objective, totals: Totals, differences: list[Tensor] | None, decoder: Decoder, hidden: Tensor, micro: Packed
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weighted loss of a micro-batch, and its statistics. ``differences``: see :meth:`ModelWorker._step`."""
+    """Return the weighted loss of a micro-batch, and its statistics. ``differences``: see :meth:`ModelWorker._step`."""
     devices = {name: torch.device("cpu") if name in objective.on_cpu else hidden.device for name in objective.inputs}
     fields = model_outputs(objective, decoder, hidden, micro)
     fields |= {name: take_field(micro.extra, name, device) for name, device in devices.items()}

@@ -71,13 +71,13 @@ class Muon:
         first = {name: x for name, x in first.items() if experts in (None, x.by_expert)}
         self._shapes = {name: {box.name: box.shape for box in shard.boxes} for name, shard in first.items()}
         ranks, rows = copies.size * shard.size * tp.size, shard.size
-        whole = {name: sum(rows * columns for rows, columns in its.values()) for name, its in self._shapes.items()}
+        numels = {name: sum(rows * columns for rows, columns in shapes.values()) for name, shapes in self._shapes.items()}
         self.sizes = {
-            name: max(-(-whole[name] // ranks), first[name].shape[0] * first[name].shape[1] // rows) for name in first
+            name: max(-(-numels[name] // ranks), first[name].shape[0] * first[name].shape[1] // rows) for name in first
         }
 
     def state_forms(self, shape: Sequence[int], dtype: torch.dtype) -> StateForms:
-        """The states of a parameter."""
+        """Return the states of a parameter."""
         return {"momentum_buffer": (shape, dtype)}
 
     def update(self, config: OptimConfig, params: Tensors, grads: list[Tensor], states: States, step: int, lr: float) -> None:
@@ -88,41 +88,46 @@ class Muon:
         steps = {name: torch.lerp(grad, kept, config.momentum).bfloat16() for name, grad, kept in both}  # Nesterov's
         self._orthogonalize(steps)
         torch._foreach_mul_(list(params.values()), 1 - lr * config.weight_decay)
-        for name, made in steps.items():
+        for name, orthogonal_step in steps.items():
             for box in self._boxes(name, self._shard.rank, self._tp.rank):
-                at = box.local_slices
+                local = box.local_slices
                 # steps of the size of AdamW's: section 2.2 of Liu et al.
-                params[name][at].add_(made[at], alpha=-lr * 0.2 * max(box.shape) ** 0.5)
+                params[name][local].add_(orthogonal_step[local], alpha=-lr * 0.2 * max(box.shape) ** 0.5)
 
     def _find_boxes(self, name: str, shard: int, tp: int) -> tuple[Box, ...]:
         return zero_shards({name: self._shards_at(tp)[name]}, shard, self._shard.size)[name].boxes
 
     def _orthogonalize(self, steps: Tensors) -> None:
         """Replace this rank's part of each step by its orthogonalized values, in place."""
-        copies, shard, tp, device = self._copies, self._shard, self._tp, next(iter(steps.values())).device
+        copies = self._copies
+        shard = self._shard
+        tp = self._tp
+        device = next(iter(steps.values())).device
         names = {tensor: name for name in steps for tensor in self._shapes[name]}
         shapes = {tensor: self._shapes[name][tensor] for tensor, name in names.items()}
         owners = self._owners(shapes)
         here = [Slice(shard.rank, tp.rank, box) for name in steps for box in self._boxes(name, shard.rank, tp.rank)]
-        held = {one: steps[names[one.box.name]][one.box.local_slices] for one in here}
+        parts = {piece: steps[names[piece.box.name]][piece.box.local_slices] for piece in here}
         mine = {tensor: owner for tensor, owner in owners.items() if owner.copy == copies.rank}  # of this copy of the model
-        held = exchange(tp, self._over_tp(names, mine), held, device)
-        held = exchange(shard, self._over_shard(names, mine), held, device)
-        own = [tensor for tensor, owner in mine.items() if owner[1:] == (shard.rank, tp.rank)]
-        whole = {tensor: torch.empty(shapes[tensor], dtype=torch.bfloat16, device=device) for tensor in own}
-        for one, part in held.items():
-            whole[one.box.name][one.box.global_slices] = part
-        whole = {tensor: orthogonal(matrix) for tensor, matrix in whole.items()}
+        parts = exchange(tp, self._over_tp(names, mine), parts, device)
+        parts = exchange(shard, self._over_shard(names, mine), parts, device)
+        tensors = [tensor for tensor, owner in mine.items() if owner[1:] == (shard.rank, tp.rank)]
+        matrices = {tensor: torch.empty(shapes[tensor], dtype=torch.bfloat16, device=device) for tensor in tensors}
+        for piece, part in parts.items():
+            matrices[piece.box.name][piece.box.global_slices] = part
+        matrices = {tensor: orthogonal(matrix) for tensor, matrix in matrices.items()}
         if copies.size > 1:
             for tensor, owner in owners.items():
                 if owner[1:] == (shard.rank, tp.rank):
                     empty = torch.empty(shapes[tensor], dtype=torch.bfloat16, device=device)
-                    whole[tensor] = copies.broadcast(whole.get(tensor, empty), owner.copy, LABEL)
+                    matrices[tensor] = copies.broadcast(matrices.get(tensor, empty), owner.copy, LABEL)
         over_shard, over_tp = list(self._over_shard(names, owners)), self._over_tp(names, owners)
-        made = {one: whole[one.box.name][one.box.global_slices] for one, _, owner in over_shard if owner == shard.rank}
-        made = exchange(shard, [(one, owner, holder) for one, holder, owner in over_shard], made, device)
-        for one, part in exchange(tp, [(one, owner, holder) for one, holder, owner in over_tp], made, device).items():
-            steps[names[one.box.name]][one.box.local_slices] = part
+        results = {
+            piece: matrices[piece.box.name][piece.box.global_slices] for piece, _, owner in over_shard if owner == shard.rank
+        }
+        results = exchange(shard, [(piece, owner, holder) for piece, holder, owner in over_shard], results, device)
+        for piece, part in exchange(tp, [(piece, owner, holder) for piece, holder, owner in over_tp], results, device).items():
+            steps[names[piece.box.name]][piece.box.local_slices] = part
 
     def _owners(self, shapes: Mapping[str, tuple[int, ...]]) -> MatrixOwners:
         shards, slices = self._shard.size, self._tp.size
@@ -133,11 +138,11 @@ class Muon:
         }
 
     def _over_tp(self, names: Mapping[str, str], owners: MatrixOwners) -> Iterator[Route]:
-        """The slices in this rank's tp group that it sends or receives: from their holders to the owner's tp rank."""
+        """Return the slices in this rank's tp group that it sends or receives: from their holders to the owner's tp rank."""
         tp = self._tp
         for tensor, owner in owners.items():
             for holder in range(tp.size) if owner.tp == tp.rank else [tp.rank]:
-                yield from ((one, holder, owner.tp) for one in self._slices(names, tensor, self._shard.rank, holder))
+                yield from ((piece, holder, owner.tp) for piece in self._slices(names, tensor, self._shard.rank, holder))
 
     def _over_shard(self, names: Mapping[str, str], owners: MatrixOwners) -> Iterator[Route]:
         """Then the slices of all tp ranks, to the owner's rank in the shard group."""
@@ -145,15 +150,15 @@ class Muon:
         for tensor, owner in owners.items():
             if owner.tp == tp.rank:
                 for holder in range(shard.size) if owner.shard == shard.rank else [shard.rank]:
-                    every = (one for rank in range(tp.size) for one in self._slices(names, tensor, holder, rank))
-                    yield from ((one, holder, owner.shard) for one in every)
+                    every = (piece for rank in range(tp.size) for piece in self._slices(names, tensor, holder, rank))
+                    yield from ((piece, holder, owner.shard) for piece in every)
 
     def _slices(self, names: Mapping[str, str], tensor: str, shard: int, tp: int) -> list[Slice]:
         return [Slice(shard, tp, box) for box in self._boxes(names[tensor], shard, tp) if box.name == tensor]
 
 
 def muons_of(mesh: Mesh, shards_at: Callable[[int], Mapping[str, ParamShard]]) -> list[Muon]:
-    """Returns one for all matrices of a mesh, or with experts in parallel one for what ZeRO divides and one for the experts.
+    """Return one for all matrices of a mesh, or with experts in parallel one for what ZeRO divides and one for the experts.
     ``shards_at`` as for :class:`Muon`."""
     if mesh.ep.size == 1:
         return [Muon(mesh.dp_replicate, mesh.dp_shard, mesh.tp, shards_at)]
@@ -164,31 +169,33 @@ def muons_of(mesh: Mesh, shards_at: Callable[[int], Mapping[str, ParamShard]]) -
 def assign_matrices(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
     """Matrix -> the rank that orthogonalizes it: the most expensive first, each to the least loaded rank. Pure."""
     work = {tensor: math.prod(shape) * min(shape) for tensor, shape in shapes.items()}
-    order = sorted(work, key=lambda one: -work[one])
-    found = dict(zip(order, greedy_partition([work[tensor] for tensor in order], ranks), strict=True))
-    return {tensor: found[tensor] for tensor in shapes}
+    order = sorted(work, key=lambda tensor: -work[tensor])
+    ranks_of = dict(zip(order, greedy_partition([work[tensor] for tensor in order], ranks), strict=True))
+    return {tensor: ranks_of[tensor] for tensor in shapes}
 
 
-def exchange(group: Group, routes: Iterable[Route], held: Mapping[Slice, Tensor], device: torch.device) -> dict[Slice, Tensor]:
+def exchange(
+    group: Group, routes: Iterable[Route], parts_here: Mapping[Slice, Tensor], device: torch.device
+) -> dict[Slice, Tensor]:
     """Move slices along ``routes``, in one bfloat16 message per pair of ranks. Returns what this rank has afterwards.
 
     Collective over the ranks that take part. Two ranks must list what goes between them in the same order.
     """
     after: dict[Slice, Tensor] = {}
     out, into = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Slice]](list)
-    for one, giver, taker in routes:
+    for piece, giver, taker in routes:
         if giver == taker == group.rank:
-            after[one] = held[one]
+            after[piece] = parts_here[piece]
         elif giver == group.rank:
-            out[taker].append(held[one].reshape(-1))
+            out[taker].append(parts_here[piece].reshape(-1))
         elif taker == group.rank:
-            into[giver].append(one)
-    sizes = {giver: [one.box.numel for one in its] for giver, its in into.items()}
-    coming = {giver: torch.empty(sum(its), dtype=torch.bfloat16, device=device) for giver, its in sizes.items()}
+            into[giver].append(piece)
+    sizes = {giver: [piece.box.numel for piece in pieces] for giver, pieces in into.items()}
+    coming = {giver: torch.empty(sum(numels), dtype=torch.bfloat16, device=device) for giver, numels in sizes.items()}
     wait_all(group.start_exchange([(taker, torch.cat(parts)) for taker, parts in out.items()], [*coming.items()], LABEL))
-    for giver, its in into.items():
+    for giver, pieces in into.items():
         parts = coming[giver].split(sizes[giver])
-        after |= {one: part.view(one.box.size) for one, part in zip(its, parts, strict=True)}
+        after |= {piece: part.view(piece.box.size) for piece, part in zip(pieces, parts, strict=True)}
     return after
 
 
@@ -198,5 +205,5 @@ def orthogonal(matrix: Tensor) -> Tensor:
     param = torch.nn.Parameter(torch.zeros(wide.shape, dtype=torch.float32, device=matrix.device))
     param.grad = wide.float().contiguous()
     torch.optim.Muon([param], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
-    found = -param.detach()
-    return (found if wide is matrix else found.T).bfloat16().contiguous()
+    step = -param.detach()
+    return (step if wide is matrix else step.T).bfloat16().contiguous()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from rlhf_spmd.kernels import on_device
 from rlhf_spmd.models.context_parallel import at_tokens
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
-from rlhf_spmd.workers.passes import ROUTED_EXPERTS, Packed
 
 MASK = "response_mask"  # bool, ragged: false for the tokens of an environment, which were not drawn
 ROW_INPUTS = ("prompt_ids", "response_ids", f"{MASK}?")  # what a model reads of a row
+ROUTED_EXPERTS = "routed_experts"  # a field of rows, see ``router_replay``
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Rows:
 
 
 # (fields by name, [tokens] or [rows] each; rows; counts) -> loss and statistics, to be summed over micro-batches and ranks
-Loss = Callable[[dict[str, Tensor], Rows, Totals], tuple[Tensor, dict[str, Tensor]]]
+RowsLoss = Callable[[dict[str, Tensor], Rows, Totals], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Objective:
     - ``only``: a field, bool [rows], that marks the rows to learn. An update counts no tokens of other rows.
     """
 
-    loss: Loss
+    loss: RowsLoss
     inputs: tuple[str, ...] = ()
     model: tuple[str, ...] = ("log_probs",)
     temperature: float = 1.0
@@ -93,46 +93,69 @@ class Objective:
         return (*ROW_INPUTS, *self.inputs, *([] if self.only is None else [self.only]))
 
     def evaluate(self, fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and its statistics. Raises TypeError if ``loss`` returns something else."""
-        found = self.loss(fields, rows, totals)
-        if not (isinstance(found, tuple) and len(found) == 2):
-            given = f"{type(found).__name__} of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+        """Return the loss and its statistics. Raises TypeError if ``loss`` returns something else."""
+        result = self.loss(fields, rows, totals)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            description = f"{type(result).__name__} of {len(result)}" if isinstance(result, tuple) else type(result).__name__
             raise TypeError(
-                f"the loss {getattr(self.loss, '__name__', self.loss)} returned a {given}, not (loss, statistics by name)"
+                f"the loss {getattr(self.loss, '__name__', self.loss)} returned a {description}, not (loss, statistics by name)"
             )
-        return found
+        return result
 
 
-def as_objectives(given: Objective | Sequence[Objective]) -> list[Objective]:
-    return [given] if isinstance(given, Objective) else list(given)
+def as_objectives(objectives: Objective | Sequence[Objective]) -> list[Objective]:
+    return [objectives] if isinstance(objectives, Objective) else list(objectives)
 
 
 def joint(*objectives: Objective) -> Objective:
-    """One objective for several on the same rows: one forward pass, and the sum of their weighted losses."""
+    """Return one objective for several on the same rows: one forward pass, and the sum of their weighted losses."""
     first = objectives[0]
-    assert len({(one.temperature, one.keep_groups, one.only) for one in objectives}) == 1, "one pass"
+    assert len({(objective.temperature, objective.keep_groups, objective.only) for objective in objectives}) == 1, "one pass"
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        parts = [(one.weight, *one.evaluate(fields, rows, totals)) for one in objectives]
+        parts = [(objective.weight, *objective.evaluate(fields, rows, totals)) for objective in objectives]
         statistics = {name: value for _, _, stats in parts for name, value in stats.items()}
         return torch.stack([weight * value for weight, value, _ in parts]).sum(), statistics
 
     keys = "inputs", "model", "on_cpu"
-    inputs, model, on_cpu = (tuple(dict.fromkeys(sum((getattr(one, key) for one in objectives), ()))) for key in keys)
+    inputs, model, on_cpu = (
+        tuple(dict.fromkeys(sum((getattr(objective, key) for objective in objectives), ()))) for key in keys
+    )
     return Objective(loss, inputs, model, first.temperature, first.keep_groups, on_cpu=on_cpu, only=first.only)
 
 
 def model_outputs(objective: Objective, decoder: Decoder, hidden: Tensor, micro: Packed) -> dict[str, Tensor]:
-    """The results of a forward pass that ``objective.model`` names."""
-    found: dict[str, Tensor] = {}
+    """Return the results of a forward pass that ``objective.model`` names."""
+    outputs: dict[str, Tensor] = {}
     if "log_probs" in objective.model or "entropy" in objective.model:
         log_probs, entropy = response_log_probs(decoder, hidden, micro, objective.temperature, "entropy" in objective.model)
-        found = {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
+        outputs = {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
     if "values" in objective.model:
-        found["values"] = response_values(decoder, hidden, micro)
+        outputs["values"] = response_values(decoder, hidden, micro)
     if "row_values" in objective.model:
-        found["row_values"] = last_token_value(decoder, hidden, micro)
-    return found
+        outputs["row_values"] = last_token_value(decoder, hidden, micro)
+    return outputs
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A micro-batch of whole sequences: ``tokens`` int64 [T] on the device, ``lengths`` int64 [rows] on the CPU, summing to T.
+
+    ``extra``: the fields of these rows that heads and losses use. A micro-batch may have no rows. ``token_index``: None unless sequences
+    share tokens, so that lengths sum to more than T; see :class:`~rlhf_spmd.models.attention.PackedAttention`.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    extra: Batch = field(
+        default_factory=lambda: Batch(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), {})
+    )
+    token_index: Tensor | None = None
+
+    @property
+    def experts(self) -> Tensor | None:
+        """Return the experts that each token of the rows has to take, see ``router_replay``; None: they choose for themselves."""
+        return self.extra[ROUTED_EXPERTS].values if ROUTED_EXPERTS in self.extra else None
 
 
 def take_field(batch: Batch, name: str, device: torch.device) -> Tensor:
@@ -170,13 +193,15 @@ def pack_rows(batch: Batch, device: torch.device, least: float = 0.0) -> Packed:
         if first == num_tokens:  # a new prompt
             parts.append(begin)
             num_tokens += len(begin)
-        own = len(prompt) - len(begin) + len(response)
+        num_own = len(prompt) - len(begin) + len(response)
         parts += [prompt[-1:], response]
-        token_index += [torch.arange(first, first + len(begin)), torch.arange(num_tokens, num_tokens + own)]
-        num_tokens += own
-    lengths, at = batch["prompt_ids"].lengths + batch["response_ids"].lengths, torch.cat(token_index)
-    tokens, shares = ragged(parts, torch.int64).values, len(at) - num_tokens > least * len(at)
-    return Packed(on_device(tokens if shares else tokens[at], device), lengths, batch, at if shares else None)
+        token_index += [torch.arange(first, first + len(begin)), torch.arange(num_tokens, num_tokens + num_own)]
+        num_tokens += num_own
+    lengths, index_of_rows = batch["prompt_ids"].lengths + batch["response_ids"].lengths, torch.cat(token_index)
+    tokens, shares = ragged(parts, torch.int64).values, len(index_of_rows) - num_tokens > least * len(index_of_rows)
+    return Packed(
+        on_device(tokens if shares else tokens[index_of_rows], device), lengths, batch, index_of_rows if shares else None
+    )
 
 
 def learnt_rows(batch: Batch, only: str | None) -> Batch:
@@ -196,7 +221,7 @@ def model_tokens(batch: Batch) -> Tensor:
 
 
 def response_positions(micro: Packed) -> Tensor:
-    """The packed token whose hidden state predicts each response token of the model, int64 [response tokens] on the CPU."""
+    """Return the packed token whose hidden state predicts each response token of the model, int64 [response tokens] on the CPU."""
     if not len(micro.lengths):
         return torch.empty(0, dtype=torch.int64)
     responses: Tensor = micro.extra["response_ids"].lengths
@@ -211,35 +236,35 @@ def response_positions(micro: Packed) -> Tensor:
 def response_log_probs(
     decoder: Decoder, hidden: Tensor, micro: Packed, temperature: float, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-prob of every response token of the model, and the entropy of its distribution: [response tokens] each."""
+    """Return the log-prob of every response token of the model, and the entropy of its distribution: [response tokens] each."""
     labels = on_device(drawn(micro.extra, "response_ids").long(), hidden.device)
 
     def compute(states: Tensor, index: Tensor) -> list[Tensor]:
-        found = token_log_probs(decoder, states, labels[index], temperature, entropy)
-        return [part for part in found if part is not None]
+        results = token_log_probs(decoder, states, labels[index], temperature, entropy)
+        return [part for part in results if part is not None]
 
     log_probs, *entropies = at_tokens(hidden, response_positions(micro), decoder.cp, compute)
     return log_probs, entropies[0] if entropy else None
 
 
 def response_values(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
-    """The value of the state before each response token of the model, [response tokens]."""
+    """Return the value of the state before each response token of the model, [response tokens]."""
     return _values_at(decoder, hidden, response_positions(micro))
 
 
 def last_token_value(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
-    """The value head on each row's last token, [rows]."""
+    """Return the value head on each row's last token, [rows]."""
     ends = micro.lengths.cumsum(0) - 1
     return _values_at(decoder, hidden, ends if micro.token_index is None else micro.token_index[ends])
 
 
 def _values_at(decoder: Decoder, hidden: Tensor, positions: Tensor) -> Tensor:
-    (found,) = at_tokens(hidden, positions, decoder.cp, lambda states, _: [values(decoder, states)])
-    return found
+    (values_there,) = at_tokens(hidden, positions, decoder.cp, lambda states, _: [values(decoder, states)])
+    return values_there
 
 
 def drawn(batch: Batch, name: str) -> Tensor:
-    """The entries of a ragged field for the model's response tokens, packed; empty without rows."""
+    """Return the entries of a ragged field for the model's response tokens, packed; empty without rows."""
     if not len(batch):
         return torch.empty(0)
     field: Ragged = batch[name]
@@ -247,7 +272,7 @@ def drawn(batch: Batch, name: str) -> Tensor:
 
 
 def log_prob_differences(difference: Tensor) -> dict[str, Any]:
-    """Metrics of |generation's log-prob - training's log-prob| [tokens] of this rank's rows."""
+    """Return metrics of |generation's log-prob - training's log-prob| [tokens] of this rank's rows."""
     if not len(difference):
         return {}
     mean = [float(difference.double().sum()), len(difference)]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.config.constraints import Fraction, NonNegativeFloat, PositiveFloat, Range
+from rlhf_spmd.config.rules import Rule, Rules
 
 Tensors = Mapping[str, Tensor]  # by parameter name
 States = Sequence[Tensors]  # of each parameter, by the state's name
@@ -55,14 +56,13 @@ class OptimConfig:
     clip_grad: NonNegativeFloat | None = 1.0
     master_weights: bool = True
     offload: bool = False
+    rules: ClassVar[Rules] = (Rule(("betas",), lambda s: len(s.betas) != 2, "AdamW has two", "give two numbers"),)
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"name=muon": ("momentum",)}
 
     def check(self, where: str) -> None:
-        """``where`` names the config node, as in ``models.actor.optim``. Raises ValueError: key, value and what is allowed."""
+        """Raise ValueError without the optimizer's library. ``where``: the section, as in ``models.actor.optim``."""
         if self.name == "adamw_8bit" and find_spec("bitsandbytes") is None:
             raise ValueError(f"{where}.name=adamw_8bit needs the library: pip install bitsandbytes")
-        if len(self.betas) != 2:
-            raise ValueError(f"{where}.betas={self.betas}: must be two numbers")
 
 
 def with_usual_rates(config: OptimConfig, lr: float, head_lr: float | None) -> OptimConfig:
@@ -75,12 +75,12 @@ def with_usual_rates(config: OptimConfig, lr: float, head_lr: float | None) -> O
 
 
 def warmup_steps(config: OptimConfig, total: int) -> int:
-    """The number of optimizer steps of linear warm-up in a run of ``total`` steps."""
+    """Return the number of optimizer steps of linear warm-up in a run of ``total`` steps."""
     return config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total)
 
 
 def learning_rate(config: OptimConfig, step: int, total: int) -> float:
-    """The learning rate of optimizer step ``step`` (the first is 0) of ``total``. Pure.
+    """Return the learning rate of optimizer step ``step`` (the first is 0) of ``total``. Pure.
 
     Linear warm-up goes from lr / warmup to lr (starting at 0, the first step would do nothing). Then the schedule falls to
     min_lr_ratio * lr at ``total``, and stays there.
@@ -95,5 +95,5 @@ def learning_rate(config: OptimConfig, step: int, total: int) -> float:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of ``dtype`` parameters are summed: fp32 for half precisions, otherwise ``dtype`` itself."""
+    """Return the dtype in which gradients of ``dtype`` parameters are summed: fp32 for half precisions, otherwise ``dtype`` itself."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

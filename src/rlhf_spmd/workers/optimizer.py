@@ -33,7 +33,7 @@ class AdamW:
     bucket = BUCKET_ELEMENTS
 
     def state_forms(self, shape: Sequence[int], dtype: torch.dtype) -> StateForms:
-        """The states of a parameter."""
+        """Return the states of a parameter."""
         return dict.fromkeys(("exp_avg", "exp_avg_sq"), (shape, dtype))
 
     def update(self, config: OptimConfig, params: Tensors, grads: list[Tensor], states: States, step: int, lr: float) -> None:
@@ -73,7 +73,7 @@ class EightBit:
         self._maps = {key: functional.create_dynamic_map(signed=signed) for key, signed in SIGNED.items()}
 
     def state_forms(self, shape: Sequence[int], dtype: torch.dtype) -> StateForms:
-        """The states of a parameter."""
+        """Return the states of a parameter."""
         scales = (-(-math.prod(shape) // BLOCK),)
         return dict.fromkeys(SIGNED, (shape, torch.uint8)) | {key + SCALE: (scales, torch.float32) for key in SIGNED}
 
@@ -88,14 +88,14 @@ class EightBit:
             self._functional.optimizer_update_8bit_blockwise("adam", *flat, *numbers, *maps, *scales, config.weight_decay)
 
     def widen(self, state: Tensors) -> dict[str, Tensor]:
-        """The state with its moments in float32 on the host; other entries unchanged."""
-        found = {key: x for key, x in state.items() if not key.endswith(SCALE)}
+        """Return the state with its moments in float32 on the host; other entries unchanged."""
+        wide = {key: x for key, x in state.items() if not key.endswith(SCALE)}
         for key in self._narrow(state):
             table = self._table(key, state[key].device)
-            found[key] = self._functional.dequantize_blockwise(
+            wide[key] = self._functional.dequantize_blockwise(
                 state[key], absmax=state[key + SCALE], code=table, blocksize=BLOCK
             ).cpu()
-        return found
+        return wide
 
     def narrow(self, wide: Tensors, state: Tensors) -> None:
         """The inverse of :meth:`widen`, written into ``state``. Restores the same bits."""
@@ -119,6 +119,9 @@ class EightBit:
         return table
 
 
+UpdateRule = AdamW | EightBit | Muon
+
+
 class Optimizer:
     """AdamW, EightBit and Muon over named local tensors, each over its own parameters.
 
@@ -136,13 +139,16 @@ class Optimizer:
 
         ``heads``: names of those that learn with ``head_lr``. ``muons``: each updates the parameters in its ``sizes``.
         """
-        self.config, self.total_steps, self.step_count, self.skipped = config, total_steps, 0, 0
+        self.config = config
+        self.total_steps = total_steps
+        self.step_count = 0
+        self.skipped = 0
         self._usual, self._eight_bit = AdamW(), EightBit() if config.name == "adamw_8bit" else None
         # (rule, whether it is a head) -> name -> elements in its buckets
-        self._groups: dict[tuple[Any, bool], dict[str, int]] = {}
+        self._groups: dict[tuple[UpdateRule, bool], dict[str, int]] = {}
         kept: dict[str, StateForms] = {}
         for name, param in params.items():
-            rule: Any = self._eight_bit if self._eight_bit is not None and param.dim() > 1 else self._usual
+            rule: UpdateRule = self._eight_bit if self._eight_bit is not None and param.dim() > 1 else self._usual
             size = param.numel()
             for muon in muons:
                 if name in muon.sizes:
@@ -157,14 +163,14 @@ class Optimizer:
         self.refresh_masters(params)
 
     def _zeros(self, kept: Mapping[str, StateForms], device: torch.device) -> dict[str, dict[str, Tensor]]:
-        forms = [form for its in kept.values() for form in its.values()]
+        forms = [form for forms_of in kept.values() for form in forms_of.values()]
         on_host = host_zeros(forms, device) if self.config.offload else None
         zeros = iter(on_host or [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in forms])
-        return {name: {key: next(zeros) for key in its} for name, its in kept.items()}
+        return {name: {key: next(zeros) for key in forms_of} for name, forms_of in kept.items()}
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
+        """Return the learning rate of the next step."""
         return learning_rate(self.config, self.step_count, self.total_steps)
 
     @torch.no_grad()

@@ -23,9 +23,9 @@ import torch
 
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.data.batch import Batch, Field, Ragged, concat, ragged
+from rlhf_spmd.generation.call import GenerationLimits
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import Generator
-from rlhf_spmd.generation.interruption import GenerationLimits
 from rlhf_spmd.generation.routed_experts import no_experts
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, SequenceState, TokenLogprobs
@@ -65,8 +65,8 @@ class PartialRollouts:
 
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
-        held = {row for rows in self.groups.values() for row in rows}
-        new = [request for request in requests if request.row_id not in held]
+        known = {row for rows in self.groups.values() for row in rows}
+        new = [request for request in requests if request.row_id not in known]
         fresh = self._restore(new, sampling.logprobs or 0)
         for request in new:
             self.groups.setdefault(request.group_id, []).append(request.row_id)
@@ -80,16 +80,16 @@ class PartialRollouts:
             ended = self.generator.generate_until(fresh, sampling, sampling.seed, number, limits, weights, tick)
             self.generator.before_training()  # the weights change before the next call
             self.ended |= {completion.row_id: completion for completion in ended}
-        taken = self._whole()[:num_groups]
-        rows = sorted(row for group in taken for row in self.groups.pop(group))
-        return [self.ended.pop(row) for row in rows], taken
+        finished = self._whole()[:num_groups]
+        rows = sorted(row for group in finished for row in self.groups.pop(group))
+        return [self.ended.pop(row) for row in rows], finished
 
     def _whole(self) -> list[int]:
-        """Returns the groups whose rows have all ended, the oldest first."""
+        """Return the groups whose rows have all ended, the oldest first."""
         return sorted(group for group, rows in self.groups.items() if all(row in self.ended for row in rows))
 
     def state(self) -> Batch:
-        """Returns the rows in flight, for a checkpoint.
+        """Return the rows in flight, for a checkpoint.
 
         If the run has resumed and has not generated since, it returns the rows of that checkpoint, on every replica the same.
         """
@@ -109,34 +109,34 @@ class PartialRollouts:
         fields |= {"reason": torch.tensor(reasons, dtype=torch.int64), "token_ids": ragged(tokens, torch.int64)}
         if self.generator.records_experts:
             unknown = no_experts(self.generator.decoder.spec)
-            own = [unknown if each is None else each for each in experts]
-            lengths = torch.tensor([len(each) for each in own], dtype=torch.int64)
-            fields["experts"] = Ragged(torch.cat([unknown, *own]), lengths)
+            parts = [unknown if each is None else each for each in experts]
+            lengths = torch.tensor([len(each) for each in parts], dtype=torch.int64)
+            fields["experts"] = Ragged(torch.cat([unknown, *parts]), lengths)
         kinds = None, None, torch.int64
         return Batch(row_ids, row_ids, fields | {n: ragged(c, kind) for n, c, kind in zip(NOTED, known, kinds, strict=True)})
 
     def take_back(self, states: Sequence[Batch]) -> None:
-        """Takes the rows that all replicas saved. Several replicas may have saved the same rows."""
+        """Take the rows that all replicas saved. Several replicas may have saved the same rows."""
         rows = concat(states)
         _, first = np.unique(rows.row_ids.numpy(), return_index=True)
         self.saved = rows.take(first)
 
     def _restore(self, requests: Sequence[Request], num_top: int) -> list[Request]:
-        """Restores the rows that a checkpoint has. Returns the other requests. ``num_top``: number of likeliest tokens per position.
+        """Restore the rows that a checkpoint has. Returns the other requests. ``num_top``: number of likeliest tokens per position.
 
         Raises CheckpointError if a row is longer than its limit now allows.
         """
         if self.saved is None:
             return list(requests)
         saved, self.saved = self.saved, None
-        at = {row: i for i, row in enumerate(saved.row_ids.tolist())}
+        index_of = {row: i for i, row in enumerate(saved.row_ids.tolist())}
         columns = {name: saved[name].rows() for name in ("token_ids", *NOTED)}
         records = self.generator.records_experts
         experts: list[Any] = saved["experts"].rows() if records and "experts" in saved else [None] * len(saved)
         for request in requests:
-            if request.row_id not in at:
+            if request.row_id not in index_of:
                 continue
-            i = at[request.row_id]
+            i = index_of[request.row_id]
             tokens, reason = columns["token_ids"][i].tolist(), REASONS[int(saved["reason"][i])]
             log_probs, log_probs_t1, versions = (columns[name][i] for name in NOTED)
             if len(tokens) >= request.max_new_tokens + (reason is not None):
@@ -156,4 +156,4 @@ class PartialRollouts:
                 top = log_probs.new_zeros(len(tokens), num_top)  # nothing in training reads them
                 notes = TokenLogprobs(log_probs, log_probs_t1, versions, top.long(), top) if tokens else None
                 self.generator.kept.append(SequenceState(request, int(saved["step"][i]), tokens, notes, experts=experts[i]))
-        return [request for request in requests if request.row_id not in at]
+        return [request for request in requests if request.row_id not in index_of]

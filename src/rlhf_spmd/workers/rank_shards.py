@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -31,28 +32,28 @@ def chunk_shards(
     """For each chunk of layers, parameter name -> shape and boxes on the rank at (pp_rank, tp_rank), before ZeRO cuts out its rows and
     ep its experts."""
     num_stages, stages = layout.pp * layout.vpp, layout.stages(pp_rank)
-    options: Any = {"lora": lora, "expert_parallel_generation": layout.expert_parallel_generation}
-    return [plan_params(spec, head, s, num_stages, tp_rank, layout.tp, **options) for s in stages]
+    plan = partial(plan_params, lora=lora, expert_parallel_generation=layout.expert_parallel_generation)
+    return [plan(spec, head, stage, num_stages, tp_rank, layout.tp) for stage in stages]
 
 
 def rank_shards(
     spec: ModelSpec, head: str, layout: Layout, pp_rank: int, tp_rank: int, lora: LoraConfig | None = None
 ) -> dict[str, ParamShard]:
-    """The :func:`chunk_shards` of all chunks by parameter name."""
+    """Return the :func:`chunk_shards` of all chunks by parameter name."""
     return named_by_chunk(chunk_shards(spec, head, layout, pp_rank, tp_rank, lora))
 
 
 def own_rows(plan: Mapping[str, ParamShard], mesh: Mesh) -> dict[str, ParamShard]:
-    """Returns the plan, restricted to the rows that ZeRO and ep leave on this rank."""
+    """Return the plan, restricted to the rows that ZeRO and ep leave on this rank."""
     assert isinstance(mesh.layout, Layout)
     zero = (mesh.dp_shard.rank, mesh.dp_shard.size) if stage_of_zero(mesh.layout) else (0, 1)
     return zero_shards(plan, *zero, ep=(mesh.ep.rank, mesh.ep.size))
 
 
-def by_copies(
+def replica_groups(
     grads: Mapping[str, Tensor], shards: Mapping[str, ParamShard], mesh: Mesh
 ) -> list[tuple[Group, dict[str, Tensor]]]:
-    """Returns the gradients, each beside the group whose ranks hold the same rows of it."""
+    """Return the gradients, each beside the group whose ranks hold the same rows of it."""
     apart = {name for name in grads if shards[name].by_expert} if mesh.ep.size > 1 else set[str]()
     sides = (mesh.dp_replicate, grads.keys() - apart), (mesh.ep_copies, apart)
     return [(group, {name: grad for name, grad in grads.items() if name in names}) for group, names in sides if names]

@@ -23,14 +23,14 @@ from rlhf_spmd.rewards.config import RewardConfig
 class Retokenizer:
     """Turns rows of the actor's tokens into tokens of another model.
 
-    ``own``: that model's tokenizer. ``actor``: the tokenizer of the responses. ``limit``: the most tokens of a row that the model can
+    ``tokenizer``: that model's. ``actor``: the tokenizer of the responses. ``limit``: the most tokens of a row that the model can
     read. ``vocab_size``: the model's. ``where``: the key of the reward's configuration, for messages. ``encoding``: how the actor's
     prompts were rendered.
     """
 
     def __init__(
         self,
-        own: Any,
+        tokenizer: Any,
         actor: Any,
         config: RewardConfig,
         limit: int,
@@ -38,18 +38,18 @@ class Retokenizer:
         where: str,
         encoding: EncodingConfig | None = None,
     ) -> None:
-        self.own, self.actor, self.limit, self.vocab_size, self.where = own, actor, limit, vocab_size, where
+        self.tokenizer, self.actor, self.limit, self.vocab_size, self.where = tokenizer, actor, limit, vocab_size, where
         rendering = EncodingConfig(config.apply_chat_template, config.chat_template, config.chat_template_kwargs)
         if encoding is not None:
             rendering = replace(rendering, template_date=encoding.template_date)
         rendering.check(where)
-        self.encoder = PromptEncoder(own, rendering, where)
+        self.encoder = PromptEncoder(tokenizer, rendering, where)
         self.tags = config.reasoning_tags if config.strip_reasoning else None
         of_actor = PromptEncoder(actor, encoding or EncodingConfig())
         self.opening, self.actor_ends = of_actor.frame.opening, end_token_ids(actor, of_actor.template)
 
     def encode(self, row: Mapping[str, Any], response: str, ended: bool) -> list[int]:
-        """The tokens of a row's prompt and ``response``.
+        """Return the tokens of a row's prompt and ``response``.
 
         Chat messages, of which the response is the last, go through the template, which writes the special tokens. Text does not: the
         tokenizer adds its start, and its end token follows a response that ``ended``. The last token is the one at which the model has
@@ -67,21 +67,21 @@ class Retokenizer:
                 text = self.encoder.apply_template(chat, add_generation_prompt=False)
             return next(self.encoder.tokenize([text.removesuffix(self.encoder.frame.rest)], special_tokens=False))
         ids = next(self.encoder.tokenize([row["prompt"] + response], special_tokens=True))
-        end = self.own.eos_token_id
+        end = self.tokenizer.eos_token_id
         return [*ids, end] if ended and end is not None and ids[-1:] != [end] else ids
 
     def __call__(self, batch: Batch) -> tuple[Batch, dict[int, str]]:
         """``batch`` with the model's ``prompt_ids`` and ``response_ids`` (the row's last token); and refusals as :meth:`read`."""
         if not len(batch):
             return batch, {}
-        whole, refused = self.read(batch)
-        first, last = [ids[:-1] for ids in whole], [ids[-1:] for ids in whole]
+        sequences, refused = self.read(batch)
+        first, last = [ids[:-1] for ids in sequences], [ids[-1:] for ids in sequences]
         return batch.with_fields(prompt_ids=ragged(first, torch.int64), response_ids=ragged(last, torch.int64)), refused
 
     def read(self, batch: Batch) -> tuple[list[list[int]], dict[int, str]]:
-        """The model's tokens of each row, and why it cannot read some rows, which are replaced. The same on all ranks."""
+        """Return the model's tokens of each row, and why it cannot read some rows, which are replaced. The same on all ranks."""
         responses = [ids.tolist() for ids in batch["response_ids"].rows()]
-        whole, refused = [], {}
+        sequences, refused = [], {}
         texts = decode(self.actor, responses)
         if self.tags is not None:
             prompts = [ids.tolist() for ids in batch["prompt_ids"].rows()]
@@ -93,8 +93,8 @@ class Retokenizer:
             why = self.refusal(ids)
             if why is not None:
                 refused[index], ids = why, [0]
-            whole.append(ids)
-        return whole, refused
+            sequences.append(ids)
+        return sequences, refused
 
     def refusal(self, ids: Sequence[int]) -> str | None:
         """Why the model cannot read these tokens; None if it can."""
@@ -113,21 +113,21 @@ class JudgePrompts(Retokenizer):
     ``apply_chat_template`` decides otherwise. ``limit``: of the tokens of question and verdict together.
     """
 
-    def __init__(self, own: Any, actor: Any, config: RewardConfig, limit: int, vocab_size: int, where: str) -> None:
+    def __init__(self, tokenizer: Any, actor: Any, config: RewardConfig, limit: int, vocab_size: int, where: str) -> None:
         assert config.judge is not None
-        most = config.judge.max_response_length
-        if most >= limit:
+        verdict_tokens = config.judge.max_response_length
+        if verdict_tokens >= limit:
             raise ValueError(
-                f"{where}.judge.max_response_length={most} leaves no room in the {limit} tokens that the judge can hold"
+                f"{where}.judge.max_response_length={verdict_tokens} leaves no room in the {limit} tokens that the judge can hold"
             )
-        super().__init__(own, actor, config, limit - most, vocab_size, where)
+        super().__init__(tokenizer, actor, config, limit - verdict_tokens, vocab_size, where)
         self.judge = config.judge
-        has_template = self.encoder.template or getattr(own, "chat_template", None)
+        has_template = self.encoder.template or getattr(tokenizer, "chat_template", None)
         self.chats = bool(has_template) if config.apply_chat_template == "auto" else bool(config.apply_chat_template)
-        self.special = re.compile("|".join(map(re.escape, Decoding(own).special_ids)) or r"\Z(?!\Z)")
+        self.special = re.compile("|".join(map(re.escape, Decoding(tokenizer).special_ids)) or r"\Z(?!\Z)")
 
     def encode(self, row: Mapping[str, Any], response: str, ended: bool) -> list[int]:
-        """The question's tokens. Raises DataError if there is no chat template, or it refuses a user's message."""
+        """Return the question's tokens. Raises DataError if there is no chat template, or it refuses a user's message."""
         where = f"{self.where}.judge, row {row.get('id')}"
         with named_row(where):
             messages = None if (chat := chat_messages(row, row["prompt"])) is None else check_messages(chat)
@@ -157,7 +157,7 @@ def build_retokenizer(
     where: str,
     encoding: EncodingConfig | None = None,
 ) -> Retokenizer | None:
-    """The retokenizer of the model in ``path``; None if the model reads the actor's tokens as they are.
+    """Return the retokenizer of the model in ``path``; None if the model reads the actor's tokens as they are.
 
     That is so if it has no tokenizer, or with ``retokenize=auto`` if it has the actor's vocabulary and reads whole responses. Local:
     reads files. Raises DataError and ValueError, each of one line.
@@ -165,7 +165,7 @@ def build_retokenizer(
     if config.judge is not None:
         return JudgePrompts(load_tokenizer(path), actor, config, limit, vocab_size, where)
     reads_text = config.retokenize is True or config.strip_reasoning
-    own = None if config.retokenize is False else load_tokenizer(path, required=reads_text)
-    if own is None or (not reads_text and own.get_vocab() == actor.get_vocab()):
+    tokenizer = None if config.retokenize is False else load_tokenizer(path, required=reads_text)
+    if tokenizer is None or (not reads_text and tokenizer.get_vocab() == actor.get_vocab()):
         return None
-    return Retokenizer(own, actor, config, limit, vocab_size, where, encoding)
+    return Retokenizer(tokenizer, actor, config, limit, vocab_size, where, encoding)

@@ -57,11 +57,18 @@ class RewardWorker(ModelWorker):
         if self.member and self.spec is not None and self.context.tokenizer is not None:
             assert self.config.path is not None
             longest = self.longest(self.spec.max_position_embeddings)
-            own = (self.reward, self.config.path, self.context.tokenizer, longest, self.spec.vocab_size, reward_key(self.name))
-            self.retokenizer = build_retokenizer(*own, self.context.encoding)
+            self.retokenizer = build_retokenizer(
+                self.reward,
+                self.config.path,
+                self.context.tokenizer,
+                longest,
+                self.spec.vocab_size,
+                reward_key(self.name),
+                self.context.encoding,
+            )
 
     def longest(self, context: int) -> int:
-        """The most tokens of a row that the model can hold."""
+        """Return the most tokens of a row that the model can hold."""
         limits = self.context.limits
         return context if limits.rows is not None else min(context, limits.max_tokens * self.mesh.cp.size)
 
@@ -90,11 +97,10 @@ class RewardWorker(ModelWorker):
         if rows is not None and shown is None:
             self.shown = frozenset(rows.row_ids[pick_samples(rows.group_ids.tolist(), self.context.num_samples)].tolist())
 
-    def _report(self, batch: Batch, made: Batch | None, noted: list[dict[str, Any]]) -> dict[str, Any]:
-        """Statistics of the scored rows of the global batch, and the texts of some rows as samples. ``noted``: of each run.
+    def _report(self, batch: Batch, result: Batch | None, noted: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return statistics of the scored rows of the global batch, and the texts of some rows as samples. ``noted``: of each run.
 
-        Raises RewardError if more calls failed than ``max_failure_rate`` allows, if all failed in the first step, or if a reward that
-        stands alone scores none of the first rows.
+        Raises RewardError as :meth:`_check_calls` does.
 
         Collective over the pool: every rank of it must call, in program order.
         """
@@ -103,7 +109,7 @@ class RewardWorker(ModelWorker):
         text_of = {row: text for note in noted for row, text in note["texts"].items()}
         self.extracted = {row: text for note in noted for row, text in note["extracted"].items()}
         texts = [text_of[row] for row in batch.row_ids.tolist()] if text_of else []
-        scores = torch.zeros(len(batch)) if made is None else made["scores"]
+        scores = torch.zeros(len(batch)) if result is None else result["scores"]
         scored = ~scores.isnan()
         report |= self._statistics(batch, scores[scored], report)
         report["extras"] = merge_sums([*(note["extras"] for note in noted), *self._by_source(texts, scores, scored)])
@@ -140,9 +146,10 @@ class RewardWorker(ModelWorker):
         if self.spec is not None:
             by_model, refused = self.score_by_model(batch)
             if by_model is not None:
-                given, failed[list(refused)] = by_model.to(dtype), True
-                given[failed] = self.reward.default or 0.0
-                scores += self.reward.model_weight * given
+                failed[list(refused)] = True
+                values = by_model.to(dtype)
+                values[failed] = self.reward.default or 0.0
+                scores += self.reward.model_weight * values
         note = self._score_text(batch, scores, failed, codes, refused)
         failed &= self.reward.default is None
         if self.first and "environment_reward" in batch:
@@ -158,27 +165,29 @@ class RewardWorker(ModelWorker):
             raise RewardError(
                 f"{reward_key(self.name)}: the score of row {row} is beyond float32; lower the weights, or what the function returns"
             )
-        made = batch.with_fields(scores=scores, failed=failed, answer_codes=codes)
-        return (made if self.mesh.last_stage and len(batch) else None), note
+        result = batch.with_fields(scores=scores, failed=failed, answer_codes=codes)
+        return (result if self.mesh.last_stage and len(batch) else None), note
 
     def score_by_model(self, batch: Batch) -> tuple[Tensor | None, dict[int, str]]:
-        """The model's value of each row [rows] (None except on the last stage, and without rows), and why it cannot read some rows.
+        """Return the model's value of each row [rows], and why it cannot read some rows.
+
+        There are no values except on the last stage, and none without rows.
 
         Collective over the pool: every rank of it must call, in program order.
         """
         read, refused = (batch, {}) if self.retokenizer is None else self.retokenizer(batch)
-        found = self.infer(read, last_token_value, torch.ones(len(batch), dtype=torch.int64))
-        return (None if found is None else found.values.cpu()), refused
+        scores = self.infer(read, last_token_value, torch.ones(len(batch), dtype=torch.int64))
+        return (None if scores is None else scores.values.cpu()), refused
 
     def _by_source(self, texts: list[RewardRow], scores: Tensor, scored: Tensor) -> Iterator[dict[str, tuple[float, int]]]:
-        """For each scored row with a ``data_source``: the source's metric -> (score, 1)."""
+        """Yield for each scored row with a ``data_source``: the source's metric -> (score, 1)."""
         for (_, _, row), score, counts in zip(texts, scores.tolist(), scored.tolist(), strict=False):
             source = row.get("data_source")
             if counts and source is not None:
                 yield {source_metric(self.name, source): (score, 1)}
 
     def sample(self, batch: Batch, i: int, text: RewardRow, scores: Tensor) -> dict[str, Any]:
-        """The i-th row for people to read.
+        """Return the i-th row for people to read.
 
         ``versions``: runs of tokens as [step whose weights drew them, length]. ``messages``: the prompt, if the data have it as a
         chat. ``turns``: who wrote which part of the response, if the model did not write all of it. ``answer``: the row's.
@@ -206,62 +215,71 @@ class RewardWorker(ModelWorker):
         return sample
 
     def _statistics(self, batch: Batch, scores: Tensor, report: dict[str, Any]) -> dict[str, Any]:
-        """Statistics of the global batch: its largest and smallest numbers, and this rank's sums for the others, in float64, which
-        ``merge_values`` joins over ranks and calls. ``scores``: of the scored rows.
+        """Return this rank's sums and extremes, which ``merge_values`` joins over ranks and calls. ``scores``: of the scored rows.
 
         Raises RewardError on every rank of the pool if too many calls failed.
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        sums = torch.zeros(15, dtype=torch.float64)
-        largest = torch.full((7,), -torch.inf, dtype=torch.float64)
-        prompt_limit = self.context.max_prompt_length
-        if self.answers and len(batch):
-            x, lengths, prompts = scores.double(), model_tokens(batch).double(), batch["prompt_ids"].lengths.double()
-            named = ("calls", "failures", "timeouts", "unclosed", "answered", "no_answer", "declined")
-            counts = [*(report[name] for name in named), len(batch), len(x), report["clipped"]]
-            counts += [int((prompts >= prompt_limit).sum()) if prompt_limit else 0]
-            totals = torch.stack([lengths.sum(), prompts.sum(), x.sum(), x.square().sum()])
-            sums = torch.cat([torch.tensor(counts).double(), totals])
-            largest[:4] = torch.stack([lengths.max(), -lengths.min(), prompts.max(), -prompts.min()])
-            if len(x):
-                largest[4:6] = torch.stack([x.max(), -x.min()])
-            if report["first_error"]:
-                largest[6] = -self.mesh.pool.rank
-        local = sums.tolist()
-        calls, failures, timeouts, _, answered, no_answer, declined, rows, scored, *_ = self.mesh.pool.all_reduce(
-            sums, "control"
-        ).tolist()
-        *extremes, highest, lowest, first = self.mesh.pool.all_reduce(largest, "control", "max").tolist()
-        step, all_failed = self.controller.timeline.step, failures + timeouts == calls
-        again = self.failing_since is not None and self.failing_since < step
-        if failures + timeouts:
-            self._report_failures(int(failures + timeouts), int(calls), int(-first), report["first_error"], again)
-        if calls:
-            self.failing_since = None if not all_failed else step if self.failing_since is None else self.failing_since
+        pool, answering = self.mesh.pool, self.answers and len(batch) > 0
+        local = {name: report[name] for name in COUNTED}
+        local |= {"rows": len(batch) * self.answers, "scored": len(scores) * self.answers}
+        sums = torch.tensor([*local.values()], dtype=torch.float64)
+        total = {name: int(number) for name, number in zip(local, pool.all_reduce(sums, "control").tolist(), strict=True)}
+        first = torch.tensor([pool.rank if answering and report["first_error"] else pool.size])
+        source = int(pool.all_reduce(first, "control", "min"))
+        self._check_calls(total, source, report["first_error"])
+        metrics: dict[str, Any] = {
+            "failures": [local["failures"]],
+            "timeouts": [local["timeouts"]],
+            "unscored": [local["rows"] - local["scored"]],
+        }
+        if self.reward.strip_reasoning:
+            metrics["unclosed_reasoning"] = [local["unclosed"]]
+        if total["answered"] or total["no_answer"]:
+            metrics |= {"answered": [local["answered"]], "no_answer": [local["no_answer"]]}
+        x = scores.double()
+        if answering and len(x):
+            mean = [float(x.sum()), len(x)]
+            metrics |= {"mean": mean, "std": [*mean, float(x.square().sum())], "max": float(x.max()), "min": float(x.min())}
+        metrics = {f"{self.name}/{key}": value for key, value in metrics.items()}
+        if answering and self.first:
+            limit, prompts = self.context.max_prompt_length, batch["prompt_ids"].lengths
+            clipped = int((prompts >= limit).sum()) if limit else 0
+            sides = ("response_length", model_tokens(batch), local["clipped"]), ("prompt_length", prompts, clipped)
+            for name, lengths, number in sides:
+                metrics[f"{name}/mean"] = [float(lengths.sum()), len(batch)]
+                metrics[f"{name}/max"] = float(lengths.max())
+                metrics[f"{name}/min"] = float(lengths.min())
+                metrics[f"{name}/clip_ratio"] = [number, len(batch)]
+        return metrics
+
+    def _check_calls(self, total: dict[str, int], source: int, error: str | None) -> None:
+        """Raise RewardError if too many calls failed, or if a reward that stands alone scored none of the first rows.
+
+        ``total``: counts of the pool. ``source``: the first rank of the pool with an ``error``.
+
+        Collective over the pool: every rank of it must call, in program order.
+        """
+        calls, declined = total["calls"], total["declined"]
+        failed = total["failures"] + total["timeouts"]
+        step = self.controller.timeline.step
+        if failed:
+            again = self.failing_since is not None and self.failing_since < step
+            self._report_failures(failed, calls, source, error, again)
+        if calls and failed < calls:
+            self.failing_since = None
+        elif calls and self.failing_since is None:
+            self.failing_since = step
         others = set(self.context.added_rewards) - {self.name} if self.name in self.context.added_rewards else ()
-        none_scored = declined and declined + failures + timeouts == calls  # before the environment's reward and failures
-        if none_scored and not scored and not self.called and not others:  # other rewards may score them
-            number = "all" if declined == calls else str(int(declined))
+        none_scored = declined and declined + failed == calls  # before the environment's reward and failures
+        if none_scored and not total["scored"] and not self.called and not others:  # other rewards may score them
+            number = "all" if declined == calls else str(declined)
             raise RewardError(
-                f"{reward_key(self.name)}.{self.reward.scorer} returned None for {number} of the first {int(calls)} rows"
+                f"{reward_key(self.name)}.{self.reward.scorer} returned None for {number} of the first {calls} rows"
                 + ", and failed in the others" * (declined < calls)
             )
         self.called = self.called or calls > 0
-        _, failed, late, unclosed, read, unread, _, local_rows, local_scored, *sizes = local
-        *clipped, tokens, prompt_tokens, score, squares = sizes
-        found: dict[str, Any] = {"failures": [failed], "timeouts": [late], "unscored": [local_rows - local_scored]}
-        found |= {"unclosed_reasoning": [unclosed]} if self.reward.strip_reasoning else {}
-        found |= {"answered": [read], "no_answer": [unread]} if answered or no_answer else {}
-        if scored:
-            found |= {"mean": [score, local_scored], "std": [score, local_scored, squares], "max": highest, "min": -lowest}
-        found = {f"{self.name}/{key}": value for key, value in found.items()}
-        if self.first and rows:
-            for i, (name, total) in enumerate((("response_length", tokens), ("prompt_length", prompt_tokens))):
-                values = {"mean": [total, local_rows], "max": extremes[2 * i], "min": -extremes[2 * i + 1]}
-                found |= {f"{name}/{key}": value for key, value in values.items()}
-                found[f"{name}/clip_ratio"] = [clipped[i], local_rows]
-        return found
 
     def _report_failures(self, failed: int, calls: int, source: int, error: str | None, again: bool) -> None:
         """End the run, or warn once. ``source``: the first rank of the pool with an ``error``. ``again``: all calls of the last step
@@ -280,19 +298,19 @@ class RewardWorker(ModelWorker):
         self.warned = True
 
     def _texts(self, batch: Batch) -> tuple[list[RewardRow], Tensor]:
-        """(prompt, response without special tokens, row) of each row; and which rows are scored, bool [rows]."""
+        """Return (prompt, response without special tokens, row) of each row, and which rows are scored, bool [rows]."""
         ids, rows = [response.tolist() for response in batch["response_ids"].rows()], decode_json(batch["row"])
         texts = [(row["prompt"], text, row) for row, text in zip(rows, decode(self.context.tokenizer, ids), strict=True)]
         return texts, torch.tensor([self.reward.chooses(row) for row in rows])
 
     def _answers(self, batch: Batch) -> list[str | None]:
-        """What follows the reasoning in each response; None if it is not closed."""
+        """Return what follows the reasoning in each response; None if it is not closed."""
         ids = zip(*(batch[name].rows() for name in ("prompt_ids", "response_ids")), strict=True)
         tags, tokenizer = self.reward.reasoning_tags, self.context.tokenizer
         return [strip_reasoning(tokenizer, prompt.tolist(), response.tolist(), tags) for prompt, response in ids]
 
     def _turns(self, batch: Batch) -> list[list[ChatMessage]]:
-        """Each response of a batch with environments as messages."""
+        """Return each response of a batch with environments as messages."""
         names = "prompt_ids", "response_ids", MASK
         prompts, responses, masks = ([row.tolist() for row in batch[name].rows()] for name in names)
         tags = self.reward.reasoning_tags if self.reward.strip_reasoning else None
@@ -300,7 +318,7 @@ class RewardWorker(ModelWorker):
         return [turn_messages(self.context.tokenizer, *row, tags) for row in rows]
 
     def _asked(self, batch: Batch, texts: list[RewardRow], scored: Tensor) -> tuple[list[int], list[RewardRow], list[int]]:
-        """The runner's arguments for the scored rows: their ids, the rows, their groups."""
+        """Return the runner's arguments for the scored rows: their ids, the rows, their groups."""
         assert self.runner is not None
         chosen = scored.nonzero()[:, 0]
         if self.reward.strip_reasoning:
@@ -313,8 +331,8 @@ class RewardWorker(ModelWorker):
         rows = [texts[i] for i in chosen.tolist()]
         if self.runner.bound.takes_ids:
             ids = batch["response_ids"].rows()
-            more = [{"completion_ids": ids[i].tolist()} for i in chosen.tolist()]
-            rows = [(prompt, text, row | its) for (prompt, text, row), its in zip(rows, more, strict=True)]
+            pairs = zip(rows, chosen.tolist(), strict=True)
+            rows = [(prompt, text, row | {"completion_ids": ids[i].tolist()}) for (prompt, text, row), i in pairs]
         return batch.row_ids[chosen].tolist(), rows, batch.group_ids[chosen].tolist()
 
     def _score_text(
@@ -344,16 +362,16 @@ class RewardWorker(ModelWorker):
         if self.runner is not None:
             keys, rows, groups = self._asked(batch, texts, scored)
             result = self.runner.score(rows, groups, self.controller.tick, keys)
-            given = torch.tensor([torch.nan if score is None else score for score in result.scores], dtype=scores.dtype)
-            scores[scored] += self.reward.weight * (given if self.spec is None else given.nan_to_num(0.0))
+            values = torch.tensor([torch.nan if score is None else score for score in result.scores], dtype=scores.dtype)
+            scores[scored] += self.reward.weight * (values if self.spec is None else values.nan_to_num(0.0))
             failed[scored.nonzero()[list(result.errors), 0]] = True
             if result.answers:
                 coded = [answer_code(answer) for answer in result.answers.values()]
                 codes[scored.nonzero()[list(result.answers), 0]] = torch.tensor(coded, dtype=torch.float64)
-                report["extracted"] = {keys[at]: answer for at, answer in result.answers.items()}
+                report["extracted"] = {keys[i]: answer for i, answer in result.answers.items()}
                 report["no_answer"] = list(result.answers.values()).count(None)
                 report["answered"] = len(result.answers) - report["no_answer"]
-            declined = sum(score is None and at not in result.errors for at, score in enumerate(result.scores))
+            declined = sum(score is None and i not in result.errors for i, score in enumerate(result.scores))
             report |= {"calls": len(rows), "timeouts": result.timeouts, "declined": declined}
             extras = {f"{self.name}/extra/{name}": sums for name, sums in result.extra_sums().items()}
             report |= {"first_error": report["first_error"] or result.first_error, "extras": extras}
@@ -380,7 +398,7 @@ class JudgeWorker(RewardWorker):
         super().build_more()
         self.verdicts: dict[int, str] = {}  # of the last call, by row id
         if self.runs("compute_reward"):
-            self.generating = build_generating(self, None if self.retokenizer is None else self.retokenizer.own)
+            self.generating = build_generating(self, None if self.retokenizer is None else self.retokenizer.tokenizer)
 
     def enter(self, call: CallRecord) -> None:
         super().enter(call)
@@ -401,17 +419,17 @@ class JudgeWorker(RewardWorker):
         requests = [Request(ids[i], ids[i], questions[i], judge.max_response_length) for i in asked]
         sampling = SamplingConfig(temperature=judge.temperature, max_response_length=judge.max_response_length)
         with generating.generation_weights():
-            completions = generating.generator.generate(requests, sampling, self.context.seed, 0, generating.tick)
+            completions = generating.generator.generate(requests, sampling, self.context.seed, 0, self.controller.tick)
         generating.report()
-        given = torch.zeros(len(batch), dtype=torch.float64)
-        texts = decode(self.retokenizer.own, [completion.token_ids for completion in completions])
+        scores = torch.zeros(len(batch), dtype=torch.float64)
+        texts = decode(self.retokenizer.tokenizer, [completion.token_ids for completion in completions])
         for i, verdict, completion in zip(asked, texts, completions, strict=True):
             self.verdicts[ids[i]] = verdict
             try:
-                given[i] = judge.score(verdict, cut=completion.finish_reason == "length")
+                scores[i] = judge.score(verdict, cut=completion.finish_reason == "length")
             except ValueError as error:
                 refused[i] = str(error)
-        return (given if self.mesh.last_stage and len(batch) else None), refused
+        return (scores if self.mesh.last_stage and len(batch) else None), refused
 
     def sample(self, batch: Batch, i: int, text: RewardRow, scores: Tensor) -> dict[str, Any]:
         return super().sample(batch, i, text, scores) | {"verdict": self.verdicts.get(int(batch.row_ids[i]))}

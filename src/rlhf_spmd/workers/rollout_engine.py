@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,14 +29,17 @@ from rlhf_spmd.workers.train_engine import TrainEngine
 from rlhf_spmd.workers.weight_sync import AsyncWeightReplica
 
 
+@dataclass(eq=False)
 class RolloutEngine:
     """The generator of a role on this rank, and its weights in the generation layout (``hybrid``).
 
     ``merged``: matrices with their adapters added, which ``hybrid`` takes in place of the plain ones.
     """
 
-    def __init__(self, worker: ModelWorker, hybrid: HybridWeights, generator: Generator, merged: dict[str, Tensor]) -> None:
-        self.worker, self.hybrid, self.generator, self._merged = worker, hybrid, generator, merged
+    worker: ModelWorker
+    hybrid: HybridWeights
+    generator: Generator
+    merged: dict[str, Tensor]
 
     @contextmanager
     def generation_weights(self) -> Iterator[None]:
@@ -46,35 +49,32 @@ class RolloutEngine:
         """
         timeline = self.worker.controller.timeline
         with timeline.span(f"{self.worker.name}.to_generation", category="reshard"):
-            merge_adapters(self.worker.engine, self._merged)
-            # a call whose weights and pages did not move may start with the replay of a CUDA graph, which runs no hooks
-            late = self.worker.config.generation.overlap and not (self.hybrid.keep and self.generator.kept)
-            self.hybrid.to_generation(not late, self.worker.model.version)
-            self.generator.reserved_bytes = self.hybrid.pending_bytes
+            merge_adapters(self.worker.engine, self.merged)
+            self.hybrid.to_generation(self.worker.model.version)
         yield
         with timeline.span(f"{self.worker.name}.to_training", category="reshard"):
             self.hybrid.to_training()
         if not (self.hybrid.keep and self.hybrid.shared):  # else they are the generation parameters, at fixed addresses
-            self._merged.clear()
-
-    def tick(self) -> None:
-        """Runs after each step, also while a replica waits for others: they may be waiting for this rank's weights."""
-        self.hybrid.finish()
-        self.worker.controller.tick()
+            self.merged.clear()
 
     def tick_together(self) -> None:
-        """As :meth:`tick`, for callers that call it equally often on all ranks of a replica. It also receives weights that arrive.
+        """Tick, and receive weights that arrive: for callers that call it equally often on all ranks of a replica.
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        self.tick()
+        self.worker.controller.tick()
         if isinstance(self.worker.model, AsyncWeightReplica):
             self.worker.model.poll(self.generator.mesh.replica)
 
     def report(self) -> dict[str, Any]:
-        """Metrics of the generator's last call. Adds its busy and idle seconds (waits for other stages and replicas) to the trace."""
-        stats, span, transition = self.generator.stats, self.worker.controller.span, self.hybrid.transition
-        assert transition is not None, "no weights have been taken"
+        """Return metrics of the generator's last call.
+
+        Adds its busy and idle seconds (waits for other stages and replicas) to the trace.
+        """
+        stats = self.generator.stats
+        span = self.worker.controller.span
+        cost = self.hybrid.cost
+        assert cost.version is not None, "no weights have been moved"
         idle = stats.seconds - stats.busy_seconds + stats.stage_seconds
         span |= {"busy_seconds": round(stats.seconds - idle, 6), "idle_seconds": round(idle, 6)}
         counts = ("steps", "prompt_tokens", "preemptions", "moved_rows")
@@ -84,8 +84,8 @@ class RolloutEngine:
             "generation/stage_idle_fraction": [stats.stage_seconds, stats.busy_seconds],
             "generation/prefix_hit_tokens": float(stats.hit_tokens),
             "generation/prefix_hit_rate": [stats.hit_tokens, stats.prompt_tokens],
-            "generation/weights_version": float(transition.version),
-            "reshard/peak_bytes": float(transition.peak_bytes),
+            "generation/weights_version": float(cost.version),
+            "reshard/peak_bytes": float(cost.peak_bytes),
             **{f"generation/{name}": float(getattr(stats, name)) for name in counts},
         }
 
@@ -95,32 +95,37 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
 
     Collective over the pool: every rank of it must call, in program order.
     """
-    context, pool, layout, spec = worker.context, worker.pool, worker.shape.generating, worker.spec
+    context = worker.context
+    pool = worker.pool
+    layout = worker.shape.generating
+    spec = worker.spec
     mesh = build_mesh(context.world, pool.ranks, layout)
     # a replica generates in the layout in which it receives its weights, so there is nothing to choose
     name = "zero_redundancy" if worker.method else worker.config.generation.reshard_method
     method = choose_method(name, layout)
     if not worker.member:
         return None
-    # a channel of its own: the next bucket is in flight while other groups of these ranks compute
+    # a channel of its own: its messages go from rank to rank
     gather = context.world.group([pool.ranks[i] for i in method.gather_ranks(layout, mesh.index)], "gather", channel="gather")
     assert spec is not None and gather is not None
     gather.connect(worker.device)
     mesh.tp.meet(worker.device)
     connect_channels(mesh, worker.device)
-    dtype, blocks, ops = worker.engine.dtype, layout.blocks, worker.engine.ops
+    dtype = worker.engine.dtype
+    blocks = layout.blocks
+    ops = worker.engine.ops
     options: dict[str, Any] = {"expert_parallel_generation": layout.expert_parallel_generation}
     decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", blocks, ops=ops, **options)
     decoder.requires_grad_(False)
     shards = partial(rank_shards, spec, "lm", worker.shape.layout)  # generation has no use for a second head
     mine = shards(worker.mesh.pp_rank, worker.mesh.tp_rank)
     merged: dict[str, Tensor] = {}
-    laid, held = worker.engine.param_shards(), worker.engine.parameters()
+    planned, parameters = worker.engine.param_shards(), worker.engine.parameters()
     # quantized matrices are only shapes until they are merged
-    absent = {name: torch.empty(laid[name].shape, dtype=dtype, device="meta") for name in mine if name not in held}
+    absent = {name: torch.empty(planned[name].shape, dtype=dtype, device="meta") for name in mine if name not in parameters}
     hybrid = HybridWeights(
         shards,
-        lambda: {name: tensor for name, tensor in {**held, **absent, **merged}.items() if name in mine},
+        lambda: {name: tensor for name, tensor in {**parameters, **absent, **merged}.items() if name in mine},
         decoder,
         lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, blocks, **options),
         gather,
@@ -132,7 +137,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
         temporary=frozenset(merged_names(worker.engine)),
     )
     config, where = worker.config.generation, f"models.{worker.name}.generation.attention"
-    backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where, spec)
+    backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where)
     config = replace(config, attention=backend)
     records = worker.config.router_replay == "R3"
     size = context.world.launch.local_size
@@ -141,7 +146,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
 
 
 def merged_names(engine: TrainEngine) -> list[str]:
-    """Names of the matrices that have adapters."""
+    """Return the names of the matrices that have adapters."""
     end = ".lora.a"
     return [f"{name.removesuffix(end)}.weight" for name in engine.parameters() if name.endswith(end)]
 

@@ -21,12 +21,12 @@ from torch import Tensor
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.kernels import Ops, RoutingRule
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.workers.passes import ROUTED_EXPERTS, Packed
+from rlhf_spmd.workers.objective import ROUTED_EXPERTS, Packed
 from rlhf_spmd.workers.train_engine import TrainEngine
 
 
 def check_replay(spec: ModelSpec, is_actor: bool, where: str) -> None:
-    """Raises ValueError if a role cannot replay. ``is_actor``: it may train on rows that it generates. ``where`` names the setting."""
+    """Raise ValueError if a role cannot replay. ``is_actor``: it may train on rows that it generates. ``where`` names the setting."""
     if spec.experts is None:
         raise ValueError(f"{where}: models of {spec.family} have no experts; leave it out")
     if not is_actor:
@@ -60,7 +60,7 @@ class ExpertRecords:
         self._records: list[RouterRecord] = []
 
     def begin(self, packed: Sequence[Packed]) -> list[RouterRecord]:
-        """Returns what the routers of each micro-batch report to."""
+        """Return what the routers of each micro-batch report to."""
         self._packed, self._records = packed, [RouterRecord(self._dtype) for _ in packed]
         return self._records
 
@@ -69,23 +69,25 @@ class ExpertRecords:
 
         Collective over pp and cp: every rank of them must call, in program order.
         """
-        mesh, balance, sizes = self._mesh, self._balance, [len(micro.tokens) for micro in self._packed]
-        whole = torch.zeros(sum(sizes), len(balance.numbers), balance.per_token, dtype=self._dtype)
-        parts = whole.split(sizes) if sizes else ()
+        mesh = self._mesh
+        balance = self._balance
+        sizes = [len(micro.tokens) for micro in self._packed]
+        experts = torch.zeros(sum(sizes), len(balance.numbers), balance.per_token, dtype=self._dtype)
+        parts = experts.split(sizes) if sizes else ()
         for part, record in zip(parts, self._records, strict=True):
-            own = part[mesh.cp.rank :: mesh.cp.size]
-            if len(own) and record.chosen:
-                found = torch.stack([chosen[: len(own)] for chosen in record.chosen.values()], 1).cpu()
-                own[:, [balance.numbers[layer] for layer in record.chosen]] = found
+            local = part[mesh.cp.rank :: mesh.cp.size]
+            if len(local) and record.chosen:
+                chosen_here = torch.stack([chosen[: len(local)] for chosen in record.chosen.values()], 1).cpu()
+                local[:, [balance.numbers[layer] for layer in record.chosen]] = chosen_here
         for group in (mesh.pp, mesh.cp):
-            group.all_reduce(whole.view(torch.uint8), ROUTED_EXPERTS)
+            group.all_reduce(experts.view(torch.uint8), ROUTED_EXPERTS)
         rows = [
             part if micro.token_index is None else part[micro.token_index]
             for part, micro in zip(parts, self._packed, strict=True)
         ]
         lengths = [micro.lengths for micro in self._packed]
-        made = {ROUTED_EXPERTS: Ragged(torch.cat([whole[:0], *rows]), torch.cat([batch.row_ids[:0], *lengths]))}
+        fields = {ROUTED_EXPERTS: Ragged(torch.cat([experts[:0], *rows]), torch.cat([batch.row_ids[:0], *lengths]))}
         ids = torch.cat([batch.row_ids[:0], *(micro.extra.row_ids for micro in self._packed)])
-        found_rows = Batch(ids, ids, made).reorder(batch.row_ids) if len(batch) else Batch(ids, ids, made)
+        found_rows = Batch(ids, ids, fields).reorder(batch.row_ids) if len(batch) else Batch(ids, ids, fields)
         field: Ragged = found_rows[ROUTED_EXPERTS]
         return field

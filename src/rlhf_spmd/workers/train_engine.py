@@ -37,13 +37,17 @@ from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import Mesh
 from rlhf_spmd.parallel.pipeline import Action, Schedule, connect_stages, run_pipeline, schedule_1f1b, schedule_forward
-from rlhf_spmd.parallel.zero import FSDPModel, allocate, is_sharded, local_part, stage_of_zero
+from rlhf_spmd.parallel.zero import FSDPModel, allocate, is_sharded, local_part, stage_of_zero, zero_loss
 from rlhf_spmd.reshard import Storages
 from rlhf_spmd.workers.muon import muons_of
+from rlhf_spmd.workers.objective import Packed
 from rlhf_spmd.workers.optim_config import OptimConfig, accumulation_dtype
 from rlhf_spmd.workers.optimizer import Optimizer
-from rlhf_spmd.workers.passes import Head, Loss, Packed, Passes
-from rlhf_spmd.workers.rank_shards import by_copies, chunk_shards, named_by_chunk, own_rows, rank_shards
+from rlhf_spmd.workers.rank_shards import chunk_shards, named_by_chunk, own_rows, rank_shards, replica_groups
+
+StagePass = Callable[[Action, Tensor | None], Tensor | None]
+Head = Callable[[Decoder, Tensor, Packed], Any]
+MicroBatchLoss = Callable[[Decoder, Tensor, Packed], tuple[Tensor, Mapping[str, Tensor]]]
 
 
 class TrainEngine:
@@ -136,7 +140,7 @@ class TrainEngine:
 
     def _connect(self, trains: bool) -> None:
         """Connect the groups. Collective over the pool: every rank of it must call, in program order."""
-        mesh, ends = self.mesh, [self.mesh.first_last_group] * (self.lora is None and self.chunks[0].tied_ends)
+        mesh, ends = self.mesh, [self.mesh.first_last_group] * (self.lora is None and self.chunks[0].tied_across_stages)
         shared, summed = [mesh.dp_shard] * (self.zero > 0), [mesh.dp_replicate, *ends, mesh.pool] if trains else []
         for group in (mesh.tp, *shared, *summed, *[mesh.ep_copies] * (trains and mesh.ep.size > 1)):
             group.meet(self.device)
@@ -146,12 +150,14 @@ class TrainEngine:
 
     def _plan_shards(self, head: str) -> None:
         """Plan what this rank holds, which part it counts in the gradient norm, and which part other tp ranks share."""
-        mesh, tp, layout = self.mesh, self.mesh.tp, self.mesh.layout
+        mesh = self.mesh
+        tp = self.mesh.tp
+        layout = self.mesh.layout
         assert isinstance(layout, Layout)
         plan = partial(rank_shards, self.spec, head, layout, lora=self.lora)
         mine = plan(mesh.pp_rank, tp.rank)
         before = [plan(mesh.pp_rank, rank) for rank in range(tp.rank)]
-        if self.chunks[0].tied_ends and not mesh.first_stage:
+        if self.chunks[0].tied_across_stages and not mesh.first_stage:
             before += [plan(0, rank) for rank in range(tp.size)]
         others = [plan(mesh.pp_rank, rank) for rank in range(tp.size) if rank != tp.rank]
         self._shards = own_rows(mine, mesh)
@@ -216,7 +222,9 @@ class TrainEngine:
         self.reshard()
         return outputs
 
-    def forward_backward(self, micro_batches: Sequence[Packed], loss: Loss, row_weight: float = 0.0) -> dict[str, Tensor]:
+    def forward_backward(
+        self, micro_batches: Sequence[Packed], loss: MicroBatchLoss, row_weight: float = 0.0
+    ) -> dict[str, Tensor]:
         """Add the gradients of the micro-batches' losses to those so far, in (interleaved) 1F1B over the pipeline.
 
         ``loss(decoder, hidden [T, hidden], micro_batch) -> (loss, stats)``. The loss is a scalar, already divided by the global count
@@ -230,14 +238,14 @@ class TrainEngine:
         """
         assert self.optimizer is not None, "this engine was built without an optimizer"
         self._num_calls += 1
-        passes = Passes(self.chunks, self.zeros, self.balance, self.pass_through, micro_batches, loss, row_weight)
+        passes = ForwardBackward(self, micro_batches, loss, row_weight)
         with torch.random.fork_rng(devices=()):  # seeds the dropout of adapters, alike on all tp ranks
             torch.default_generator.manual_seed(hash((*self._seeds, self.optimizer.step_count, self._num_calls)))
             self._run(schedule_1f1b, micro_batches, passes.forward, passes.backward)
         self.reshard()
         return passes.sums
 
-    def _run(self, schedule: Schedule, batches: Sequence[Packed], forward: Any, backward: Any) -> None:
+    def _run(self, schedule: Schedule, batches: Sequence[Packed], forward: StagePass, backward: StagePass) -> None:
         rows = [rows_of(max(len(batch.tokens), 1), self.mesh.cp) for batch in batches]
         shapes = [(self.chunks[0].num_rows(number), self.spec.hidden_size) for number in rows]
         run_pipeline(schedule, self.mesh, shapes, self.dtype, self.device, forward, backward)
@@ -281,14 +289,14 @@ class TrainEngine:
 
     @torch.no_grad()
     def _summed_gradients(self) -> dict[str, Tensor]:
-        """Returns the gradient of each local shard, summed over all ranks that contribute to it. Called once per step."""
+        """Return the gradient of each local shard, summed over all ranks that contribute to it. Called once per step."""
         grads = {name: self._gradient(name, self._params[name]) for name in self.trained}
         sum_partial(grads, self._partial, self.mesh.tp)
-        if self.lora is None and self.chunks[0].tied_ends and (self.mesh.first_stage or self.mesh.last_stage):
+        if self.lora is None and self.chunks[0].tied_across_stages and (self.mesh.first_stage or self.mesh.last_stage):
             end = "embed.weight" if self.mesh.first_stage else "head.weight"
             (tied,) = (name for name in grads if name.endswith(end))
             self.mesh.first_last_group.all_reduce(grads[tied], "tied_gradients")
-        for group, some in by_copies(grads, self._shards, self.mesh):
+        for group, some in replica_groups(grads, self._shards, self.mesh):
             sum_in_buckets(some, group, "gradients")
         return grads
 
@@ -302,16 +310,16 @@ class TrainEngine:
 
     @torch.no_grad()
     def _gradient_norm(self, grads: Mapping[str, Tensor]) -> float:
-        """The 2-norm over all parameters of the model, each counted once, accumulated in float64."""
+        """Return the 2-norm over all parameters of the model, each counted once, accumulated in float64."""
         square = torch.zeros((), dtype=torch.float64, device=self.device)
-        for group, some in by_copies(grads, self._shards, self.mesh):
+        for group, some in replica_groups(grads, self._shards, self.mesh):
             if group.rank == 0:  # copies hold equal gradients, so only the first one counts
                 square += squared_norm(some, self._owned)
         return math.sqrt(float(self.mesh.pool.all_reduce(square, "grad_norm")))
 
     @torch.no_grad()
     def weights_finite(self) -> bool:
-        """True if this rank's local shards are finite. No communication. On GPUs it waits for the work that was started."""
+        """Return True if this rank's local shards are finite. No communication. On GPUs it waits for the work that was started."""
         return bool(squared_norm(self.local_tensors(), self._shards).isfinite())
 
     def zero_grad(self) -> None:
@@ -337,7 +345,7 @@ class TrainEngine:
         return {name: local_part(param) for name, param in self._params.items()}
 
     def trained_tensors(self) -> dict[str, Tensor]:
-        """The :meth:`local_tensors` that an optimizer changes."""
+        """Return the :meth:`local_tensors` that an optimizer changes."""
         local = self.local_tensors()
         return {name: local[name] for name in self.trained}
 
@@ -345,3 +353,38 @@ class TrainEngine:
         """Free gathered parameters, so that only the local shards are left. No communication."""
         for zero in self.zeros:
             zero.reshard()
+
+
+class ForwardBackward:
+    """The passes of one ``TrainEngine.forward_backward``: tensors between a forward pass and its backward pass, and sums so far."""
+
+    def __init__(self, engine: TrainEngine, batches: Sequence[Packed], loss: MicroBatchLoss, row_weight: float) -> None:
+        self._engine, self._batches, self._loss, self._row_weight = engine, batches, loss, row_weight
+        self._alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.sums: dict[str, Tensor] = {}
+
+    def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        chunk, batch = self._engine.chunks[action.chunk], self._batches[action.micro_batch]
+        leaf = None if received is None else received.requires_grad_()
+        routers = self._engine.balance.begin(batch.lengths, batch.token_index, self._row_weight, batch.experts)
+        out = self._engine.pass_through(chunk, batch, leaf, partial(self._end, batch), routers)
+        self._alive[action.micro_batch, action.chunk] = leaf, out
+        return None if chunk.is_last else out.detach()
+
+    def _end(self, batch: Packed, decoder: Decoder, hidden: Tensor) -> Tensor:
+        """Return the loss of a micro-batch, after the last layer."""
+        empty = not len(batch.lengths)
+        with torch.set_grad_enabled(not empty):
+            value, stats = self._loss(decoder, hidden[:0] if empty else hidden, batch)
+        for key, part in {"loss": value, **stats}.items():
+            part = part.detach().double()
+            self.sums[key] = self.sums[key] + part if key in self.sums else part
+        assert empty or value.requires_grad, "the loss does not depend on the model's output"
+        return zero_loss(decoder, hidden) if empty else value
+
+    def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        leaf, out = self._alive.pop((action.micro_batch, action.chunk))
+        if self._engine.zeros:
+            self._engine.zeros[action.chunk].before_backward(is_last=action.micro_batch == len(self._batches) - 1)
+        torch.autograd.backward(out, received)
+        return None if leaf is None else leaf.grad

@@ -57,7 +57,9 @@ class WeightSync:
         if self.group is not None:
             if capabilities(source.device).nccl:  # before any transfer is open
                 self.group.connect(source.device)
-            here, there = (holdings(at.shape.layout, at.shards(spec), at.pool.ranks) for at in (source, target))
+            here, there = (
+                holdings(weights.shape.layout, weights.shards(spec), weights.pool.ranks) for weights in (source, target)
+            )
             self._plan = plan_transfer(here, there, lambda rank: rank // world.launch.local_size, world.rank)
 
     def copy(self, targets: Mapping[str, Tensor]) -> None:
@@ -204,7 +206,7 @@ class AsyncWeightReplica(WeightReplica):
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
-        """The stream on GPUs on which versions arrive, one after the other."""
+        """Return the stream on GPUs on which versions arrive, one after the other."""
         return torch.cuda.Stream(self.device)
 
     def needed(self) -> dict[int, Mapping[str, Tensor]]:
