@@ -141,8 +141,8 @@ def model_outputs(objective: Objective, decoder: Decoder, hidden: Tensor, micro:
 class Packed:
     """A micro-batch of whole sequences: ``tokens`` int64 [T] on the device, ``lengths`` int64 [rows] on the CPU, summing to T.
 
-    ``extra``: the fields of these rows that heads and losses use. A micro-batch may have no rows. ``token_index``: None unless sequences
-    share tokens, so that lengths sum to more than T; see :class:`~rlhf_spmd.models.attention.PackedAttention`.
+    ``extra``: the fields of these rows that heads and losses use. A micro-batch may have no rows. ``token_index``: None unless
+    sequences share tokens, so that lengths sum to more than T; see :class:`~rlhf_spmd.models.attention.PackedAttention`.
     """
 
     tokens: Tensor
