@@ -25,7 +25,7 @@ from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.plan_summary import measured_seconds
 from rlhf_spmd.preflight.memory_estimate import measure, step_facts
 from rlhf_spmd.preflight.prepare import prepare
-from rlhf_spmd.training.job import trace
+from rlhf_spmd.preflight.step_graph import trace
 from train import WORK, Work, settings_of, write_inputs
 
 # Memory
@@ -66,7 +66,7 @@ def predict(case: str, root: Path) -> tuple[float, str]:
     """GiB without what a process takes anyway, and the largest parts."""
     given = [*texts_of(settings_for(case, root, "model")), f"run.dir={root}/predicted"]
     ready = prepare(None, given, CASES[case][1])
-    report = measure(ready.plans, step_facts(ready, trace(ready), torch.device("cpu")))
+    report = measure(ready.roles, step_facts(ready, trace(ready), torch.device("cpu")))
     kind = int(report.peaks.argmax())
     words = ", ".join(f"{name} {size / GIB:.2f}" for name, size in report.largest(kind, 6))
     return float(report.peaks[kind] - report.reserve) / GIB, words

@@ -27,7 +27,7 @@ from rlhf_spmd.telemetry.run_dir import atomic_write_text, create_run_dir, json_
 from rlhf_spmd.train import settings_of
 from rlhf_spmd.train import train as run_training
 from rlhf_spmd.training.notebook_source import importable_name, source_of
-from rlhf_spmd.training.run_config import RunConfig
+from rlhf_spmd.training.train_config import RunConfig
 
 GIVEN_DIR = "given"  # in the run's directory: files of what the configuration has as objects
 DATA_KEYS = ("path", "val_path")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -34,21 +34,22 @@ from rlhf_spmd.planner.problem import Choice, simulate
 from rlhf_spmd.planner.profile import ProfileTimes, read_profile, write_profile
 from rlhf_spmd.planner.search import SearchResult
 from rlhf_spmd.planner.shapes import Workload
-from rlhf_spmd.preflight import checks, plan_stand_ins
-from rlhf_spmd.preflight.checks import UNKNOWN_STEPS
+from rlhf_spmd.preflight import plan_stand_ins
+from rlhf_spmd.preflight.exactness import exact_rollouts
 from rlhf_spmd.preflight.memory_check import check_memory, decide_checkpointing, with_checkpointing
 from rlhf_spmd.preflight.memory_estimate import StepFacts, copied_roles
 from rlhf_spmd.preflight.placing import place
 from rlhf_spmd.preflight.plan_profile import profile
 from rlhf_spmd.preflight.plan_roles import checked_plan, model_calls, placed_calls
-from rlhf_spmd.preflight.prepare import describe_run
-from rlhf_spmd.preflight.roles import RolePlan, generating
+from rlhf_spmd.preflight.prepare import UNKNOWN_STEPS, describe, with_known_length
+from rlhf_spmd.preflight.step_graph import trace
 from rlhf_spmd.process.command_line import read_command_line, refuse
 from rlhf_spmd.process.program import ProgramContext, run_program
 from rlhf_spmd.train import keys as train_keys
-from rlhf_spmd.training.job import TrainJob, trace
+from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.train_config import TrainConfig, read_config
 from rlhf_spmd.workers import ModelWorker
+from rlhf_spmd.workers.role_plan import RolePlan, generating_roles
 
 
 @dataclass(frozen=True)
@@ -108,17 +109,27 @@ class PlanRequest:
 
 def read_run(path: str | None, overrides: Sequence[str]) -> PlanRequest:
     """Local; needs neither data nor tokenizers nor weights. Raises ConfigError, ValueError or DataError, one line each."""
-    config, module = read_config(path, overrides, more=SECTIONS)
-    config, _ = checks.check_duration(config)
+    checked, module = read_config(path, overrides, more=SECTIONS)
+    config: Any = with_known_length(checked)[0]  # has the sections of a plan, too
     sized = [role for role, one in config.models.items() if one.spec is not None]
     rewards = {role: replace(one, model=None) if role in sized else one for role, one in config.rewards.items()}
     config = replace(config, rewards=rewards, reward=replace(config.reward, model=None) if "reward" in sized else config.reward)
     with plan_stand_ins.directories(config.models) as given:
-        sections, rewards, described = describe_run(replace(config, models=given), given, weights=False)
+        sections, rewards, described = describe(replace(config, models=given), given, weights=False)
     training = {name: plan_stand_ins.stand_in(one) for name, one in sections.items() if isinstance(one, DatasetConfig)}
-    for role, one in generating(described).items():
+    for role, one in generating_roles(described).items():
         described[role] = replace(one, config=without_exactness(one.config))
-    graph = trace(TrainJob(config, module, described, rewards, plan_stand_ins.CharacterTokenizer(), training, {}))
+    run = RunPlan(
+        config,
+        module,
+        streams=sections,
+        roles=described,
+        rewards=rewards,
+        tokenizer=cast(Any, plan_stand_ins.CharacterTokenizer()),
+        training=training,
+        exact_rollouts=exact_rollouts(config, described),
+    )
+    graph = trace(run)
     work = config.workload.of(next(iter(sections.values())), config.sampling.n)
     return PlanRequest(config, model_calls(graph, described, work), work, graph, described)
 

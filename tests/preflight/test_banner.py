@@ -11,14 +11,14 @@ import torch
 import tasks
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.preflight.banner import describe, dry_run_text
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.train import TrainJob, prepare
-from rlhf_spmd.training.banner import describe, describe_roles
+from rlhf_spmd.train import RunPlan, prepare
 
 POOLS = ["placement.pools={policy: [0, 1], value: [2, 3]}", "models.actor.pool=policy", "models.critic.pool=value"]
 
 
-def prepared(run_dir: Path, size: int, *more: str) -> tuple[TrainJob, World]:
+def prepared(run_dir: Path, size: int, *more: str) -> tuple[RunPlan, World]:
     launch = Launch(size=size, local_size=size)
     ready = prepare(str(tasks.task() / "ppo.json"), tasks.settings(run_dir, 2, *more), size, launch=launch)
     return ready, World(launch, torch.device("cpu"), torch.distributed.HashStore(), 1.0)
@@ -43,7 +43,7 @@ def test_a_run_begins_with_how_it_is_split(tmp_path: Path, size: int, settings: 
 
 def test_a_dry_run_has_the_table_of_roles_as_well(tmp_path: Path) -> None:
     ready, world = prepared(tmp_path, 4, *POOLS)
-    text = describe_roles(ready, world.launch)
+    text = dry_run_text(ready, world.launch)
     assert text.startswith(describe(ready, world) + "\n")
     assert {line.split()[0] for line in text.splitlines()[5:]} == {"actor", "critic", "reference", "reward", "compute"}
     assert "  critic     pool value [2 to 3], pp(1) * tp(1) * dp(2)" in text.splitlines()

@@ -21,8 +21,8 @@ from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.training import exports
-from rlhf_spmd.training.exports import Exports
-from rlhf_spmd.training.model_card import base_names, curves
+from rlhf_spmd.training.exports import Exports, base_names, curves
+from rlhf_spmd.workers import ActorWorker
 from tasks import train_alone as train
 
 VALIDATION = [f"data.val_path={tasks.task() / 'train.jsonl'}", "run.test_freq=1"]
@@ -160,12 +160,12 @@ def export_slowly(world: World, run_dir: Path, fails: bool) -> int:
     controller.decide = lambda wish: asked.append(wish) or decide(wish)  # type: ignore[method-assign,func-returns-value]
     run = SimpleNamespace(dir=str(run_dir), export=True, export_freq=0, keep_best=None, max_shard_size="1GB")
     trained = SimpleNamespace(lora=SimpleNamespace(rank=0), random_init=False)
-    plans = {"actor": SimpleNamespace(worker=SimpleNamespace(head="lm"), config=trained)}
+    actor = SimpleNamespace(worker=ActorWorker, config=trained, directory=Path())
     config = SimpleNamespace(run=run, algorithm=SimpleNamespace(exported="actor"), data=SimpleNamespace())
-    ours = Exports(SimpleNamespace(config=config, plans=plans, tokenizer=None), controller)
+    plan: Any = SimpleNamespace(config=config, exported=actor, tokenizer=None)
+    ours = Exports(plan, controller)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exports, "export_hugging_face", write)
-        patch.setattr(exports, "model_directory", lambda plans, role: Path())
         patch.setattr(exports, "model_card", lambda *given: "")
         ours.write(1, Path("x"), ended=True)
     return len(asked)
@@ -184,20 +184,25 @@ def test_an_export_that_fails_raises(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_ended_does_not_wait_for_its_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on = threading.Event()
+    began, goes_on = threading.Event(), threading.Event()
     run = SimpleNamespace(dir=str(tmp_path), max_shard_size="1GB")
-    config = SimpleNamespace(run=run, algorithm=SimpleNamespace(exported="actor"))
+    plan: Any = SimpleNamespace(config=SimpleNamespace(run=run))
 
     def interrupt(wish: bool) -> bool:
         raise KeyboardInterrupt
 
-    controller = SimpleNamespace(rank=0, timeline=SimpleNamespace(span=lambda *a, **k: nullcontext()), decide=interrupt)
-    monkeypatch.setattr(exports, "model_directory", lambda plans, role: goes_on.wait(60))
-    before = set(threading.enumerate())
+    controller: Any = SimpleNamespace(rank=0, timeline=SimpleNamespace(span=lambda *a, **k: nullcontext()), decide=interrupt)
+    writers: list[threading.Thread] = []
+
+    def write(*_: object) -> None:
+        writers.append(threading.current_thread())
+        began.set()
+        goes_on.wait(60)
+
+    monkeypatch.setattr(Exports, "_export", write)
     with pytest.raises(KeyboardInterrupt):
-        Exports(SimpleNamespace(config=config, plans={}), controller)._write(Path("step_1"), tmp_path / "out")  # type: ignore[arg-type]
-    writers = set(threading.enumerate()) - before
-    assert writers and all(thread.daemon for thread in writers)
+        Exports(plan, controller)._write(Path("step_1"), tmp_path / "out")
+    assert began.wait(60) and all(thread.daemon for thread in writers)
     goes_on.set()
 
 

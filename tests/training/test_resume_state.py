@@ -15,7 +15,7 @@ from rlhf_spmd.train import read_config
 from rlhf_spmd.training.resume import compare_runs, environment_digests
 from tasks import train_alone as train
 
-STATE: dict[str, Any] = {"data": {"prompts": {"fingerprint": "a"}}}
+STATE: dict[str, Any] = {"data": {"prompts": {"fingerprint": "a"}}, "environment": {}}
 
 
 def configured(*overrides: str) -> Any:

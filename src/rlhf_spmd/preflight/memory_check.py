@@ -22,7 +22,7 @@ from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.preflight.disk import check_disk
 from rlhf_spmd.preflight.memory_estimate import CHECKPOINT_COPY, MemoryReport, StepFacts, measure, step_facts
 from rlhf_spmd.preflight.placing import lay_out
-from rlhf_spmd.preflight.roles import RolePlan
+from rlhf_spmd.workers.role_plan import RolePlan
 
 Plans = Mapping[str, RolePlan]
 BACKGROUND_SAVE = "run.background_save"
@@ -37,8 +37,8 @@ def check_launch(ready: Any, graph: Graph, launch: Launch) -> tuple[str, str, st
     """
     facts = step_facts(ready, graph, choose_device(launch))
     room = total_bytes(facts.device, launch.local_size)
-    chosen = decide_checkpointing(ready.plans, facts, room, launch.rank)
-    plans = with_checkpointing(ready.plans, chosen)
+    chosen = decide_checkpointing(ready.roles, facts, room, launch.rank)
+    plans = with_checkpointing(ready.roles, chosen)
     needs = f"memory: at most {_gib(measure(plans, facts).peaks.max())} GiB of {_gib(room)} on a rank, as estimated"
     # before the disk: a smaller model may fit there, too
     tight = check_memory(plans, facts, room, launch.local_size, launch.rank, host_bytes())

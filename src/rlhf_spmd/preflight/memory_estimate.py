@@ -25,9 +25,9 @@ from rlhf_spmd.parallel.layout import Grid, Layout
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.shapes import CallSettings, Workload, adapter_numel, call_settings, quantized_numel, shape_of
-from rlhf_spmd.preflight.roles import RolePlan
 from rlhf_spmd.workers import JudgeWorker, ModelWorker
 from rlhf_spmd.workers.config import BatchLimits
+from rlhf_spmd.workers.role_plan import RolePlan
 
 # host memory of a rank on a GPU: libraries of CUDA, nccl and gloo; an estimate, measured on no machine
 BESIDE_GPU = 2 * GIB
@@ -345,7 +345,7 @@ def step_facts(ready: Any, graph: Graph, device: torch.device) -> StepFacts:
     Generated responses count with their longest length, given ones with their own.
     """
     config = ready.config
-    prompts = [section.max_prompt_length for section in ready.sections if isinstance(section, PromptsConfig)]
+    prompts = [section.max_prompt_length for section in ready.streams.values() if isinstance(section, PromptsConfig)]
     prompt = float(max(prompts, default=0))
     responses: tuple[float, ...] = (float(ready.sampling().max_response_length or 0),)
     given = [data.lengths.double() for data in ready.training.values() if not isinstance(data, PromptDataset)]
@@ -354,7 +354,7 @@ def step_facts(ready: Any, graph: Graph, device: torch.device) -> StepFacts:
         prompt, responses = 0.0, (2 * mean - longest, longest)  # quantiles whose mean is that of the rows
     ahead, validates = config.placement.max_staleness, config.run.test_freq > 0
     return StepFacts(
-        graph, prompt, responses, config.algorithm.limits, device, ahead, validates, copied_roles(config, ready.plans)
+        graph, prompt, responses, config.algorithm.limits, device, ahead, validates, copied_roles(config, ready.roles)
     )
 
 
