@@ -41,7 +41,7 @@ from rlhf_spmd.preflight.memory_estimate import StepFacts, copied_roles
 from rlhf_spmd.preflight.placing import place
 from rlhf_spmd.preflight.plan_profile import profile
 from rlhf_spmd.preflight.plan_roles import checked_plan, model_calls, placed_calls
-from rlhf_spmd.preflight.prepare import UNKNOWN_STEPS, describe, with_known_length
+from rlhf_spmd.preflight.prepare import UNKNOWN_STEPS, describe
 from rlhf_spmd.preflight.step_graph import trace
 from rlhf_spmd.process.command_line import read_command_line, refuse
 from rlhf_spmd.process.program import ProgramContext, run_program
@@ -109,29 +109,21 @@ class PlanRequest:
 
 def read_run(path: str | None, overrides: Sequence[str]) -> PlanRequest:
     """Local; needs neither data nor tokenizers nor weights. Raises ConfigError, ValueError or DataError, one line each."""
-    checked, module = read_config(path, overrides, more=SECTIONS)
-    config: Any = with_known_length(checked)[0]  # has the sections of a plan, too
-    sized = [role for role, one in config.models.items() if one.spec is not None]
+    config, module = read_config(path, overrides, more=SECTIONS)
+    sized = [role for role, one in config.models.items() if one.spec is not None]  # type: ignore[attr-defined]
     rewards = {role: replace(one, model=None) if role in sized else one for role, one in config.rewards.items()}
     config = replace(config, rewards=rewards, reward=replace(config.reward, model=None) if "reward" in sized else config.reward)
+    run = RunPlan(config, module, tokenizer=cast(Any, plan_stand_ins.CharacterTokenizer()))
     with plan_stand_ins.directories(config.models) as given:
-        sections, rewards, described = describe(replace(config, models=given), given, weights=False)
-    training = {name: plan_stand_ins.stand_in(one) for name, one in sections.items() if isinstance(one, DatasetConfig)}
-    for role, one in generating_roles(described).items():
-        described[role] = replace(one, config=without_exactness(one.config))
-    run = RunPlan(
-        config,
-        module,
-        streams=sections,
-        roles=described,
-        rewards=rewards,
-        tokenizer=cast(Any, plan_stand_ins.CharacterTokenizer()),
-        training=training,
-        exact_rollouts=exact_rollouts(config, described),
-    )
-    graph = trace(run)
-    work = config.workload.of(next(iter(sections.values())), config.sampling.n)
-    return PlanRequest(config, model_calls(graph, described, work), work, graph, described)
+        run = describe(run, given, weights=False)
+    roles = dict(run.roles)
+    for role, one in generating_roles(roles).items():
+        roles[role] = replace(one, config=without_exactness(one.config))
+    training = {name: plan_stand_ins.stand_in(data) for name, data in run.streams.items() if isinstance(data, DatasetConfig)}
+    graph = trace(replace(run, roles=roles, training=training, exact_rollouts=exact_rollouts(config, roles)))
+    workload: plan_stand_ins.WorkloadConfig = run.config.workload  # type: ignore[attr-defined]
+    work = workload.of(next(iter(run.streams.values())), config.sampling.n)
+    return PlanRequest(run.config, model_calls(graph, roles, work), work, graph, roles)
 
 
 def without_exactness(config: Any) -> Any:

@@ -133,7 +133,7 @@ CONFIG = [
     (["models.critic.calls.compute_values.pool=b"], 2, ["models.critic.calls.compute_values.pool='b'", "placement.pools"]),
     (["models.reward.calls.compute_reward.layout.dp=1"], 1, ["models.reward.calls.compute_reward", "has no model"]),
     ([f"{CALL}.layout.zero=3"], 2, ["calls.generate_sequences.layout", "zero(3)", "leave"]),
-    ([f"{CALL}.layout.dp=3"], 3, ["data.train_batch_size=8: 3 generation replicas"]),
+    ([f"{CALL}.layout.dp=3"], 3, ["data.train_batch_size=8", "3 generation replicas"]),
     ([f"{ACTOR}.overlap=true", f"{CALL}.layout.tp=2"], 2, ["models.actor.generation.overlap=true", "calls.generate_sequences"]),
     # batches and lengths
     (
@@ -147,6 +147,8 @@ CONFIG = [
     (["data.max_prompt_length=60"], 1, ["data.max_prompt_length", "= 72 tokens", "models.actor", "64"]),
     (["val_sampling.max_response_length=60"], 1, ["val_sampling.max_response_length = 72 tokens", "64"]),
     (["val_sampling.stop=['a<eos>']"], 1, ["val_sampling.stop: 'a<eos>'", "special token '<eos>'", "its id 0"]),
+    (["sampling.min_response_length=13"], 1, ["sampling.min_response_length=13", "data.max_response_length=12"]),
+    (["algorithm.ppo_max_token_len_per_gpu=9"], 1, ["= 24 tokens", "algorithm.ppo_max_token_len_per_gpu=9"]),
     (["val_sampling.logprobs=38"], 1, ["val_sampling.logprobs=38", "between 0 and 37"]),
     ([f"{ACTOR}.num_pages=2", f"{ACTOR}.page_size=8"], 1, ["num_pages=2", "= 24 tokens", "need 3 pages of page_size=8"]),
     (UNCHUNKED, 1, ["models.actor.generation.max_num_batched_tokens=20", "= 24 tokens", "enable_chunked_prefill=true"]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import tasks
@@ -13,8 +12,6 @@ from rlhf_spmd.config.rules import check_rules
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.preflight.checks import ROLE_RULES, RoleInRun
 from rlhf_spmd.preflight.prepare import prepare
-from rlhf_spmd.preflight.roles import MODEL_RULES, ModelSettings
-from rlhf_spmd.workers import ActorWorker, CriticWorker
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.optim_config import OptimConfig
 
@@ -45,17 +42,25 @@ def other(algorithm: str, *overrides: str) -> Callable[[], Any]:
 SAMPLED = ("data.max_prompt_length=12", "data.max_response_length=12", "reward.function=tasks:even_share")
 
 
-def model(worker: Any, tied: bool = False, **settings: Any) -> Callable[[], Any]:
-    """A role with a model and these settings."""
-    spec: Any = SimpleNamespace(tie_word_embeddings=tied)
-    return lambda: check_rules(MODEL_RULES, ModelSettings("actor", worker, RoleConfig(**settings), spec, True))
+def role(role: str, tied: bool = False, **settings: Any) -> Callable[[], Any]:
+    """A placed role of the small PPO task with these settings."""
+
+    def check() -> None:
+        run = ppo()()
+        plan = run.roles[role]
+        spec = replace(plan.spec, tie_word_embeddings=tied)
+        check_rules(
+            ROLE_RULES, RoleInRun(config=run.config, role=role, plan=replace(plan, config=RoleConfig(**settings), spec=spec))
+        )
+
+    return check
 
 
 def replaying_without_log_probs() -> None:
     run = ppo("algorithm.rollout_correction.bypass_mode=true")()
     actor = run.roles["actor"]
     plan = replace(actor, config=replace(actor.config, router_replay="R2"))
-    check_rules(ROLE_RULES, RoleInRun(run.config, "actor", plan))
+    check_rules(ROLE_RULES, RoleInRun(config=run.config, role="actor", plan=plan))
 
 
 LORA = LoraConfig(rank=8)
@@ -72,8 +77,11 @@ CASES = [
         "algorithm.ppo_mini_batch_size=4, data.train_batch_size=6: the first must divide the second, both count prompts; change one "
         "of them",
     ),
-    (ppo("sampling={temperature: 0, n: 1}"), "sampling.temperature=0.0: training needs samples; use a temperature above 0"),
-    (ppo("sampling.top_k=1"), "sampling.top_k=1: training needs samples; use more, or 0 for no limit"),
+    (
+        ppo("sampling.top_k=1"),
+        "sampling.temperature=1.0, sampling.top_k=1: training needs samples, and all would be the likeliest tokens; use a temperature "
+        "above 0, and top_k above 1 or 0",
+    ),
     (
         other("remax", *SAMPLED, "data.gen_batch_size=16"),
         "data.gen_batch_size=16, algorithm.name=remax: this algorithm takes no prompts in flight; leave the first out",
@@ -89,8 +97,8 @@ CASES = [
     ),
     (
         ppo("algorithm.ppo_mini_batch_size=1", "sampling.n=1", ranks=4),
-        "algorithm.ppo_mini_batch_size=1: a mini-batch has 1 rows, fewer than models.actor.layout.dp=4; use a larger one, more "
-        "samples of each prompt, or a smaller dp",
+        "data.train_batch_size=8, sampling.n=1: a mini-batch has 1 rows, fewer than models.actor.layout.dp=4; use larger batches "
+        "(algorithm.ppo_mini_batch_size?), more samples of each prompt, or a smaller dp",
     ),
     (
         ppo(f"{ACTOR}.kv_cache=keep"),
@@ -103,11 +111,8 @@ CASES = [
     ),
     (
         ppo(ranks=3),
-        "data.train_batch_size=8: 3 generation replicas of models.actor cannot have the same number of prompts; use a multiple of 3",
-    ),
-    (
-        ppo("data.gen_batch_size=9", ranks=2),
-        "data.gen_batch_size=9: 2 generation replicas of models.actor cannot have the same number of prompts; use a multiple of 2",
+        "data.train_batch_size=8, data.gen_batch_size=null: models.actor has 3 generation replicas, which cannot have equally many "
+        "prompts; use multiples of 3",
     ),
     (
         replaying_without_log_probs,
@@ -149,26 +154,26 @@ CASES = [
     (ppo("reward.weight=0"), "reward.weight=0.0: nothing else is rewarded; leave it out"),
     # models
     (
-        model(ActorWorker, tied=True, optim=OptimConfig(head_lr=1.0)),
+        role("actor", tied=True, optim=OptimConfig(head_lr=1.0)),
         "models.actor.optim.head_lr=1.0: the model's output matrix is its embedding (tie_word_embeddings); leave it out",
     ),
     (
-        model(ActorWorker, lora=LORA, random_init=True),
+        role("actor", lora=LORA, random_init=True),
         "models.actor.random_init=true, models.actor.lora.rank=8: adapters train beside weights that are read again; leave the first "
         "out",
     ),
     (
         ppo("models.reference.lora.rank=8"),
-        "models.reference.lora.rank=8: this role is not trained; leave it out, or give a reference the adapter of "
-        "models.reference.lora.path",
+        "models.reference.lora.rank=8, models.reference.lora.path=null: this role is not trained; leave the first out, or give a "
+        "reference the adapter of the second",
     ),
     (
-        model(CriticWorker, lora=LORA, optim=OptimConfig(name="muon")),
-        "models.actor.optim.name=muon, models.actor.lora.rank=8: muon is for whole matrices, and with adapters none is trained; use "
+        role("critic", lora=LORA, optim=OptimConfig(name="muon")),
+        "models.critic.optim.name=muon, models.critic.lora.rank=8: muon is for whole matrices, and with adapters none is trained; use "
         "adamw",
     ),
     (
-        model(ActorWorker, lora=LORA, optim=OptimConfig(head_lr=1.0)),
+        role("actor", lora=LORA, optim=OptimConfig(head_lr=1.0)),
         "models.actor.optim.head_lr=1.0, models.actor.lora.rank=8: with adapters no head is trained; leave the first out",
     ),
     # layouts
@@ -184,18 +189,7 @@ CASES = [
     ),
     (
         ppo("models.actor.lora={rank: 8, bits: 4}", "models.actor.calls.compute_log_prob.layout.tp=1"),
-        "models.actor.lora.bits=4: weights in few bits cannot be sent to other ranks, as models.actor.calls has it; leave it out, or "
-        "let the role's own ranks run all calls (placement.strategy=colocate)",
-    ),
-    # lengths
-    (
-        ppo("sampling.min_response_length=13"),
-        "sampling.min_response_length=13, data.max_response_length=12: no response could be as long; lower the first or raise the "
-        "second",
-    ),
-    (
-        ppo("algorithm.ppo_max_token_len_per_gpu=9"),
-        "algorithm.ppo_max_token_len_per_gpu=9: data.max_prompt_length + data.max_response_length = 24 tokens, more than a "
-        "micro-batch of models.actor has with layout.cp=1, and it must hold a row; raise it, or lower the lengths",
+        "models.actor.lora.bits=4: weights in few bits cannot be sent to other ranks, and models.actor.calls runs there; leave it out, "
+        "or let the role's own ranks run all calls (placement.strategy=colocate)",
     ),
 ]

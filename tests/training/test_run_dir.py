@@ -20,7 +20,7 @@ from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.manifest import DTYPES, CheckpointError
 from rlhf_spmd.preflight import disk
 from rlhf_spmd.train import main, prepare
-from rlhf_spmd.training.resume import check_state
+from rlhf_spmd.training.checkpoints import check_state
 from rlhf_spmd.training.train_config import run_dir_hint
 from tasks import train_alone as train
 

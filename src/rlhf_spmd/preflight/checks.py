@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from rlhf_spmd.config.rules import Rule, Rules, check_rules
@@ -12,18 +11,24 @@ from rlhf_spmd.data.dataset import DatasetConfig
 from rlhf_spmd.data.prompts import DataConfig, PromptsConfig
 from rlhf_spmd.environments.config import environment_key
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.parallel.layout import LayoutConfig
 from rlhf_spmd.preflight.roles import refuse_changes
 from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.train_config import TrainConfig
+from rlhf_spmd.workers import ReferenceWorker
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.role_plan import RolePlan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What the rules of a run read: its sections, by their names, and what follows from them."""
+    """What the rules of a run read: its sections, by their names, and what follows from them.
+
+    ``can_validate``: the algorithm has a function ``validate``.
+    """
 
     config: TrainConfig
+    can_validate: bool = True
 
     def __getattr__(self, section: str) -> Any:
         return getattr(self.config, section)
@@ -38,8 +43,28 @@ class RunSettings:
         """Groups of a mini-batch: prompts, or the rows of other data."""
         return min(self.algorithm.mini_batch_size or self.data.train_batch_size, self.data.train_batch_size)
 
+    @property
+    def streams(self) -> dict[str, Any]:
+        """The sections of data, by their keys; None for one that is left out."""
+        return {section.key: getattr(self.config, section.key) for section in self.algorithm.streams.values()}
 
-RUN_RULES: Rules = (
+    @property
+    def validation_keys(self) -> str:
+        keys = (f"{key}.{'val_path' if isinstance(data, DatasetConfig) else 'path'}" for key, data in self.streams.items())
+        return " or ".join(keys)
+
+    @property
+    def has_validation_rows(self) -> bool:
+        return any(data is not None and getattr(data, "val_path", True) for data in self.streams.values())
+
+    @property
+    def only_validates(self) -> str:
+        """The key of a section whose rows only validate, if there is one."""
+        keys = (section.key for section in self.algorithm.streams.values() if section.only_validates)
+        return next((key for key in keys if self.streams[key] is not None), "")
+
+
+BATCH_RULES: Rules = (
     Rule(
         ("algorithm.ppo_mini_batch_size", "data.train_batch_size"),
         lambda s: s.data.train_batch_size % s.mini_batch_size != 0,
@@ -47,16 +72,10 @@ RUN_RULES: Rules = (
         "change one of them",
     ),
     Rule(
-        ("sampling.temperature",),
-        lambda s: s.samples and s.sampling.greedy,
-        "training needs samples",
-        "use a temperature above 0",
-    ),
-    Rule(
-        ("sampling.top_k",),
-        lambda s: s.samples and s.sampling.top_k == 1,
-        "training needs samples",
-        "use more, or 0 for no limit",
+        ("sampling.temperature", "sampling.top_k"),
+        lambda s: s.samples and (s.sampling.greedy or s.sampling.top_k == 1),
+        "training needs samples, and all would be the likeliest tokens",
+        "use a temperature above 0, and top_k above 1 or 0",
     ),
     Rule(
         ("data.gen_batch_size", "algorithm.name"),
@@ -71,9 +90,38 @@ RUN_RULES: Rules = (
         "use at least {s.algorithm.min_samples}",
     ),
 )
+VALIDATION_RULES: Rules = (
+    Rule(
+        ("run.test_freq", "algorithm.name"),
+        lambda s: s.run.test_freq and not s.can_validate,
+        "this algorithm has no validation",
+        "set run.test_freq=0",
+    ),
+    Rule(
+        ("run.test_freq",),
+        lambda s: s.run.test_freq and not s.has_validation_rows,
+        "there are no rows to validate by",
+        "give {s.validation_keys}, or set run.test_freq=0",
+    ),
+    Rule(
+        ("run.test_freq",),
+        lambda s: not s.run.test_freq and s.only_validates,
+        "{s.only_validates}.path is given, and nothing validates",
+        "set run.test_freq above 0, or leave {s.only_validates} out",
+    ),
+    Rule(
+        ("algorithm.stop_at_reward", "run.test_freq"),
+        lambda s: (
+            s.algorithm.goal is not None
+            and not (s.run.test_freq and any(isinstance(data, PromptsConfig) for data in s.streams.values()))
+        ),
+        "no validation has a mean reward",
+        "give val_prompts.path, a reward and run.test_freq above 0",
+    ),
+)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoleInRun(RunSettings):
     """What the rules of a role in a run read."""
 
@@ -90,11 +138,6 @@ class RoleInRun(RunSettings):
         return 0 if self.plan.generation is None else self.plan.generation.dp
 
     @property
-    def mini_batch_key(self) -> str:
-        is_cut = self.mini_batch_size < self.data.train_batch_size
-        return "algorithm.ppo_mini_batch_size" if is_cut else "data.train_batch_size"
-
-    @property
     def mini_batch_rows(self) -> int:
         return self.mini_batch_size * (self.sampling.n if isinstance(self.data, PromptsConfig) else 1)
 
@@ -102,8 +145,24 @@ class RoleInRun(RunSettings):
     def updates(self) -> int:
         return int(self.algorithm.updates(self.role, self.run.steps, self.data.train_batch_size))
 
+    @property
+    def adapts(self) -> bool:
+        return self.plan.config.lora.rank > 0
 
-ROLE_RULES: Rules = (
+    @property
+    def head_rate(self) -> float | None:
+        """The learning rate of a head that this role's model does not have apart."""
+        return self.plan.config.optim.head_lr if getattr(self.plan.worker, "head", "") == "lm" else None
+
+    @property
+    def has_two_layouts(self) -> bool:
+        """Generation on ranks of its own has a layout, and pp or tp."""
+        generation, calls = self.plan.config.generation, self.config.models.get(self.role, RoleConfig()).calls
+        call = calls.get("generate_sequences")
+        return call is not None and call.layout != LayoutConfig() and (generation.pp, generation.tp) != (1, 1)
+
+
+ROLE_BATCH_RULES: Rules = (
     Rule(
         ("run.steps",),
         lambda s: s.plan.trained and s.updates < 1,
@@ -111,10 +170,10 @@ ROLE_RULES: Rules = (
         "use more steps, or let it learn earlier (algorithm.critic_warmup?)",
     ),
     Rule(
-        ("{s.mini_batch_key}",),
+        ("data.train_batch_size", "sampling.n"),
         lambda s: s.plan.trained and s.mini_batch_rows < s.plan.shape.layout.dp,
         "a mini-batch has {s.mini_batch_rows} rows, fewer than models.{s.role}.layout.dp={s.plan.shape.layout.dp}",
-        "use a larger one, more samples of each prompt, or a smaller dp",
+        "use larger batches (algorithm.ppo_mini_batch_size?), more samples of each prompt, or a smaller dp",
     ),
     Rule(
         ("models.{s.role}.generation.kv_cache", "data.gen_batch_size"),
@@ -129,82 +188,73 @@ ROLE_RULES: Rules = (
         "leave one of them out",
     ),
     Rule(
-        ("data.train_batch_size",),
-        lambda s: s.samples and s.replicas and s.data.train_batch_size % s.replicas,
-        "{s.replicas} generation replicas of models.{s.role} cannot have the same number of prompts",
-        "use a multiple of {s.replicas}",
+        ("data.train_batch_size", "data.gen_batch_size"),
+        lambda s: (
+            s.samples and s.replicas and (s.data.train_batch_size % s.replicas or (s.prompts_in_flight or 0) % s.replicas)
+        ),
+        "models.{s.role} has {s.replicas} generation replicas, which cannot have equally many prompts",
+        "use multiples of {s.replicas}",
     ),
-    Rule(
-        ("data.gen_batch_size",),
-        lambda s: s.replicas and (s.prompts_in_flight or 0) % s.replicas,
-        "{s.replicas} generation replicas of models.{s.role} cannot have the same number of prompts",
-        "use a multiple of {s.replicas}",
-    ),
+)
+ROLE_RULES: Rules = (
     Rule(
         ("models.{s.role}.router_replay", "algorithm.name"),
         lambda s: s.plan.config.router_replay == "R2" and s.algorithm.bypasses_log_probs,
         "with bypass_mode no forward pass computes the old log-probs",
         "take R3, or leave it out",
     ),
-)
-
-
-@dataclass(frozen=True)
-class ValidationSettings(RunSettings):
-    """What the rules of validation read. ``can_validate``: the algorithm has a function ``validate``."""
-
-    can_validate: bool
-
-    @cached_property
-    def sections(self) -> dict[str, Any]:
-        """The configuration of each stream of data, by its key; None for a stream that is left out."""
-        return {section.key: getattr(self.config, section.key) for section in self.algorithm.streams.values()}
-
-    @property
-    def paths(self) -> str:
-        """The keys that name validation data."""
-        keys = (f"{key}.{'val_path' if isinstance(data, DatasetConfig) else 'path'}" for key, data in self.sections.items())
-        return " or ".join(keys)
-
-    @property
-    def has_rows(self) -> bool:
-        return any(data is not None and getattr(data, "val_path", True) for data in self.sections.values())
-
-    @property
-    def has_prompts(self) -> bool:
-        return any(isinstance(data, PromptsConfig) for data in self.sections.values())
-
-    @property
-    def idle_section(self) -> str:
-        """The key of a section that only validates, if it is given and nothing validates."""
-        only = (section.key for section in self.algorithm.streams.values() if section.only_validates)
-        return "" if self.run.test_freq else next((key for key in only if self.sections[key] is not None), "")
-
-
-VALIDATION_RULES: Rules = (
     Rule(
-        ("run.test_freq", "algorithm.name"),
-        lambda s: s.run.test_freq and not s.can_validate,
-        "this algorithm has no validation",
-        "set run.test_freq=0",
+        ("models.{s.role}.optim.head_lr",),
+        lambda s: s.head_rate is not None and s.plan.spec.tie_word_embeddings,
+        "the model's output matrix is its embedding (tie_word_embeddings)",
+        "leave it out",
     ),
     Rule(
-        ("run.test_freq",),
-        lambda s: s.run.test_freq and not s.has_rows,
-        "there are no rows to validate by",
-        "give {s.paths}, or set run.test_freq=0",
+        ("models.{s.role}.optim.head_lr", "models.{s.role}.lora.rank"),
+        lambda s: s.adapts and s.head_rate is not None,
+        "with adapters no head is trained",
+        "leave the first out",
     ),
     Rule(
-        ("run.test_freq",),
-        lambda s: bool(s.idle_section),
-        "{s.idle_section}.path is given, and nothing validates",
-        "set run.test_freq above 0, or leave {s.idle_section} out",
+        ("models.{s.role}.optim.name", "models.{s.role}.lora.rank"),
+        lambda s: s.adapts and s.plan.config.optim.name == "muon",
+        "muon is for whole matrices, and with adapters none is trained",
+        "use adamw",
     ),
     Rule(
-        ("algorithm.stop_at_reward", "run.test_freq"),
-        lambda s: s.algorithm.goal is not None and not (s.run.test_freq and s.has_prompts),
-        "no validation has a mean reward",
-        "give val_prompts.path, a reward and run.test_freq above 0",
+        ("models.{s.role}.random_init", "models.{s.role}.lora.rank"),
+        lambda s: s.adapts and s.plan.config.random_init,
+        "adapters train beside weights that are read again",
+        "leave the first out",
+    ),
+    Rule(
+        ("models.{s.role}.lora.rank", "models.{s.role}.lora.path"),
+        lambda s: (
+            s.adapts
+            and not s.plan.trained
+            and not (issubclass(s.plan.worker, ReferenceWorker) and s.plan.config.lora.path is not None)
+        ),
+        "this role is not trained",
+        "leave the first out, or give a reference the adapter of the second",
+    ),
+    Rule(
+        ("models.{s.role}.lora.bits",),
+        lambda s: s.plan.config.lora.bits is not None and s.plan.calls,
+        "weights in few bits cannot be sent to other ranks, and models.{s.role}.calls runs there",
+        "leave it out, or let the role's own ranks run all calls (placement.strategy=colocate)",
+    ),
+    Rule(
+        ("models.{s.role}.generation.pp", "models.{s.role}.generation.tp"),
+        lambda s: s.has_two_layouts,
+        "models.{s.role}.calls.generate_sequences.layout says as well how it generates there",
+        "leave one of them out",
+    ),
+    Rule(
+        ("models.{s.role}.generation.overlap", "models.{s.role}.generation.reshard_method"),
+        lambda s: s.plan.config.generation.overlap and s.plan.shape.generating.consecutive,
+        "weights come layer by layer only if reshard_method=zero_redundancy regroups ranks in place, not from {s.plan.shape.layout} "
+        "to pp({s.plan.generation.pp}) * tp({s.plan.generation.tp}) with generation.ep={s.plan.config.generation.ep}",
+        "leave overlap out",
     ),
 )
 
@@ -212,12 +262,14 @@ VALIDATION_RULES: Rules = (
 def check_settings(plan: RunPlan) -> RunPlan:
     """Raises ValueError where sections of the configuration contradict each other; returns ``plan``."""
     config, algorithm = plan.config, plan.config.algorithm
-    for role in plan.generating.values():
+    for placed in plan.generating.values():
         for name, environment in plan.environments.items():
-            rebalance_steps, in_flight = role.config.generation.rebalance_steps, config.prompts_in_flight is not None
+            rebalance_steps, in_flight = placed.config.generation.rebalance_steps, config.prompts_in_flight is not None
             environment.check_together(environment_key(name), config.run.timeout_s, rebalance_steps, in_flight)
-    check_rules(VALIDATION_RULES, ValidationSettings(config, hasattr(plan.algorithm, "validate")))
+    check_rules(VALIDATION_RULES, RunSettings(config=config, can_validate=hasattr(plan.algorithm, "validate")))
     check_batches(config, plan.roles)
+    for role, placed in plan.roles.items():
+        check_rules(ROLE_RULES, RoleInRun(config=config, role=role, plan=placed))
     _check_idle_sampling(config)
     algorithm.check_together(config, plan.roles, plan.tokenizer)
     return plan
@@ -225,17 +277,17 @@ def check_settings(plan: RunPlan) -> RunPlan:
 
 def check_batches(config: TrainConfig, roles: Mapping[str, RolePlan]) -> None:
     """Check batch sizes against each other and against the layouts. Raises ValueError."""
-    check_rules(RUN_RULES, RunSettings(config))
-    for role, plan in roles.items():
-        check_rules(ROLE_RULES, RoleInRun(config, role, plan))
+    check_rules(BATCH_RULES, RunSettings(config=config))
+    for role, placed in roles.items():
+        check_rules(ROLE_BATCH_RULES, RoleInRun(config=config, role=role, plan=placed))
 
 
 def _check_idle_sampling(config: TrainConfig) -> None:
     """Raises ValueError for sampling settings that the algorithm never uses."""
     kinds = [section.config for section in config.algorithm.streams.values() if issubclass(section.config, PromptsConfig)]
-    uses = {"sampling": any(issubclass(kind, DatasetConfig) for kind in kinds), "val_sampling": bool(kinds)}
-    for where, is_used in uses.items():
-        if not is_used:
-            use = "validation" if where == "val_sampling" else "training"
-            reason = f"{config.algorithm.name} draws no samples in {use}"
-            refuse_changes(getattr(config, where), SamplingConfig(), where, reason)
+    if not any(issubclass(kind, DatasetConfig) for kind in kinds):
+        reason = f"{config.algorithm.name} draws no samples in training"
+        refuse_changes(config.sampling, SamplingConfig(), "sampling", reason)
+    if not kinds:
+        reason = f"{config.algorithm.name} draws no samples in validation"
+        refuse_changes(config.val_sampling, SamplingConfig(), "val_sampling", reason)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from rlhf_spmd.config.load import resolved_key
-from rlhf_spmd.config.rules import Rule, Rules, check_rules
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.encoding import EncodingConfig, read_template
 from rlhf_spmd.data.loader import build_loader, load_dataset
@@ -29,7 +28,6 @@ from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
 from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.train_config import TrainConfig
 from rlhf_spmd.workers import RewardWorker
-from rlhf_spmd.workers.config import BatchLimits
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 from rlhf_spmd.workers.role_plan import RolePlan
 
@@ -115,112 +113,60 @@ def _spec(role: RolePlan) -> ModelSpec:
 # Lengths
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """What must fit into a micro-batch of a role. ``where`` its length comes from; ``cp``: of the role."""
-
-    limits: BatchLimits
-    role: str
-    cp: int
-    length: int
-    noun: str
-    where: str
-
-    @property
-    def algorithm(self) -> dict[str, int]:
-        """The section of the budget, as the rule names it."""
-        return {self.limits.where.removeprefix("algorithm."): self.limits.max_tokens}
-
-
-@dataclass(frozen=True)
-class RowLength:
-    """The longest row that sampling can make. ``section``: of sampling; ``where``: of the data."""
-
-    section: str
-    sampling: SamplingConfig
-    where: str
-    data: PromptsConfig
-
-    @property
-    def key(self) -> str:
-        return f"{self.section if self.sampling.max_response_length else self.where}.max_response_length"
-
-    @property
-    def max_response_length(self) -> int:
-        return self.sampling.max_response_length or self.data.max_response_length
-
-    @property
-    def longest(self) -> int:
-        return self.data.max_prompt_length + self.max_response_length
-
-    @property
-    def words(self) -> str:
-        return f"{self.where}.max_prompt_length + {self.key} = {self.longest} tokens"
-
-    def __getattr__(self, name: str) -> SamplingConfig | PromptsConfig:
-        """Return a section by its name, for the rules."""
-        if name == self.section:
-            return self.sampling
-        if name == self.where:
-            return self.data
-        raise AttributeError(name)
-
-
-LENGTH_RULES: Rules = (
-    Rule(
-        ("{s.section}.min_response_length", "{s.key}"),
-        lambda s: s.sampling.min_response_length > s.max_response_length,
-        "no response could be as long",
-        "lower the first or raise the second",
-    ),
-)
-BUDGET_RULES: Rules = (
-    Rule(
-        ("{s.limits.where}",),
-        lambda s: s.limits.rows is None and s.length > s.limits.max_tokens * s.cp,
-        "{s.where}, more than a micro-batch of models.{s.role} has with layout.cp={s.cp}, and it must hold a {s.noun}",
-        "raise it, or lower the lengths",
-    ),
-)
-
-
 def check_lengths(plan: RunPlan) -> RunPlan:
     """Check the lengths of sampled rows against models, caches and token budget. Raises ValueError; returns ``plan``."""
-    config, roles = plan.config, plan.roles
+    config = plan.config
     scores_by_model = any(
-        issubclass(role.worker, RewardWorker) and role.worker.head == "value" and role.spec for role in roles.values()
+        issubclass(role.worker, RewardWorker) and role.worker.head == "value" and role.spec for role in plan.roles.values()
     )
     for section in config.algorithm.streams.values():
         data = getattr(config, section.key)
         if not isinstance(data, PromptsConfig):
             continue
         for name in ("val_sampling", "sampling") if isinstance(data, DatasetConfig) else ("val_sampling",):
-            row = RowLength(name, getattr(config, name), section.key, data)
-            _check_row(row, roles)
+            longest, words = _check_sampling(plan, name, section.key, data)
             # validation's rows are cut into micro-batches by a reward model only
             if name == "sampling" or (getattr(data, "val_path", True) and scores_by_model):
-                check_rules(BUDGET_RULES, _micro_batch(plan, row.longest, row.words))
+                _check_budget(plan, longest, words)
     return plan
 
 
-def _check_row(row: RowLength, roles: Mapping[str, RolePlan]) -> None:
-    """Check the longest row against the models' contexts and the caches of those that generate. Raises ValueError."""
-    check_rules(LENGTH_RULES, row)
-    for role, plan in roles.items():
-        if plan.spec is not None and not plan.reads_text and row.longest > plan.spec.max_position_embeddings:
-            raise ValueError(f"{row.words}, but models.{role} has a context of {plan.spec.max_position_embeddings}")
-        if plan.generation is not None:
-            plan.config.generation.check_row(f"models.{role}.generation", row.longest, row.words)
+def _check_sampling(plan: RunPlan, section: str, where: str, data: PromptsConfig) -> tuple[int, str]:
+    """Check the longest row that the section ``section`` can make against the models' contexts and the caches of those that generate.
+    ``where``: the section of ``data``.
+
+    Returns the tokens of that row, and in words where they come from. Raises ValueError with both sides.
+    """
+    sampling: SamplingConfig = getattr(plan.config, section)
+    key = f"{section if sampling.max_response_length else where}.max_response_length"
+    max_response_length = sampling.max_response_length or data.max_response_length
+    longest = data.max_prompt_length + max_response_length
+    words = f"{where}.max_prompt_length + {key} = {longest} tokens"
+    if sampling.min_response_length > max_response_length:
+        raise ValueError(
+            f"{section}.min_response_length={sampling.min_response_length}, {key}={max_response_length}: no response could be as "
+            "long; lower the first or raise the second"
+        )
+    for role, placed in plan.roles.items():
+        if placed.spec is not None and not placed.reads_text and longest > placed.spec.max_position_embeddings:
+            raise ValueError(f"{words}, but models.{role} has a context of {placed.spec.max_position_embeddings}")
+        if placed.generation is not None:
+            placed.config.generation.check_row(f"models.{role}.generation", longest, words)
+    return longest, words
 
 
-def _micro_batch(plan: RunPlan, length: int, where: str, noun: str = "row") -> MicroBatch:
-    """Return the micro-batch of the role that can hold least."""
+def _check_budget(plan: RunPlan, length: int, words: str, noun: str = "row") -> None:
+    """Raises ValueError where a micro-batch of some role cannot hold ``length`` tokens."""
     shapes = [(role, placed.shape) for role, placed in plan.roles.items() if placed.spec]
-    shapes += [
-        (role, call.shape) for role, placed in plan.roles.items() for call in placed.calls.values() if not call.shape.generation
-    ]
+    for role, placed in plan.roles.items():
+        shapes += [(role, call.shape) for call in placed.calls.values() if not call.shape.generation]
     cp, role = min((shape.layout.cp, role) for role, shape in shapes)
-    return MicroBatch(plan.config.algorithm.limits, role, cp, length, noun, where)
+    budget = plan.config.algorithm.limits
+    if budget.rows is None and length > budget.max_tokens * cp:
+        raise ValueError(
+            f"{budget.where}={budget.max_tokens}, models.{role}.layout.cp={cp}: {words}, and a micro-batch must hold a {noun}; raise "
+            "the first, or lower the lengths"
+        )
 
 
 # Rows
@@ -293,7 +239,7 @@ def _check_trained_rows(plan: RunPlan, key: str, dataset: TokenDataset) -> None:
             )
     group_length = int(dataset.lengths.view(-1, dataset.group_size).sum(1).max())
     noun = "row" if dataset.group_size == 1 else "pair"
-    check_rules(BUDGET_RULES, _micro_batch(plan, group_length, f"the longest {noun} of {key} has {group_length} tokens", noun))
+    _check_budget(plan, group_length, f"the longest {noun} of {key} has {group_length} tokens", noun)
 
 
 def set_length(plan: RunPlan) -> RunPlan:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from rlhf_spmd.config.rules import Rule, Rules, check_rules
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import Graph, GroupShape, ResourcePool
 from rlhf_spmd.generation.config import GenerationConfig
@@ -25,67 +24,21 @@ from rlhf_spmd.preflight.step_graph import trace
 from rlhf_spmd.reshard import METHODS
 from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.workers import ModelWorker, RoleClass
-from rlhf_spmd.workers.config import CallConfig, RoleConfig
+from rlhf_spmd.workers.config import CallConfig
 from rlhf_spmd.workers.flops import forward_flops
 from rlhf_spmd.workers.role_plan import CallPlan, RolePlan
 
 
-@dataclass(frozen=True)
-class GenerationSettings:
-    """What the rules of a generating role's layout read. ``layout``: of training; ``generation``: on the same ranks, or None."""
-
-    role: str
-    config: RoleConfig
-    layout: Layout
-    generation: GenerationLayout | None = None
-
-    @property
-    def models(self) -> dict[str, RoleConfig]:
-        return {self.role: self.config}
-
-    @property
-    def has_two_layouts(self) -> bool:
-        call = self.config.calls.get("generate_sequences", CallConfig())
-        return call.layout != LayoutConfig() and (self.config.generation.pp, self.config.generation.tp) != (1, 1)
-
-
-LAYOUT_RULES: Rules = (
-    Rule(
-        ("models.{s.role}.generation.pp", "models.{s.role}.generation.tp"),
-        lambda s: s.has_two_layouts,
-        "models.{s.role}.calls.generate_sequences.layout says as well how it generates there",
-        "leave one of them out",
-    ),
-)
-OVERLAP_RULES: Rules = (
-    Rule(
-        ("models.{s.role}.generation.overlap", "models.{s.role}.generation.reshard_method"),
-        lambda s: s.config.generation.overlap and s.generation.consecutive,
-        "weights come layer by layer only if reshard_method=zero_redundancy regroups ranks in place, not from {s.layout} to "
-        "pp({s.generation.pp}) * tp({s.generation.tp}) with generation.ep={s.config.generation.ep}",
-        "leave overlap out",
-    ),
-)
-CALL_RULES: Rules = (
-    Rule(
-        ("models.{s.role}.lora.bits",),
-        lambda s: s.config.lora.bits is not None and s.config.calls,
-        "weights in few bits cannot be sent to other ranks, as models.{s.role}.calls has it",
-        "leave it out, or let the role's own ranks run all calls (placement.strategy=colocate)",
-    ),
-)
-
-
 def place_run(plan: RunPlan) -> RunPlan:
     """Return the plan with its roles on their ranks. Reads the data and traces a step if the placement strategy needs its calls."""
-    plans = [plan]
 
     def graph() -> Graph:
-        plans[0] = decide_exactness(read_data(plans[0]))
-        return trace(plans[0])
+        nonlocal plan
+        plan = decide_exactness(read_data(plan))
+        return trace(plan)
 
     roles = place(plan.roles, plan.config.placement, plan.num_ranks, plan.ranks_per_host, graph)
-    return replace(plans[0], roles=roles)
+    return replace(plan, roles=roles)
 
 
 def place(
@@ -143,7 +96,6 @@ def _place_role(role: str, described: RolePlan, pools: Mapping[str, ResourcePool
     the layout of generation if it generates."""
     config, kinds = described.config, _methods(described.worker)
     calls, layout, generation = dict(config.calls), config.layout, config.generation
-    check_rules(LAYOUT_RULES, GenerationSettings(role, config, described.shape.layout))
     moved = [key.partition(".calls.")[2] for key in pools if key.startswith(f"{role}.calls.")]
     for method in dict.fromkeys([*calls, *moved]):
         call = calls.get(method, CallConfig())
@@ -151,9 +103,7 @@ def _place_role(role: str, described: RolePlan, pools: Mapping[str, ResourcePool
             calls[method] = replace(call, layout=LayoutConfig(pp=generation.pp, tp=generation.tp))
         elif method not in calls:
             calls[method] = CallConfig(layout=LayoutConfig(pp=layout.pp, tp=layout.tp, cp=layout.cp, ep=layout.ep))
-    config = replace(config, calls=calls)
-    check_rules(CALL_RULES, GenerationSettings(role, config, described.shape.layout))
-    plan = lay_out(role, replace(described, config=config, pool=pools[role]), layout)
+    plan = lay_out(role, replace(described, config=replace(config, calls=calls), pool=pools[role]), layout)
     return replace(plan, calls={method: _plan_call(role, plan, method, pools) for method in calls})
 
 
@@ -191,7 +141,6 @@ def _generation_at_home(role: str, plan: RolePlan) -> GenerationLayout:
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from error
     check_layout(spec, generation.pp, generation.tp, f"{where}.generation", whole_experts=whole_experts)
-    check_rules(OVERLAP_RULES, GenerationSettings(role, plan.config, layout, generation))
     return generation
 
 

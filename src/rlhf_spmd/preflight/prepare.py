@@ -26,11 +26,10 @@ from rlhf_spmd.preflight.plan_roles import plan_run
 from rlhf_spmd.preflight.plan_stand_ins import usual_rows
 from rlhf_spmd.preflight.roles import describe_roles, rewarded_roles, with_templates
 from rlhf_spmd.preflight.step_graph import check_step, trace_step
-from rlhf_spmd.rewards.config import RewardConfig, named_rewards
-from rlhf_spmd.training.run_plan import RunPlan, StreamConfig
-from rlhf_spmd.training.train_config import ConfigSource, TrainConfig
+from rlhf_spmd.rewards.config import named_rewards
+from rlhf_spmd.training.run_plan import RunPlan
+from rlhf_spmd.training.train_config import ConfigSource
 from rlhf_spmd.workers import RoleConfig
-from rlhf_spmd.workers.role_plan import RolePlan
 
 UNKNOWN_STEPS = sys.maxsize  # of a run whose length is in epochs, until the data are known
 Stage = Callable[[RunPlan], RunPlan]
@@ -63,35 +62,29 @@ def describe_run(plan: RunPlan) -> RunPlan:
     check_ranks(plan.config.plan, plan.num_ranks)
     for role, model in plan.config.models.items():
         model.generation.check_device(f"models.{role}.generation")
-    config, epochs = with_known_length(plan.config)
-    streams, rewards, roles = describe(config, config.models)
-    environments = named_environments(config.environment, config.environments)
-    return replace(plan, config=config, epochs=epochs, streams=streams, rewards=rewards, roles=roles, environments=environments)
+    return describe(plan, plan.config.models)
 
 
-def with_known_length(config: TrainConfig) -> tuple[TrainConfig, float | None]:
-    """Return the configuration and ``data.epochs``. With epochs, ``run.steps`` is more than any run has until the data are known."""
-    return (config if config.epochs is None else with_steps(config, UNKNOWN_STEPS)), config.epochs
-
-
-def describe(
-    config: TrainConfig, models: Mapping[str, RoleConfig], weights: bool = True
-) -> tuple[dict[str, StreamConfig], dict[str, RewardConfig], dict[str, RolePlan]]:
-    """Return the streams of data, the rewards by role, and the roles of ``models`` before they are placed.
+def describe(plan: RunPlan, models: Mapping[str, RoleConfig], weights: bool = True) -> RunPlan:
+    """Return the plan with the roles of ``models`` before they are placed. While ``data.epochs`` says the length, ``run.steps`` is more
+    than any run has.
 
     ``weights``: see :func:`~rlhf_spmd.preflight.roles.describe_roles`. Raises ValueError.
     """
+    epochs = plan.config.epochs
+    config = plan.config if epochs is None else with_steps(plan.config, UNKNOWN_STEPS)
     algorithm: AlgorithmConfig = config.algorithm
     sections = {name: getattr(config, section.key) for name, section in algorithm.streams.items()}
     streams = {name: data for name, data in sections.items() if data is not None}
     algorithm.check_streams(streams, "algorithm")
     rewards = named_rewards(config.reward, config.rewards)
-    environments = named_environments(config.environment, config.environments).values()
-    environment_rewards = any(environment.gives_reward for environment in environments)
+    environments = named_environments(config.environment, config.environments)
+    environment_rewards = any(environment.gives_reward for environment in environments.values())
     is_rewarded = bool(rewards) or environment_rewards or "reward" in models
     classes = rewarded_roles(algorithm, streams, rewards, is_rewarded)
     roles = describe_roles(models, classes, algorithm.exported, rewards, environment_rewards, weights)
-    return streams, with_templates(roles, rewards, streams), roles
+    rewards = with_templates(roles, rewards, streams)
+    return replace(plan, config=config, epochs=epochs, streams=streams, rewards=rewards, roles=roles, environments=environments)
 
 
 def plan_automatically(plan: RunPlan) -> RunPlan:
@@ -100,7 +93,6 @@ def plan_automatically(plan: RunPlan) -> RunPlan:
         return plan
     plan = trace_step(decide_exactness(read_data(plan)))
     work = usual_rows(next(iter(plan.streams.values())), plan.config.sampling.n, plan.training)
-    assert plan.graph is not None, "the step is traced"
     step = step_facts(plan, plan.graph, model_device())
     best = plan_run(plan.config, plan.roles, step, work, plan.num_ranks, plan.ranks_per_host)
     config, algorithm = plan.source.read(planned=best)
@@ -111,7 +103,6 @@ def check_fit(plan: RunPlan) -> RunPlan:
     """Return the plan with its activation checkpointing and memory. Raises ValueError where it does not fit this rank."""
     if plan.launch is None:
         return plan
-    assert plan.graph is not None, "the step is traced"
     checkpointing, memory, *warnings = check_launch(plan, plan.graph, plan.launch)
     return replace(
         plan, checkpointing=checkpointing, memory=memory, warnings=(*plan.warnings, *(line for line in warnings if line))

@@ -147,63 +147,6 @@ REWARD_RULES: Rules = (
 )
 
 
-@dataclass(frozen=True)
-class ModelSettings:
-    """What the rules of a role with a model read. ``weights``: its weights are needed."""
-
-    role: str
-    worker: type[ModelWorker]
-    config: RoleConfig
-    spec: ModelSpec
-    weights: bool
-
-    @property
-    def models(self) -> dict[str, RoleConfig]:
-        return {self.role: self.config}
-
-    @property
-    def adapts(self) -> bool:
-        return self.config.lora.rank > 0
-
-    @property
-    def may_adapt(self) -> bool:
-        return self.worker.trained or (issubclass(self.worker, ReferenceWorker) and self.config.lora.path is not None)
-
-
-MODEL_RULES: Rules = (
-    Rule(
-        ("models.{s.role}.optim.head_lr",),
-        lambda s: s.config.optim.head_lr is not None and s.worker.head == "lm" and s.spec.tie_word_embeddings,
-        "the model's output matrix is its embedding (tie_word_embeddings)",
-        "leave it out",
-    ),
-    Rule(
-        ("models.{s.role}.random_init", "models.{s.role}.lora.rank"),
-        lambda s: s.adapts and s.weights and s.config.random_init,
-        "adapters train beside weights that are read again",
-        "leave the first out",
-    ),
-    Rule(
-        ("models.{s.role}.lora.rank",),
-        lambda s: s.adapts and not s.may_adapt,
-        "this role is not trained",
-        "leave it out, or give a reference the adapter of models.{s.role}.lora.path",
-    ),
-    Rule(
-        ("models.{s.role}.optim.name", "models.{s.role}.lora.rank"),
-        lambda s: s.adapts and s.config.optim.name == "muon",
-        "muon is for whole matrices, and with adapters none is trained",
-        "use adamw",
-    ),
-    Rule(
-        ("models.{s.role}.optim.head_lr", "models.{s.role}.lora.rank"),
-        lambda s: s.adapts and s.config.optim.head_lr is not None and s.worker.head == "lm",
-        "with adapters no head is trained",
-        "leave the first out",
-    ),
-)
-
-
 def describe_roles(
     models: Mapping[str, RoleConfig],
     classes: Mapping[str, RoleClass],
@@ -320,7 +263,6 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
         refuse_changes(config.optim, default.optim, f"{where}.optim", "this role is not trained")
     else:
         config = replace(config, optim=with_usual_rates(config.optim, worker.lr, worker.head_lr))
-    check_rules(MODEL_RULES, ModelSettings(role, worker, config, spec, weights))
     if config.router_replay != "disabled":
         check_replay(spec, issubclass(worker, ActorWorker), f"{where}.router_replay={config.router_replay}")
     check_balance(spec, config.router_aux_loss_coef, worker.trained, f"{where}.router_aux_loss_coef")

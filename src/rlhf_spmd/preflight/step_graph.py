@@ -78,7 +78,6 @@ def check_step(plan: RunPlan) -> RunPlan:
 
 
 def _calls(plan: RunPlan, kind: str) -> list[CallRecord]:
-    assert plan.graph is not None, "the step is traced"
     return [call for call in plan.graph.nodes if call.spec.kind == kind]
 
 
@@ -124,7 +123,6 @@ def _check_updates(plan: RunPlan) -> None:
 
 def _idle_updates(plan: RunPlan) -> Iterator[str]:
     """Yield warnings about updates that change nothing, and about updates whose metrics are lost."""
-    assert plan.graph is not None, "the step is traced"
     config, updates = plan.config, _calls(plan, "train")
     if not updates:
         yield f"{config.algorithm.name} makes no update: nothing is trained"
@@ -144,7 +142,6 @@ def _idle_updates(plan: RunPlan) -> Iterator[str]:
 
 def _idle_chunks(plan: RunPlan) -> Iterator[str]:
     """Yield a warning if ``placement.rollout_chunks`` does nothing."""
-    assert plan.graph is not None, "the step is traced"
 
     def ranks(call: CallRecord) -> set[int]:
         return set(plan.roles[call.role.name].placement_of(call.spec.name).pool.ranks)
@@ -160,7 +157,6 @@ def _idle_calls(plan: RunPlan) -> Iterator[str]:
     """Yield warnings about calls that have ranks or a layout of their own and are never made. A validation may make any call but
     updates.
     """
-    assert plan.graph is not None, "the step is traced"
     step_calls = {(call.role.name, call.spec.name) for call in plan.graph.nodes}
     for role, placed in plan.roles.items():
         for method in placed.calls:

@@ -11,8 +11,7 @@ Read in this order:
 - ``streams``: ``data`` of an algorithm's step: its streams of rows (``RowStream``, ``InFlightStream``)
 - ``validation``: ``data.validation``: validation rows, and calls on them
 - ``recorder``: metrics and samples, on rank 0
-- ``checkpoints``: what a checkpoint holds, written while the next step runs; going on from one
-- ``resume``: whether a checkpoint is of the same experiment
+- ``checkpoints``: what a checkpoint holds, written while the next step runs; whether a run may go on from one
 - ``exports``: Hugging Face directories with their cards
 
 ``notebook_source`` makes a notebook's functions importable for ranks.

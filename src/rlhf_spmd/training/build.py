@@ -14,7 +14,6 @@ from rlhf_spmd.controller.protocols import ProtocolRanks
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.loader import build_loader
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
-from rlhf_spmd.environments.config import named_environments
 from rlhf_spmd.kernels import wait
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.program import ProgramContext
@@ -62,7 +61,7 @@ def build_context(plan: RunPlan, controller: Controller, world: World) -> Worker
         rewards=plan.rewards,
         max_prompt_length=max((getattr(data, "max_prompt_length", 0) for data in plan.streams.values()), default=0),
         max_response_length=plan.sampling().max_response_length or 0,
-        environments=named_environments(config.environment, config.environments),
+        environments=plan.environments,
         encoding=config.data,
         tokenizer=plan.tokenizer,
         num_samples=config.run.log_samples,

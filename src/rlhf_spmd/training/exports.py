@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,12 @@ from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.encoding import read_template
-from rlhf_spmd.models.hub import NAME
 from rlhf_spmd.reshard import BackgroundTask
 from rlhf_spmd.telemetry import run_dir, run_lock
-from rlhf_spmd.telemetry.progress import LOWEST, reward_of
+from rlhf_spmd.telemetry.progress import LOWEST
 from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.train_config import TrainConfig
 from rlhf_spmd.workers import ModelWorker
-
-ROWS, COLUMNS = 6, 4  # of the table, at most
 
 LOAD = """from transformers import AutoTokenizer, {kind}
 
@@ -114,7 +110,7 @@ class Exports:
             exported.directory,
             out,
             max_shard_bytes,
-            card=model_card(self.run_dir, config, exported.directory, checkpoint.name, exported.worker.head, merged),
+            card=model_card(config, exported.directory, checkpoint.name, exported.worker.head, merged),
             merged=merged,
             tokenizer=self.plan.tokenizer,
             chat_template=read_template(getattr(config.data, "chat_template", None), "data.chat_template"),
@@ -123,57 +119,30 @@ class Exports:
         run_dir.atomic_write_text(out / run_dir.EXPORTED_FILE, checkpoint.name)
 
 
-def model_card(directory: Path, config: TrainConfig, base: Path, checkpoint: str, head: str, merged: bool) -> str:
+def model_card(config: TrainConfig, base: Path, checkpoint: str, head: str, merged: bool) -> str:
     """Return README.md as the Hub reads it.
 
-    ``directory``: the run's. ``base``: the model's, before training. ``checkpoint``: its name, step_N. ``head``: the role's.
+    ``base``: the model's, before training. ``checkpoint``: its name, step_N. ``head``: the role's.
     ``merged``: the export has the whole model, not only adapters.
     """
     kind = "AutoModelForSequenceClassification" if head == "value" else "AutoModelForCausalLM"
-    last = int(checkpoint.removeprefix("step_"))
-    rows = [row for row in run_dir.read_jsonl(directory / run_dir.METRICS_FILE) if row["step"] <= last]
     has_adapters = config.models[config.algorithm.exported].lora.rank
-    source, family = base_names(base)
+    name = hub_name(base)
+    source = name or str(base)
     beside = " Its low-rank adapters alone are in `adapter`, as PEFT loads them beside the model that they were trained on."
     return CARD.read_text(encoding="utf-8").format(
         base=source,
-        base_model=f"base_model: {family}\n" if family else "",
+        base_model=f"base_model: {name}\n" if name else "",
         algorithm=config.algorithm.name,
         name=config.run.name,
         checkpoint=checkpoint,
         adapters=beside if has_adapters and merged else "",
         load=(LOAD if merged else LOAD_ADAPTERS).format(kind=kind, base=source),
-        curves=curves(rows),
         config=to_yaml(config),
     )
 
 
-def base_names(base: Path) -> tuple[str, str | None]:
-    """Return how the model in the directory ``base`` is loaded, and the hub's model that it comes from, or None.
-
-    It is loaded by its hub name if it is in the client's cache, else by its path. The hub's model is known from the cache's
-    path, or from the directory's own card.
-    """
-    cached = next((part for part in base.parts if part.startswith("models--")), None)
-    if cached is not None and base.parent.name == "snapshots":
-        name = cached.removeprefix("models--").replace("--", "/", 1)
-        return name, name
-    card = base / "README.md"
-    head = card.read_text(encoding="utf-8", errors="replace").split("---\n", 2) if card.is_file() else []
-    match = re.search(r"^base_model: *(\S+) *$", head[1], flags=re.MULTILINE) if len(head) == 3 and not head[0] else None
-    return str(base), match[1] if match and NAME.fullmatch(match[1]) and not Path(match[1]).exists() else None
-
-
-def curves(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a short table of the most telling metrics, of validated steps if there are any. Pure."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    validation = [name for name in names if name.startswith("val/")]
-    shown = [*validation, reward_of(list(names)), *(name for name in names if name.endswith("/loss")), "response_length/mean"]
-    columns = [name for name in dict.fromkeys(shown) if name in names][:COLUMNS]
-    rows = [row for row in rows if any(name in row for name in validation or columns)]
-    picked = sorted({round(i * (len(rows) - 1) / (ROWS - 1)) for i in range(ROWS)}) if rows else []
-    lines = [["step", *columns], ["---:"] * (1 + len(columns))]
-    for row in map(rows.__getitem__, picked):
-        values = [row.get(name) for name in columns]
-        lines.append([str(row["step"]), *("" if value is None else f"{value:.4g}" for value in values)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def hub_name(directory: Path) -> str | None:
+    """Return the hub's name of a model in the client's cache; None for another directory."""
+    cached = next((part for part in directory.parts if part.startswith("models--")), None)
+    return cached.removeprefix("models--").replace("--", "/", 1) if cached and directory.parent.name == "snapshots" else None

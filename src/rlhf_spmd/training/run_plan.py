@@ -64,7 +64,7 @@ class RunPlan:
     tokenizer: PreTrainedTokenizerBase | None = None
     training: Mapping[str, TokenDataset] = field(default_factory=dict)
     validation: Mapping[str, TokenDataset] = field(default_factory=dict)
-    graph: Graph | None = None
+    graph: Graph = field(default_factory=Graph)
     exact_rollouts: bool = False
     checkpointing: str = "none"
     memory: str = ""
