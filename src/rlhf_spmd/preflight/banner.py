@@ -12,7 +12,6 @@ from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.kernels import capabilities, choose_ops, model_device
 from rlhf_spmd.parallel.launch import Launch, lone_store
-from rlhf_spmd.parallel.layout import GenerationLayout, Layout
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.shapes import shape_of
 from rlhf_spmd.rewards.config import reward_key
@@ -24,7 +23,7 @@ UNITS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 
 
 def describe(plan: RunPlan, world: World) -> str:
-    """Return what is trained on which ranks, the layouts, the memory, and warnings."""
+    """Return what is trained, where every role and call runs, the memory, and warnings."""
     config, device = plan.config, world.device
     trained = " and ".join(_with_size(role, placed) for role, placed in plan.roles.items() if placed.trained)
     rows = ", ".join(data.summary() for data in plan.training.values())
@@ -35,7 +34,7 @@ def describe(plan: RunPlan, world: World) -> str:
     lines = [
         f"{config.run.name}: {config.algorithm.name} trains {trained} on {rows}",
         f"{counted(world.size, 'rank')} on {device.type}{threads}, attention {attention}",
-        f"layout: {'; '.join(_layouts(plan.roles, world.size))}",
+        *_placements(plan.roles),
     ]
     if plan.memory:
         level = f", activation_checkpointing auto: {plan.checkpointing}" if plan.checkpointing != "none" else ""
@@ -44,21 +43,23 @@ def describe(plan: RunPlan, world: World) -> str:
 
 
 def dry_run_text(plan: RunPlan, launch: Launch) -> str:
-    """Return :func:`describe` and the place of every role and call, for a run that is not started."""
+    """Return :func:`describe` for a run that is not started."""
     world = World(launch, model_device(), lone_store(), 0.0)
-    lines = [describe(plan, world)]
-    if capabilities(world.device).batch_invariant:
-        lines.append(f"  matrix products of float32: precision {torch.get_float32_matmul_precision()}")
-    for role, placed in plan.roles.items():
-        line = f"  {role:<10} pool {placed.pool}, {placed.shape.layout}"
-        if (grid := placed.shape.generation) is not None:
+    products = f"\n  matrix products of float32: precision {torch.get_float32_matmul_precision()}"
+    return describe(plan, world) + products * capabilities(world.device).batch_invariant
+
+
+def _placements(roles: Mapping[str, RolePlan]) -> Iterator[str]:
+    """Yield a line for each role, and one for each of its methods that run elsewhere."""
+    for role, plan in roles.items():
+        line = f"{role:<10} pool {plan.pool}, {plan.shape.layout}"
+        if (grid := plan.shape.generation) is not None:
             copies = f"dp({grid.dp})" if grid.consecutive else f"micro_dp({grid.micro_dp}) * dp({grid.train.copies})"
             line += f", generation pp({grid.pp}) * tp({grid.tp}) * {copies}"
-        lines.append(line)
-        for method, call in placed.calls.items():
-            delta = ", delta" if placed.config.calls[method].delta else ""
-            lines.append(f"    {method} on pool {call.pool}, {call.shape.layout}{delta}")
-    return "\n".join(lines)
+        yield line
+        for method, call in plan.calls.items():
+            delta = ", delta" if plan.config.calls[method].delta else ""
+            yield f"  {method} on pool {call.pool}, {call.shape.layout}{delta}"
 
 
 def _with_size(role: str, plan: RolePlan) -> str:
@@ -69,31 +70,6 @@ def _with_size(role: str, plan: RolePlan) -> str:
     unit = next((unit for unit in ("T", "B", "M") if size >= UNITS[unit]), "k")
     adapters = f", of which adapters of rank {plan.config.lora.rank} learn" if plan.config.lora.rank and plan.trained else ""
     return f"{role} ({size / UNITS[unit]:.3g}{unit} parameters{adapters})"
-
-
-def _layouts(roles: Mapping[str, RolePlan], num_ranks: int) -> Iterator[str]:
-    """Yield a text for each layout and the roles that share it: its axes above 1, and its ranks unless it has all."""
-    roles_by_layout: dict[str, list[str]] = {}
-    for role, plan in roles.items():
-        if plan.spec is None:
-            continue
-        layout, generation = plan.shape.layout, plan.shape.generation
-        text = _axes(layout, layout.dp, layout.cp, layout.ep)
-        if generation is not None and (generation.pp, generation.tp, generation.whole_experts) != (layout.pp, layout.tp, False):
-            text += ", generation " + _axes(generation, generation.dp, ep=generation.tp if generation.whole_experts else 1)
-        if len(plan.pool.ranks) < num_ranks:
-            text += f" on ranks {str(plan.pool).partition('[')[2].rstrip(']')}"
-        roles_by_layout.setdefault(text, []).append(role)
-    for text, names in roles_by_layout.items():
-        yield f"{', '.join(names)} {text}"
-
-
-def _axes(split: Layout | GenerationLayout, dp: int, cp: int = 1, ep: int = 1) -> str:
-    axes = [f"{name}({n})" for name, n in (("pp", split.pp), ("tp", split.tp), ("dp", dp), ("cp", cp)) if n > 1]
-    experts = f" ep({ep})" if ep > 1 else ""
-    zero = f" zero({split.zero})" if isinstance(split, Layout) and split.zero else ""
-    size = f" zero_size({split.zero_size})" if isinstance(split, Layout) and split.zero_size else ""
-    return (" * ".join(axes) or "whole on one rank") + experts + zero + size
 
 
 def _attention(plan: RunPlan, device: torch.device) -> Iterator[str]:
