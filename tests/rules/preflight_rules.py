@@ -14,6 +14,7 @@ from rlhf_spmd.preflight.checks import ROLE_RULES, RoleInRun
 from rlhf_spmd.preflight.prepare import prepare
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.optim_config import OptimConfig
+from rlhf_spmd.workers.role_plan import CallPlan
 
 ACTOR, CALL = "models.actor.generation", "models.actor.calls.generate_sequences"
 
@@ -42,16 +43,16 @@ def other(algorithm: str, *overrides: str) -> Callable[[], Any]:
 SAMPLED = ("data.max_prompt_length=12", "data.max_response_length=12", "reward.function=tasks:even_share")
 
 
-def role(role: str, tied: bool = False, **settings: Any) -> Callable[[], Any]:
-    """A placed role of the small PPO task with these settings."""
+def role(role: str, tied: bool = False, calls: tuple[str, ...] = (), **settings: Any) -> Callable[[], Any]:
+    """A placed role of the small PPO task with these settings. ``calls``: those that run elsewhere."""
 
     def check() -> None:
         run = ppo()()
         plan = run.roles[role]
         spec = replace(plan.spec, tie_word_embeddings=tied)
-        check_rules(
-            ROLE_RULES, RoleInRun(config=run.config, role=role, plan=replace(plan, config=RoleConfig(**settings), spec=spec))
-        )
+        elsewhere = {method: CallPlan(plan.pool, plan.shape) for method in calls}
+        plan = replace(plan, config=RoleConfig(**settings), spec=spec, calls=elsewhere)
+        check_rules(ROLE_RULES, RoleInRun(config=run.config, role=role, plan=plan))
 
     return check
 
@@ -188,7 +189,7 @@ CASES = [
         "generation.ep=1; leave overlap out",
     ),
     (
-        ppo("models.actor.lora={rank: 8, bits: 4}", "models.actor.calls.compute_log_prob.layout.tp=1"),
+        role("actor", lora=LoraConfig(rank=8, bits=4), calls=("compute_log_prob",)),
         "models.actor.lora.bits=4: weights in few bits cannot be sent to other ranks, and models.actor.calls runs there; leave it out, "
         "or let the role's own ranks run all calls (placement.strategy=colocate)",
     ),

@@ -340,7 +340,7 @@ class _RoleMemory:
 
 
 def step_facts(ready: Any, graph: Graph, device: torch.device) -> StepFacts:
-    """Returns what is known of a step of a checked run (``ready``, a ``TrainJob``), whose calls are ``graph``.
+    """Returns what is known of a step of a checked run (``ready``, a ``RunPlan``), whose calls are ``graph``.
 
     Generated responses count with their longest length, given ones with their own.
     """
