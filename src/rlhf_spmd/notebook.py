@@ -27,9 +27,9 @@ from rlhf_spmd.telemetry.run_dir import atomic_write_text, create_run_dir, json_
 from rlhf_spmd.train import settings_of
 from rlhf_spmd.train import train as run_training
 from rlhf_spmd.training.notebook_source import importable_name, source_of
-from rlhf_spmd.training.run_config import RunConfig
+from rlhf_spmd.training.train_config import RunConfig
 
-GIVEN_DIR = "given"  # in the run's directory: files of what the configuration has as objects
+OBJECTS_DIR = "given"  # in the run's directory: files of what the configuration has as objects
 DATA_KEYS = ("path", "val_path")
 
 
@@ -49,15 +49,15 @@ def train(config: Mapping[str, Any]) -> Path:
     config = write_objects(config)
     set_up_cuda()
     choose_matmul()
-    job = prepare(config, (), 1, launch=Launch())
+    plan = prepare(config, (), 1, launch=Launch())
     try:
-        run_program(lambda: job, run_training, settings_of, saves_on_signal=True)
+        run_program(lambda: plan, run_training, settings_of, saves_on_signal=True)
     except SystemExit as ending:  # how a program of one rank ends, after a line about why
-        why = ending.__context__
-        if isinstance(why, SystemExit):  # of the user's code: the caller must not end well by it
-            raise RuntimeError(f"the run was left before its end by SystemExit: {why}") from None
-        raise why or ending from None
-    return Path(job.config.run.dir)
+        cause = ending.__context__
+        if isinstance(cause, SystemExit):  # of the user's code: the caller must not end well by it
+            raise RuntimeError(f"the run was left before its end by SystemExit: {cause}") from None
+        raise cause or ending from None
+    return Path(plan.config.run.dir)
 
 
 def write_objects(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -74,21 +74,21 @@ def write_objects(config: Mapping[str, Any]) -> Mapping[str, Any]:
             return value
         if is_data and (rows := rows_of(value, where)) is not None:
             lines = "".join(f"{json.dumps(json_value(row))}\n" for row in rows)
-            return given_file(config, re.sub(r"\W+", "_", where), lines, ".jsonl")
+            return object_file(config, re.sub(r"\W+", "_", where), lines, ".jsonl")
         if isinstance(value, Mapping):
-            inner = {key: f"{where}.{key}" if where else str(key) for key in value}
-            return {key: written(one, inner[key], is_data or key in DATA_KEYS, depth + 1) for key, one in value.items()}
+            keys = {key: f"{where}.{key}" if where else str(key) for key in value}
+            return {key: written(child, keys[key], is_data or key in DATA_KEYS, depth + 1) for key, child in value.items()}
         if isinstance(value, list | tuple):
-            return [written(one, f"{where}[{at}]", is_data, depth + 1) for at, one in enumerate(value)]
+            return [written(child, f"{where}[{number}]", is_data, depth + 1) for number, child in enumerate(value)]
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         if not callable(value) or (name := importable_name(value)) is not None:
             return name if callable(value) else value
         inner_name, text = source_of(value, where)
-        return f"{given_file(config, inner_name, text, '.py')}:{inner_name}"
+        return f"{object_file(config, inner_name, text, '.py')}:{inner_name}"
 
-    found: dict[str, Any] = written(config, "", False, 0)
-    return found
+    with_names: dict[str, Any] = written(config, "", False, 0)
+    return with_names
 
 
 def rows_of(value: Any, where: str) -> Iterator[Mapping[str, Any]] | None:
@@ -103,27 +103,21 @@ def rows_of(value: Any, where: str) -> Iterator[Mapping[str, Any]] | None:
     return iter(value)
 
 
-def given_file(config: Mapping[str, Any], name: str, text: str, suffix: str) -> str:
+def object_file(config: Mapping[str, Any], name: str, text: str, suffix: str) -> str:
     """Return the path of a file in the run's directory with this text; writes it unless it exists. Raises ValueError."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    path = create_run_dir(_run_dir(config) / GIVEN_DIR) / f"{name}-{digest}{suffix}"
+    path = create_run_dir(_run_dir(config) / OBJECTS_DIR) / f"{name}-{digest}{suffix}"
     if not path.exists():
         atomic_write_text(path, text)
     return str(path)
 
 
 def _run_dir(config: Mapping[str, Any]) -> Path:
-    """Raises ConfigError."""
-
-    def texts(value: Any) -> Any:  # all that the directory's name may refer to
-        if isinstance(value, Mapping):
-            return {key: texts(one) for key, one in value.items()}
-        return value if isinstance(value, str | int | float) else None
-
+    """Return ``run.dir``, which may refer to other keys of the section. Raises ConfigError."""
     run = config.get("run") or {}
-    usual = {"name": RunConfig.name, "dir": RunConfig.dir}
+    settings = {"name": RunConfig.name, "dir": RunConfig.dir, **(run if isinstance(run, Mapping) else {})}
+    texts = {key: value for key, value in settings.items() if isinstance(value, str | int | float)}
     try:
-        found = select(texts({**config, "run": {**usual, **run} if isinstance(run, Mapping) else usual}), "run.dir")
+        return Path(str(select({"run": texts}, "run.dir")))
     except OmegaConfBaseException as error:
         raise ConfigError(f"run.dir: {first_line(error)}") from error
-    return Path(str(found))

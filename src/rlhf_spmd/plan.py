@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -35,21 +35,22 @@ from rlhf_spmd.planner.problem import Choice, simulate
 from rlhf_spmd.planner.profile import ProfileTimes, read_profile, write_profile
 from rlhf_spmd.planner.search import SearchResult
 from rlhf_spmd.planner.shapes import Workload
-from rlhf_spmd.preflight import checks, plan_stand_ins
-from rlhf_spmd.preflight.checks import UNKNOWN_STEPS
+from rlhf_spmd.preflight import plan_stand_ins
+from rlhf_spmd.preflight.exactness import exact_rollouts
 from rlhf_spmd.preflight.memory_check import check_memory, decide_checkpointing, with_checkpointing
 from rlhf_spmd.preflight.memory_estimate import StepFacts, facts_of
 from rlhf_spmd.preflight.placing import place
 from rlhf_spmd.preflight.plan_profile import profile
 from rlhf_spmd.preflight.plan_roles import checked_plan, model_calls, placed_calls
-from rlhf_spmd.preflight.prepare import describe_run
-from rlhf_spmd.preflight.roles import RolePlan, generating
+from rlhf_spmd.preflight.prepare import UNKNOWN_STEPS, describe
+from rlhf_spmd.preflight.step_graph import trace
 from rlhf_spmd.process.command_line import read_command_line, refuse
 from rlhf_spmd.process.program import ProgramContext, run_program
 from rlhf_spmd.train import keys as train_keys
-from rlhf_spmd.training.job import TrainJob, trace
+from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.train_config import TrainConfig, read_config
 from rlhf_spmd.workers import ModelWorker, RoleConfig
+from rlhf_spmd.workers.role_plan import RolePlan, generating_roles
 
 
 @dataclass(frozen=True)
@@ -151,20 +152,20 @@ def read_run(path: str | None, overrides: Sequence[str], rules: Rules = PLAN_RUL
     ValueError or DataError, one line each."""
     config, module = read_config(path, overrides, more=SECTIONS)
     check_rules(rules, config)
-    config, _ = checks.check_duration(config)
-    sized = [role for role, model in config.models.items() if model.spec is not None]
+    sized = [role for role, model in config.models.items() if model.spec is not None]  # type: ignore[attr-defined]
     rewards = {role: replace(reward, model=None) if role in sized else reward for role, reward in config.rewards.items()}
     config = replace(config, rewards=rewards, reward=replace(config.reward, model=None) if "reward" in sized else config.reward)
+    run = RunPlan(config, module, tokenizer=cast(Any, plan_stand_ins.CharacterTokenizer()))
     with plan_stand_ins.directories(config.models) as models:
-        sections, rewards, described = describe_run(replace(config, models=models), models, weights=False)
-    training = {
-        name: plan_stand_ins.stand_in(section) for name, section in sections.items() if isinstance(section, DatasetConfig)
-    }
-    for role, plan in generating(described).items():
-        described[role] = replace(plan, config=without_exactness(plan.config))
-    graph = trace(TrainJob(config, module, described, rewards, plan_stand_ins.CharacterTokenizer(), training, {}))
-    work = config.workload.of(next(iter(sections.values())), config.sampling.n)
-    return PlanRequest(config, config.cluster, config.plan, model_calls(graph, described, work), work, graph, described)
+        run = describe(run, models, weights=False)
+    roles = dict(run.roles)
+    for role, plan in generating_roles(roles).items():
+        roles[role] = replace(plan, config=without_exactness(plan.config))
+    training = {name: plan_stand_ins.stand_in(data) for name, data in run.streams.items() if isinstance(data, DatasetConfig)}
+    graph = trace(replace(run, roles=roles, training=training, exact_rollouts=exact_rollouts(config, roles)))
+    planned: Any = run.config  # with the sections that a training run does not have
+    work = planned.workload.of(next(iter(run.streams.values())), config.sampling.n)
+    return PlanRequest(run.config, planned.cluster, planned.plan, model_calls(graph, roles, work), work, graph, roles)
 
 
 def without_exactness(config: RoleConfig) -> RoleConfig:

@@ -16,39 +16,33 @@ from typing import Any
 import torch
 
 from rlhf_spmd.config.keys import Key, list_keys
-from rlhf_spmd.config.registry import find, located
+from rlhf_spmd.config.registry import find
 from rlhf_spmd.kernels import processor_kind
+from rlhf_spmd.preflight.banner import describe, dry_run_text
 from rlhf_spmd.preflight.prepare import prepare
-from rlhf_spmd.preflight.roles import build_models
 from rlhf_spmd.process.command_line import read_command_line
 from rlhf_spmd.process.input_digests import run_digests
 from rlhf_spmd.process.program import ProgramContext, ProgramSettings, run_program
-from rlhf_spmd.training.banner import describe, describe_roles
-from rlhf_spmd.training.job import TrainJob, build_context, build_data, run_script
-from rlhf_spmd.training.run_config import run_dir_hint
-from rlhf_spmd.training.train_config import TrainConfig, read_config
-from rlhf_spmd.training.trainer import Trainer, start_controller
+from rlhf_spmd.training.build import build_context, build_data, build_models, run_script, start_controller, validate
+from rlhf_spmd.training.run_plan import RunPlan
+from rlhf_spmd.training.train_config import TrainConfig, read_config, run_dir_hint
+from rlhf_spmd.training.trainer import Trainer
 
 
-def train(context: ProgramContext[TrainJob]) -> None:
+def train(context: ProgramContext[RunPlan]) -> None:
     """Build the models, run all steps, export. Collective over the world: every rank of it must call."""
-    job, world = context.prepared, context.world
-    controller, algorithm = start_controller(context), job.config.algorithm
-    settings = build_context(job, controller, world)
-    mine = torch.tensor([int(settings.exact_rollouts), processor_kind(), -processor_kind()])  # hosts may differ
-    exact, least, most = world.all.all_reduce(mine, "exact_rollouts", "min").tolist()
-    models = build_models(job.plans, replace(settings, exact_rollouts=exact == 1 and least == -most))
-    data = build_data(job, controller)
+    plan, world = context.prepared, context.world
+    controller = start_controller(context)
+    settings = build_context(plan, controller, world)
+    processor = torch.tensor([int(plan.exact_rollouts), processor_kind(), -processor_kind()])  # hosts may differ
+    exact, smallest, minus_largest = world.all.all_reduce(processor, "exact_rollouts", "min").tolist()
+    settings = replace(settings, exact_rollouts=exact == 1 and smallest == -minus_largest)
+    models = build_models(plan.roles, settings)
+    data = build_data(plan, controller)
     trainer = Trainer(context, models, data)
-    if trainer.is_first:
-        print(describe(job, world), file=sys.stderr)
-
-    def validate(global_step: int) -> dict[str, float]:
-        with located("algorithm", algorithm.name, job.algorithm):
-            found: dict[str, float] = job.algorithm.validate(models, data, algorithm, global_step)
-        return found
-
-    trainer.run(partial(run_script, job, models, data), validate)
+    if world.rank == 0:
+        print(describe(plan, world), file=sys.stderr)
+    trainer.run(partial(run_script, plan, models, data), partial(validate, plan, models, data))
 
 
 def keys(overrides: Sequence[str] = (), default: str = "ppo", more: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Key]:
@@ -56,8 +50,8 @@ def keys(overrides: Sequence[str] = (), default: str = "ppo", more: Mapping[str,
 
     ``more``: see :func:`read_config`. Raises ValueError.
     """
-    given = [value.removeprefix("algorithm.name=") for value in overrides if value.startswith("algorithm.name=")]
-    algorithm = find("algorithm", "rlhf_spmd.algorithms", (given or [default])[-1], exports="step").Config
+    names = [value.removeprefix("algorithm.name=") for value in overrides if value.startswith("algorithm.name=")]
+    algorithm = find("algorithm", "rlhf_spmd.algorithms", (names or [default])[-1], exports="step").Config
     return list_keys(TrainConfig, {"algorithm": algorithm, **{s.key: s.config for s in algorithm.streams.values()}, **more})
 
 
@@ -73,15 +67,15 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
         settings_of,
         run_dir_hint(path, overrides),
         saves_on_signal=True,
-        dry_run=(lambda job: describe_roles(job, launch)) if command.dry_run else None,
+        dry_run=(lambda plan: dry_run_text(plan, launch)) if command.dry_run else None,
     )
 
 
-def settings_of(job: TrainJob) -> ProgramSettings:
-    """How the process boundary treats the run: its directory, its time limit, its threads, what all ranks must have alike."""
-    run, apart = job.config.run, 1 + job.config.placement.max_staleness
+def settings_of(plan: RunPlan) -> ProgramSettings:
+    """Return how the process boundary treats the run: its directory, its time limit, its threads, what all ranks must have alike."""
+    run, apart = plan.config.run, 1 + plan.config.placement.max_staleness
     return ProgramSettings(
-        Path(run.dir), run.timeout_s, run.threads, collective_timeout_factor=apart, must_match=run_digests(job)
+        Path(run.dir), run.timeout_s, run.threads, collective_timeout_factor=apart, must_match=run_digests(plan)
     )
 
 

@@ -135,11 +135,6 @@ DENSE = f"models.actor.path={tasks.task() / 'actor'}"
 @pytest.mark.parametrize(
     ("name", "more", "message"),
     [
-        (
-            "dr_grpo",
-            (REPLAY, "algorithm.rollout_correction.bypass_mode=true"),
-            "with bypass_mode no forward pass computes the old",
-        ),
         ("dr_grpo", (REPLAY, REUSED), "R2 takes the experts of a forward pass of its own"),
         ("grpo", ("models.reference.router_replay=R2",), "this role does not train on rows that it generates"),
         ("grpo", ("models.reference.router_aux_loss_coef=0.1",), "this role is not trained; leave it out"),

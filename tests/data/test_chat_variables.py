@@ -21,10 +21,10 @@ from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.inference.inference_program import read_config as read_served
 from rlhf_spmd.inference.llm import LLM
 from rlhf_spmd.parallel.launch import Launch
+from rlhf_spmd.preflight.banner import _warnings
 from rlhf_spmd.serve import ServeConfig
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
 from rlhf_spmd.train import prepare, read_config
-from rlhf_spmd.training.banner import _warnings
 
 # as reasoning models' templates: a default that the template sets itself, a loop's own names, transformers' tag
 THINKS = (

@@ -27,8 +27,8 @@ from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.preflight.banner import describe
 from rlhf_spmd.preflight.prepare import prepare
-from rlhf_spmd.training.banner import describe
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}{{ m.role[0] }}{{ m.content }}"

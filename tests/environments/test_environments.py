@@ -478,7 +478,7 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
     from rlhf_spmd.algorithms.values import clipped_value, gae_advantages
     from rlhf_spmd.controller import Controller
     from rlhf_spmd.data.batch import Batch, Ragged, encode_json, ragged
-    from rlhf_spmd.preflight.roles import build_models
+    from rlhf_spmd.training.build import build_models
     from rlhf_spmd.training.recorder import merge_values
     from rlhf_spmd.workers.config import BatchLimits, WorkerContext
 
@@ -494,7 +494,7 @@ def one_step(world: World, overrides: tuple[str, ...]) -> tuple[dict[str, Any], 
         environments={"environment": ready.config.environment} if ready.config.environment.cls else {},
         tokenizer=ready.tokenizer,
     )
-    models = build_models(ready.plans, build)
+    models = build_models(ready.roles, build)
     made, rows = requests()
     made = made[:16]
     fields = {"prompt_ids": ragged([r.prompt_ids for r in made], torch.int64), "row": encode_json(rows[r.row_id] for r in made)}

@@ -11,9 +11,9 @@ import tasks
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.preflight.roles import build_models
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.train import prepare
+from rlhf_spmd.training.build import build_models
 from rlhf_spmd.workers.config import BatchLimits, WorkerContext
 
 
@@ -24,7 +24,7 @@ def build(world: World, *overrides: str, checkpointing: str = "none", config: st
     controller = Controller(world.all)
     more = {"rewards": {"reward": RewardConfig()}, "tokenizer": ready.tokenizer, "checkpointing": checkpointing}
     settings = WorkerContext(controller, world, BatchLimits(), seed=0, **more)
-    return controller, build_models(ready.plans, settings)
+    return controller, build_models(ready.roles, settings)
 
 
 def batch_of(lengths: list[tuple[int, int]], group_size: int = 1) -> Batch:

@@ -229,7 +229,7 @@ def _train_without_files(world: World, config: str, overrides: Sequence[str]) ->
     from unittest.mock import patch
 
     from rlhf_spmd.checkpoint.save import Draft
-    from rlhf_spmd.training.checkpoint_writer import CheckpointWriter
+    from rlhf_spmd.training.checkpoints import CheckpointWriter
 
     drafts: list[Draft] = []
     with (
@@ -391,7 +391,7 @@ def read_run(run_dir: Path) -> Run:
 def _run_of(run_dir: Path, pieces: Iterable[_Piece], state: dict[str, Any]) -> Run:
     import torch
 
-    from rlhf_spmd.training.resume import ROWS_IN_FLIGHT
+    from rlhf_spmd.training.checkpoints import ROWS_IN_FLIGHT
 
     raw, samples = _lines(run_dir / "metrics.jsonl"), _lines(run_dir / "rollouts.jsonl")
     metrics = [{key: value for key, value in row.items() if not key.startswith(NOT_THE_SAME)} for row in raw]

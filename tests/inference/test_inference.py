@@ -13,7 +13,7 @@ from rlhf_spmd.inference.loaded_model import find_weights
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.telemetry.run_dir import newest_checkpoint
 from rlhf_spmd.telemetry.summary import artifact_lines
-from rlhf_spmd.training.run_config import RunConfig
+from rlhf_spmd.training.train_config import RunConfig
 
 
 def test_latest_stands_for_the_checkpoint_that_it_names(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ ALLOWED = {
     "parallel/world.py",  # chooses the backend for it
     "parallel/mesh.py",  # names it to torch
     "checkpoint/files.py",  # asserts where bytes lie
-    "training/banner.py",  # prints it
+    "preflight/banner.py",  # prints it
+    "training/recorder.py",  # notes it of a start
 }
 
 

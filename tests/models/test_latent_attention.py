@@ -20,7 +20,7 @@ from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.planner.costs import kv_bytes_per_token
 from rlhf_spmd.planner.shapes import call_settings, shape_of
-from rlhf_spmd.preflight.checks import exact_rollouts
+from rlhf_spmd.preflight.exactness import exact_rollouts
 from rlhf_spmd.preflight.prepare import prepare
 from rlhf_spmd.workers.flops import forward_flops
 from small_models import CONFIGS, make_model
@@ -96,6 +96,6 @@ def test_generated_log_probs_are_not_taken_for_training(tmp_path: Path) -> None:
     paths = [f"models.{role}.path={tmp_path / 'model'}" for role in ("actor", "reference")]
     config, settings = str(tasks.task() / "ppo.json"), tasks.settings(tmp_path / "run", 2, *paths)
     ready = prepare(config, settings, 1)
-    assert not exact_rollouts(ready.config, ready.plans)
-    with pytest.raises(ValueError, match=r"reuse_rollout_log_probs=true, but latent attention has other products"):
+    assert not exact_rollouts(ready.config, ready.roles)
+    with pytest.raises(ValueError, match=r"reuse_rollout_log_probs=true: latent attention has other products"):
         prepare(config, [*settings, "models.actor.generation.reuse_rollout_log_probs=true"], 1)

@@ -28,10 +28,10 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner.shapes import shape_of
-from rlhf_spmd.preflight.checks import exact_rollouts
+from rlhf_spmd.preflight.banner import _linear_attention
+from rlhf_spmd.preflight.exactness import exact_rollouts
 from rlhf_spmd.preflight.plan_roles import _may_capture
 from rlhf_spmd.train import prepare
-from rlhf_spmd.training.banner import _linear_attention
 from small_models import CONFIGS, make_batch, make_model
 
 SHAPE = DeltaShape(2, 6, 5, 4, 4)
@@ -204,9 +204,9 @@ def test_what_linear_attention_cannot_do(tmp_path: Path) -> None:
         return prepare(str(task / "ppo.json"), tasks.settings(tmp_path / "x", 1, *paths, *more), ranks)
 
     found = job()
-    assert not exact_rollouts(found.config, found.plans)
+    assert not exact_rollouts(found.config, found.roles)
     assert _linear_attention(found, torch.device("cpu")) == ", linear attention torch"
-    assert _may_capture(found.plans["actor"])  # decode steps on a GPU
+    assert _may_capture(found.roles["actor"])  # decode steps on a GPU
     generation = "models.actor.generation"
     for more, words in (
         (f"{generation}.reuse_rollout_log_probs=true", "linear attention .* one token by other sums than many; leave it out"),

@@ -22,7 +22,7 @@ from rlhf_spmd import kernels
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.kernels import build, choose_ops, dispatch
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.preflight.checks import exact_rollouts
+from rlhf_spmd.preflight.exactness import exact_rollouts
 from rlhf_spmd.train import prepare
 from small_models import CONFIGS, make_model
 from tiers import tiers
@@ -93,14 +93,12 @@ def test_where_torch_computes_nothing_is_said_to_be_exact(tmp_path: Path) -> Non
     config = str(tasks.task() / "ppo.json")
     settings = tasks.settings(tmp_path, 1, "models.actor.attention=torch", "run.threads=2")
     ready = prepare(config, settings, 1)
-    assert not exact_rollouts(ready.config, ready.plans)
-    with pytest.raises(
-        ValueError, match=r"reuse_rollout_log_probs=true, but with run.threads=2 torch's products are not exact"
-    ):
+    assert not exact_rollouts(ready.config, ready.roles)
+    with pytest.raises(ValueError, match=r"reuse_rollout_log_probs=true: with run.threads=2 torch's products are not exact"):
         prepare(config, [*settings, "models.actor.generation.reuse_rollout_log_probs=true"], 1)
     if choose_ops(torch.float32, CPU, "torch").is_batch_invariant(torch.float32):
         ready = prepare(config, [*settings, "run.threads=1", "models.actor.generation.reuse_rollout_log_probs=true"], 1)
-        assert exact_rollouts(ready.config, ready.plans)
+        assert exact_rollouts(ready.config, ready.roles)
     with mock.patch.object(dispatch, "_load", return_value=None):  # as without a compiler, auto is torch
         assert not choose_ops(torch.float32, CPU).is_batch_invariant(torch.float32, 2)
     with pytest.raises(ValueError, match=r"run.threads=0: must be at least 1"):
@@ -126,7 +124,7 @@ def computes_log_probs(run_dir: Path) -> bool:
 @needs_kernels
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("rlhf_spmd.preflight.checks.exact_rollouts", False), ("rlhf_spmd.train.processor_kind", 12345)],
+    [("rlhf_spmd.preflight.exactness.exact_rollouts", False), ("rlhf_spmd.train.processor_kind", 12345)],
     ids=["inexact products", "other vectors"],
 )
 def test_unlike_hosts_take_no_log_probs_from_each_other(tmp_path: Path, name: str, value: object) -> None:

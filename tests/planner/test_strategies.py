@@ -17,8 +17,8 @@ from outside.renamed import NAMES
 from rlhf_spmd.controller import Graph
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.preflight import placing
-from rlhf_spmd.train import TrainJob, prepare
-from rlhf_spmd.training.job import trace
+from rlhf_spmd.preflight.step_graph import trace
+from rlhf_spmd.train import RunPlan, prepare
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 12, 24, 63, 1000)
 HOST = 8
@@ -26,7 +26,7 @@ Pools = dict[str, tuple[int, ...]]
 
 
 @cache
-def ready(name: str, *more: str) -> TrainJob:
+def ready(name: str, *more: str) -> RunPlan:
     """A run of 4 ranks; the strategies get its roles, and its step."""
     case = CASES[name]
     return prepare(str(CONFIGS / f"{case.config}.yaml"), tasks.settings(Path("unused"), 3, *case.overrides(), *more), 1)
@@ -37,7 +37,7 @@ def graph(name: str, *more: str) -> Graph:
     return trace(ready(name, *more))
 
 
-def ppo(*overrides: str, size: int = 1) -> TrainJob:
+def ppo(*overrides: str, size: int = 1) -> RunPlan:
     """The task of ``tasks``."""
     return prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 3, *overrides), size)
 
@@ -45,7 +45,7 @@ def ppo(*overrides: str, size: int = 1) -> TrainJob:
 def place(name: str, strategy: str, size: int, ratios: dict[str, float] | None = None, *more: str) -> Pools:
     """Role, or ``role.method`` that runs elsewhere, -> ranks."""
     config = PlacementConfig(strategy, ratios=ratios or {})
-    plans = placing.place(ready(name, *more).plans, config, size, min(size, HOST), lambda: graph(name, *more))
+    plans = placing.place(ready(name, *more).roles, config, size, min(size, HOST), lambda: graph(name, *more))
     pools = {role: plan.pool.ranks for role, plan in plans.items()}
     return pools | {f"{role}.{method}": call.pool.ranks for role, plan in plans.items() for method, call in plan.calls.items()}
 
@@ -133,7 +133,7 @@ def test_ratios_are_rounded_to_whole_layouts() -> None:
     tp = tuple(f"models.actor.{key}.tp=2" for key in ("layout", "generation"))
     prepared = ppo(*tp, size=2)
     config = PlacementConfig("separate", ratios={"actor.generate_sequences": 0.4})
-    plans = placing.place(prepared.plans, config, 16, 16, lambda: trace(prepared))
+    plans = placing.place(prepared.roles, config, 16, 16, lambda: trace(prepared))
     call = plans["actor"].calls["generate_sequences"]
     assert len(call.pool.ranks) == 6 and plans["actor"].generation is call.shape.generation and call.shape.layout.tp == 2
 
@@ -147,7 +147,7 @@ def test_no_role_is_known_by_name() -> None:
     jobs = prepare(str(path), overrides, 1), ppo("models.reference.path=null")
     for strategy, size in product(PROMISES, (3, 5, 8, 64)):
         placed = [
-            placing.place(job.plans, PlacementConfig(strategy), size, min(size, HOST), partial(trace, job)) for job in jobs
+            placing.place(job.roles, PlacementConfig(strategy), size, min(size, HOST), partial(trace, job)) for job in jobs
         ]
         for role, other in NAMES.items():
             renamed, usual = placed[0][other], placed[1][role]
@@ -160,7 +160,7 @@ def test_the_followers_of_the_policy_are_those_of_its_weights() -> None:
     """A reference of the actor's own weights is on its side, one of another model is not."""
     for more, role in ((("models.reference.path=null",), "actor"), ((), "critic")):
         job = ppo(*more)
-        plans = placing.place(job.plans, PlacementConfig("split"), 8, 8, partial(trace, job))
+        plans = placing.place(job.roles, PlacementConfig("split"), 8, 8, partial(trace, job))
         assert plans["reference"].pool == plans[role].pool
 
 
@@ -187,7 +187,7 @@ def test_a_trace_has_what_a_step_does_and_takes_no_rows() -> None:
 
 
 def test_a_strategy_of_ones_own() -> None:
-    plans = ppo("placement.strategy=outside.last_ranks", size=4).plans
+    plans = ppo("placement.strategy=outside.last_ranks", size=4).roles
     assert plans["actor"].pool.ranks == (2, 3) and len(plans["reference"].pool.ranks) == 4
 
 
@@ -211,7 +211,7 @@ def test_settings_of_a_call_that_the_strategy_moves(strategy: str) -> None:
     generate = "models.actor.calls.generate_sequences"
     overrides = ((), (f"{generate}.layout.tp=2", f"{generate}.delta=true"))
     moved, sliced = (
-        ppo(f"placement.strategy={strategy}", *more, size=4).plans["actor"].calls["generate_sequences"] for more in overrides
+        ppo(f"placement.strategy={strategy}", *more, size=4).roles["actor"].calls["generate_sequences"] for more in overrides
     )
     assert sliced.pool == moved.pool and (moved.shape.layout.tp, sliced.shape.layout.tp) == (1, 2)
     with pytest.raises(ValueError, match=r"generation.pp=1 and tp=2, and .*calls.generate_sequences.layout, both say"):
@@ -221,8 +221,8 @@ def test_settings_of_a_call_that_the_strategy_moves(strategy: str) -> None:
 def test_hosts_that_prompts_do_not_divide_by() -> None:
     """Whole hosts where they go round, else parts of them."""
     prepared = ppo("placement.strategy=separate", size=4)  # 8 prompts
-    plans = placing.place(ready("ppo").plans, PlacementConfig("separate"), 6, 3, lambda: graph("ppo"))
-    assert len(prepared.plans["actor"].calls["generate_sequences"].pool.ranks) == 2
+    plans = placing.place(ready("ppo").roles, PlacementConfig("separate"), 6, 3, lambda: graph("ppo"))
+    assert len(prepared.roles["actor"].calls["generate_sequences"].pool.ranks) == 2
     assert len(plans["actor"].calls["generate_sequences"].pool.ranks) == 2
 
 

@@ -11,42 +11,31 @@ import torch
 import tasks
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
+from rlhf_spmd.preflight.banner import describe, dry_run_text
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.train import TrainJob, prepare
-from rlhf_spmd.training.banner import describe, describe_roles
+from rlhf_spmd.train import RunPlan, prepare
 
 POOLS = ["placement.pools={policy: [0, 1], value: [2, 3]}", "models.actor.pool=policy", "models.critic.pool=value"]
 
 
-def prepared(run_dir: Path, size: int, *more: str) -> tuple[TrainJob, World]:
+def prepared(run_dir: Path, size: int, *more: str) -> tuple[RunPlan, World]:
     launch = Launch(size=size, local_size=size)
     ready = prepare(str(tasks.task() / "ppo.json"), tasks.settings(run_dir, 2, *more), size, launch=launch)
     return ready, World(launch, torch.device("cpu"), torch.distributed.HashStore(), 1.0)
 
 
-@pytest.mark.parametrize(
-    ("size", "settings", "layout"),
-    [
-        (1, [], "actor, critic, reference whole on one rank"),
-        (4, ["models.actor.layout.tp=2", "models.actor.generation.tp=1", "models.critic.layout={zero: 1, zero_size: 4}"],
-         "actor tp(2) * dp(2), generation dp(4); critic dp(4) zero(1); reference dp(4)"),
-        (4, [*POOLS, "models.actor.layout.pp=2", "models.reference.layout={zero: 3, zero_size: 2}"],
-         "actor pp(2), generation dp(2) on ranks 0 to 1; critic dp(2) on ranks 2 to 3; reference dp(4) zero(3) zero_size(2)"),
-    ],
-)  # fmt: skip
-def test_a_run_begins_with_how_it_is_split(tmp_path: Path, size: int, settings: list[str], layout: str) -> None:
-    ready, world = prepared(tmp_path, size, *settings)
-    trained, ranks, split, fits = describe(ready, world).splitlines()
+def test_a_run_begins_with_how_it_is_split(tmp_path: Path) -> None:
+    ready, world = prepared(tmp_path, 4, *POOLS, "models.actor.layout.tp=2", "models.actor.calls.compute_log_prob.pool=value")
+    text = describe(ready, world)
+    trained, ranks, *roles, fits = text.splitlines()
     assert trained.startswith("run: ppo trains actor (") and trained.endswith(" on " + ready.training["prompts"].summary())
-    assert ranks.startswith(f"  {size} rank") and split == f"  layout: {layout}" and fits.startswith("  memory: at most ")
-
-
-def test_a_dry_run_has_the_table_of_roles_as_well(tmp_path: Path) -> None:
-    ready, world = prepared(tmp_path, 4, *POOLS)
-    text = describe_roles(ready, world.launch)
-    assert text.startswith(describe(ready, world) + "\n")
-    assert {line.split()[0] for line in text.splitlines()[5:]} == {"actor", "critic", "reference", "reward", "compute"}
-    assert "  critic     pool value [2 to 3], pp(1) * tp(1) * dp(2)" in text.splitlines()
+    assert ranks.startswith("  4 ranks") and fits.startswith("  memory: at most ")
+    assert [line.split()[0] for line in roles] == ["actor", "compute_log_prob", "critic", "reference", "reward", "compute"]
+    assert (
+        roles[0] == "  actor      pool policy [0 to 1], pp(1) * tp(2) * dp(1), generation pp(1) * tp(1) * micro_dp(2) * dp(1)"
+    )
+    assert roles[2] == "  critic     pool value [2 to 3], pp(1) * tp(1) * dp(2)"
+    assert dry_run_text(ready, world.launch).startswith(text + "\n")
 
 
 @pytest.mark.parametrize(

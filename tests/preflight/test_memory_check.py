@@ -21,15 +21,16 @@ from rlhf_spmd.kernels.devices import container_bytes, total_bytes
 from rlhf_spmd.models.activations import run, run_again, run_part_again
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.preflight import memory_check
+from rlhf_spmd.preflight.banner import describe
 from rlhf_spmd.preflight.memory_check import check_memory, decide_checkpointing, with_checkpointing
 from rlhf_spmd.preflight.memory_estimate import StepFacts, measure, step_facts
 from rlhf_spmd.preflight.prepare import prepare
+from rlhf_spmd.preflight.step_graph import trace
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.process.program import ProgramContext
 from rlhf_spmd.telemetry.run_dir import create_run_dir
 from rlhf_spmd.train import train
-from rlhf_spmd.training.banner import describe
-from rlhf_spmd.training.job import TrainJob, trace
+from rlhf_spmd.training.run_plan import RunPlan
 from role_workers import build
 
 SMALL = str(tasks.task() / "ppo.json")
@@ -96,7 +97,7 @@ class Fit:
     needed: float
     remedy: str = ""
 
-    def checked(self, root: Path, *more: str) -> tuple[TrainJob, StepFacts]:
+    def checked(self, root: Path, *more: str) -> tuple[RunPlan, StepFacts]:
         settings = overrides(root, self.algorithm, self.model, *self.more, *more)
         ready = prepare(None, settings, self.gpus, local_size=min(self.gpus, 8))
         return ready, step_facts(ready, trace(ready), torch.device("cuda"))
@@ -126,7 +127,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judged(case: Fit, root: Path, *more: str) -> tuple[Any, StepFacts]:
     """Plans with ``auto`` decided, as the program has them."""
     ready, facts = case.checked(root, *more)
-    return with_checkpointing(ready.plans, decide_checkpointing(ready.plans, facts, case.memory)), facts
+    return with_checkpointing(ready.roles, decide_checkpointing(ready.roles, facts, case.memory)), facts
 
 
 @pytest.mark.parametrize("case", FITS, ids=lambda case: f"{case.algorithm}-{case.model}-{case.gpus}")
@@ -334,13 +335,13 @@ def test_ranks_of_a_role_recompute_alike() -> None:
 def test_auto_takes_the_first_that_fits(root: Path) -> None:
     case = FITS[0]
     ready, facts = case.checked(root)
-    peaks = [float(measure(with_checkpointing(ready.plans, mode), facts).peaks.max()) for mode in ("none", "selective", "full")]
+    peaks = [float(measure(with_checkpointing(ready.roles, mode), facts).peaks.max()) for mode in ("none", "selective", "full")]
     assert peaks[0] > peaks[1] > peaks[2]
     for peak, mode in zip(peaks, ("none", "selective", "full"), strict=True):
-        assert decide_checkpointing(ready.plans, facts, peak + 1) == mode
-    assert decide_checkpointing(ready.plans, facts, peaks[2] / 2) == "full"
+        assert decide_checkpointing(ready.roles, facts, peak + 1) == mode
+    assert decide_checkpointing(ready.roles, facts, peaks[2] / 2) == "full"
     fixed, facts = case.checked(root, "models.actor.activation_checkpointing=none")
-    assert with_checkpointing(fixed.plans, "full")["actor"].config.activation_checkpointing == "none"
+    assert with_checkpointing(fixed.roles, "full")["actor"].config.activation_checkpointing == "none"
 
 
 def small_run(world: World, run_dir: str, room: float) -> str:
@@ -358,7 +359,7 @@ def small_run(world: World, run_dir: str, room: float) -> str:
 def test_a_run_that_recomputes_for_want_of_memory_gives_the_same_bits(tmp_path: Path) -> None:
     ready = prepare(SMALL, tasks.settings(tmp_path, 2), 2)
     facts = step_facts(ready, trace(ready), torch.device("cpu"))
-    none, full = (float(measure(with_checkpointing(ready.plans, mode), facts).peaks.max()) for mode in ("none", "full"))
+    none, full = (float(measure(with_checkpointing(ready.roles, mode), facts).peaks.max()) for mode in ("none", "full"))
     assert full < none
     enough = run_ranks(2, small_run, str(tmp_path / "enough"), none + 1)
     assert "activation_checkpointing" not in enough[0]

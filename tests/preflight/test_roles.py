@@ -135,7 +135,7 @@ RATES = [  # role, algorithm, override, its learning rate and that of its head (
 def test_learning_rates_by_role(tmp_path: Path, role: str, name: str, override: str, lr: float, head_lr: float | None) -> None:
     """verl's of actors and critics; TRL's of new heads; what a user gives counts for the head too."""
     overrides = settings(tmp_path, 4, *CASES[name].overrides(), f"models.{role}.optim.{override}")
-    optim = prepare(CASES[name].file, overrides, 1).plans[role].config.optim
+    optim = prepare(CASES[name].file, overrides, 1).roles[role].config.optim
     assert (optim.lr, optim.head_lr) == (lr, head_lr)
 
 
@@ -175,7 +175,7 @@ def test_sft_learns_the_same_on_every_layout(tmp_path: Path) -> None:
 
 
 def test_the_learning_rate_of_sft(tmp_path: Path) -> None:
-    optim = prepare(None, [*sft_rows(tmp_path, tmp_path / "run"), "run.test_freq=0"], 1, "sft").plans["actor"].config.optim
+    optim = prepare(None, [*sft_rows(tmp_path, tmp_path / "run"), "run.test_freq=0"], 1, "sft").roles["actor"].config.optim
     assert (optim.lr, optim.head_lr) == (1e-5, None)
 
 

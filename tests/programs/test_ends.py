@@ -72,7 +72,7 @@ def test_training_knows_all_ends_of_each_model_that_generates(model: Path, tmp_p
     overrides = [f"reward.judge.{key}" for key in judged]
     overrides += [f"models.actor.path={model}", f"models.reward.path={judge}", f"data.path={rows}", "sampling.n=2"]
     task = other_task({"name": "dr_grpo", "ppo_mini_batch_size": 4}, "actor")
-    plans = prepare(task, settings(tmp_path / "run", 1, *overrides), 1).plans
+    plans = prepare(task, settings(tmp_path / "run", 1, *overrides), 1).roles
     specs = [plans[role].spec for role in ("actor", "reward")]
     assert [spec.eos_token_ids for spec in specs if spec is not None] == [ENDS, (1, 7)]
 

@@ -25,7 +25,7 @@ from rlhf_spmd.planner.plan_file import PlanFile
 from rlhf_spmd.planner.plan_summary import measured_seconds, read_trace
 from rlhf_spmd.planner.profile import LayerTimes, Profile, ProfileTimes, read_profile, sizes_of, write_profile
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
-from rlhf_spmd.preflight import checks
+from rlhf_spmd.preflight.checks import check_batches
 from rlhf_spmd.preflight.memory_check import check_memory
 from rlhf_spmd.preflight.plan_roles import placed_roles
 from rlhf_spmd.train import prepare
@@ -207,7 +207,7 @@ def test_plans_are_those_that_training_accepts(tmp_path: Path, algorithm: str) -
     run = plan.read_run(str(CONFIGS / f"quickstart_{algorithm}.yaml"), settings)
     machine, _ = run.target
     plans = placed_roles(run.described, plan.plan(run).file, lambda: run.graph, 0)
-    checks.check_batches(run.config, plans)
+    check_batches(run.config, plans)
     assert check_memory(plans, run.step(), machine.memory, machine.local_size) is None
 
 

@@ -160,10 +160,9 @@ def test_scores_are_the_verdicts_numbers_in_any_layout(tmp_path: Path) -> None:
         ("reward.judge.template=nowhere.txt", r"template='nowhere.txt' is neither a text with \{response\} nor"),
         ("reward.judge.range=[1.0]", r"^reward\.judge\.range=\[1\.0\] must be \[lowest, highest\]"),
         ("reward.judge.max_response_length=64", r"^reward\.judge\.max_response_length=64 leaves no room in the 64 tokens"),
-        ("models.reward.path=null", r"^reward\.judge needs a model that generates: give reward\.model or models\.reward\.path"),
         ("models.reward.path=VALUE", "lm_head"),
         ("models.reward.generation.tp=2", r"^models\.reward\.generation\.tp=2: a judge generates in models\.reward\.layout"),
-        ("models.reward.generation.reuse_rollout_log_probs=true", r"\.reuse_rollout_log_probs=True: a judge generates in"),
+        ("models.reward.generation.reuse_rollout_log_probs=true", r"\.reuse_rollout_log_probs=true: a judge generates in"),
         ("data.path=TASK", r"^reward\.judge\.template has \{answer\}, and row 0 has none"),
     ],
 )

@@ -23,7 +23,7 @@ from rlhf_spmd.telemetry import trackers
 from rlhf_spmd.telemetry.run_dir import read_jsonl
 from rlhf_spmd.telemetry.trackers import LoggerConfig
 from rlhf_spmd.training.recorder import Recorder
-from rlhf_spmd.training.run_config import RunConfig
+from rlhf_spmd.training.train_config import RunConfig
 
 
 @pytest.fixture(autouse=True)

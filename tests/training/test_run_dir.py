@@ -20,8 +20,8 @@ from rlhf_spmd.checkpoint.directory import read_manifest
 from rlhf_spmd.checkpoint.manifest import DTYPES, CheckpointError
 from rlhf_spmd.preflight import disk
 from rlhf_spmd.train import main, prepare
-from rlhf_spmd.training.resume import check_state
-from rlhf_spmd.training.run_config import run_dir_hint
+from rlhf_spmd.training.checkpoints import check_state
+from rlhf_spmd.training.train_config import run_dir_hint
 from tasks import train_alone as train
 
 EVERY = ("run.save_freq=1", "run.keep_checkpoints=3")
@@ -131,7 +131,7 @@ def test_what_a_checkpoint_takes_is_known_before(tmp_path: Path) -> None:
     more = "models.actor.lora.rank=2", "models.critic.optim.name=muon", "models.critic.dtype=bfloat16"
     train(tmp_path, 1, *more)
     manifest = read_manifest(tmp_path / "checkpoints" / "step_1")
-    plans = plans_of(tmp_path, *more).plans
+    plans = plans_of(tmp_path, *more).roles
     for role in ("actor", "critic"):
         pieces = [piece for key in manifest.lines if key[0] == role for piece in manifest.pieces_in(key)]
         written = sum(math.prod(piece.size) * DTYPES[piece.dtype].itemsize for piece in pieces)
@@ -142,8 +142,8 @@ def test_a_run_that_cannot_save_is_refused_and_one_that_may_fill_the_disk_is_tol
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready = plans_of(tmp_path / "run", "run.export=true")
-    size = sum(disk.saved_bytes(ready.plans[role], torch.device("cpu")) for role in ("actor", "critic"))
-    export = disk.exported_bytes(ready.plans["actor"], torch.device("cpu"))
+    size = sum(disk.saved_bytes(ready.roles[role], torch.device("cpu")) for role in ("actor", "critic"))
+    export = disk.exported_bytes(ready.roles["actor"], torch.device("cpu"))
 
     def check(free: int) -> str | None:
         monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))

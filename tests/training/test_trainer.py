@@ -29,7 +29,7 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.exit import classify
 from rlhf_spmd.rewards.results import RewardError
 from rlhf_spmd.train import main, prepare
-from rlhf_spmd.training import trainer as session
+from rlhf_spmd.training import recorder
 from rlhf_spmd.training.recorder import merge_values
 from rlhf_spmd.workers import RewardWorker
 from rlhf_spmd.workers.flops import forward_flops
@@ -129,11 +129,9 @@ def test_a_run_that_went_on_is_exported_as_it_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.critic_warmup=2", "run.steps=2 is too few: models.actor would never be trained"),
         ("algorithm.ppo_micro_batch_size_per_gpu=4", "size_per_gpu=4 does nothing without algorithm.use_dynamic_bsz=false"),
-        (f"reward.model={tasks.task() / 'actor'} models.reward.path={tasks.task() / 'critic'}", "name different models"),
         ("run.max_shard_size=much", "run.max_shard_size='much' is no size; give one such as 5GB or 200MB"),
-        ("run.keep_best=val/loss", "run.keep_best=val/loss is a metric of validation, and run.test_freq is 0; set it"),
+        ("run.keep_best=val/loss", "run.keep_best=val/loss does nothing without run.test_freq; leave it out"),
         ("run.export_freq=-1", "run.export_freq=-1: must be at least 0"),
         ("models.actor.optim.name=lion", "models.actor.optim.name='lion' is not known; allowed: adamw, adamw_8bit, muon"),
         ("sampling.allowed_token_ids=[0]", "leave no token to draw"),
@@ -170,7 +168,7 @@ def flops_of(row: dict[str, Any]) -> float:
 def test_utilisation_counts_the_calls_that_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those that only the trace made, as of a step whose update is skipped; and those that it did not foresee. While only the
     critic learns nothing of the actor's update is reported."""
-    monkeypatch.setattr(session, "matmul_rate", lambda device, dtype, local_size: PEAK)
+    monkeypatch.setattr(recorder, "matmul_rate", lambda device, dtype, local_size: PEAK)
     spec = {role: read_spec(tasks.task() / role) for role in ("actor", "critic")}
 
     def passes(row: dict[str, Any], role: str, batches: float = 1) -> float:
@@ -210,7 +208,7 @@ def test_utilisation_counts_the_calls_that_were_made(tmp_path: Path, monkeypatch
         assert flops_of(row) == pytest.approx((4 if learns else 1) * passes(row, "actor"), rel=1e-6)
 
     # what a rank measures that has to wait for its core
-    monkeypatch.setattr(session, "matmul_rate", lambda device, dtype, local_size: 1.0)
+    monkeypatch.setattr(recorder, "matmul_rate", lambda device, dtype, local_size: 1.0)
     train(tmp_path / "slow", 1)
     assert [row["perf/mfu"] for row in metrics_of(tmp_path / "slow")] == [1.0], "no step uses more than all of the device"
 
@@ -274,7 +272,7 @@ def test_paths_of_models_may_begin_with_the_home_directory(monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(tasks.task()))
     paths = [f"models.{role}.path=~/{role}" for role in ("actor", "critic", "reference")]
     ready = prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, *paths), 1)
-    assert [ready.plans[role].config.path for role in ("actor", "critic")] == [
+    assert [ready.roles[role].config.path for role in ("actor", "critic")] == [
         str(tasks.task() / role) for role in ("actor", "critic")
     ]
 
@@ -285,8 +283,7 @@ VALIDATION = ["val_prompts.path=@", "reward.function=gsm8k", "run.test_freq=1"]
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["run.test_freq=2"], r"^run\.test_freq=2 needs data\.val_path or val_prompts\.path$"),
-        (["val_prompts.path=@", "reward.function=gsm8k"], r"^val_prompts\.path is given, but run\.test_freq=0 never validates"),
+        (["run.test_freq=2"], r"^run\.test_freq=2: .* give data\.val_path or val_prompts\.path, or"),
         (["val_prompts.path=@", "val_prompts.shuffle=false"], r"^unknown key 'val_prompts\.shuffle'"),
         (["val_prompts.max_prompt_length=9"], r"^val_prompts\.path must be given"),
         (
@@ -442,7 +439,7 @@ def test_a_step_that_does_nothing_is_told(tmp_path: Path, monkeypatch: pytest.Mo
 
     for result, message in (
         (None, "step returned None; it must return the list of the calls"),
-        ([1, 2], r"step returned \[1, 2\], whose entry 0 is of type int; it must return the list of the calls that it reports"),
+        ([1, 2], r"step returned \[1, 2\]; it must return the list of the calls that it reports"),
         (Reference(None), r"step returned one call; return \[it\]"),
         ([], "made no call in step 1"),
     ):

@@ -14,7 +14,7 @@ from rlhf_spmd.kernels.batch_invariant_gpu import BatchInvariantGpuOps
 from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.preflight.checks import exact_rollouts
+from rlhf_spmd.preflight.exactness import exact_rollouts
 from rlhf_spmd.train import prepare
 from rlhf_spmd.workers import train_engine
 from small_models import CONFIGS
@@ -67,15 +67,15 @@ def test_a_run_takes_the_generators_log_probs(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_what_is_not_exact_is_refused(tmp_path: Path, ranks: int, change: str, why: str) -> None:
-    with pytest.raises(ValueError, match=rf"generation\.reuse_rollout_log_probs=true, but on GPUs .*{why}; leave it out"):
+    with pytest.raises(ValueError, match=rf"generation\.reuse_rollout_log_probs=true: on GPUs .*{why}; leave it out"):
         prepare(config_of("actor"), tasks.settings(tmp_path, 1, EXACT, change), ranks)
 
 
 def test_it_is_a_choice_that_experts_do_not_have(tmp_path: Path) -> None:
     ready = prepare(config_of("actor"), tasks.settings(tmp_path, 1), 1)
-    assert not exact_rollouts(ready.config, ready.plans)
+    assert not exact_rollouts(ready.config, ready.roles)
     ready = prepare(config_of("actor"), tasks.settings(tmp_path, 1, EXACT), 1)
-    assert exact_rollouts(ready.config, ready.plans)
-    mixed = replace(ready.plans["actor"], spec=spec_from_config(CONFIGS["qwen3-moe"], "test"))
-    with pytest.raises(ValueError, match="true, but on GPUs the products of a mixture of experts depend on the batch"):
-        exact_rollouts(ready.config, {**ready.plans, "actor": mixed})
+    assert exact_rollouts(ready.config, ready.roles)
+    mixed = replace(ready.roles["actor"], spec=spec_from_config(CONFIGS["qwen3-moe"], "test"))
+    with pytest.raises(ValueError, match="true: on GPUs the products of a mixture of experts depend on the batch"):
+        exact_rollouts(ready.config, {**ready.roles, "actor": mixed})

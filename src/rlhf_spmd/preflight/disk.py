@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,30 +14,29 @@ from rlhf_spmd.kernels import model_device
 from rlhf_spmd.models.lora import is_trained
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.planner.machine import GIB
-from rlhf_spmd.preflight.roles import RolePlan
+from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.workers import ModelWorker
 from rlhf_spmd.workers.optim_config import accumulation_dtype
+from rlhf_spmd.workers.role_plan import RolePlan
 
 
-def check_disk(ready: Any) -> str | None:
-    """Returns a warning, one line, if the disk of ``run.dir`` has room for a checkpoint but not for all that the run keeps;
-    else None.
+def check_disk(plan: RunPlan) -> str | None:
+    """Return a warning, one line, if the disk of ``run.dir`` has room for a checkpoint but not for all that the run keeps; else None.
 
-    ``ready``: the checked run (``TrainJob``). A checkpoint is written before the oldest one is deleted. Raises CheckpointError
-    if there is no room for one, unless all steps are done.
+    A checkpoint is written before the oldest one is deleted. Raises CheckpointError if there is no room for one, unless all steps
+    are done.
     """
-    run, algorithm = ready.config.run, ready.config.algorithm
-    there = committed(Path(run.dir))
-    if there and there[0].step >= run.steps:
+    run, steps = plan.config.run, plan.num_steps
+    present = committed(Path(run.dir))
+    if present and present[0].step >= steps:
         return None
-    saved = {role: plan for role, plan in ready.plans.items() if plan.trained or role in algorithm.moved}
-    size = sum(saved_bytes(plan, model_device()) for plan in saved.values())
-    exports = run.export + bool(run.keep_best) + (run.steps // run.export_freq if run.export_freq else 0)
-    saves = 1 + sum(run.steps // every for every in (run.save_freq, run.export_freq) if every)
-    kept = size * max((saves if run.keep_checkpoints is None else run.keep_checkpoints + 1) - len(there), 1)
-    kept += exports * exported_bytes(ready.plans[algorithm.exported], model_device())
-    wanted = checkpoints_of(Path(run.dir)).absolute()
-    mounted = next(path for path in (wanted, *wanted.parents) if path.exists())
+    size = sum(saved_bytes(role, model_device()) for role in plan.changing_roles.values())
+    exports = run.export + bool(run.keep_best) + (steps // run.export_freq if run.export_freq else 0)
+    saves = 1 + sum(steps // freq for freq in (run.save_freq, run.export_freq) if freq)
+    kept = size * max((saves if run.keep_checkpoints is None else run.keep_checkpoints + 1) - len(present), 1)
+    kept += exports * exported_bytes(plan.exported, model_device())
+    directory = checkpoints_of(Path(run.dir)).absolute()
+    mounted = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(mounted).free
     where = f"run.dir={run.dir}: {{}} {{}}, as estimated, and {mounted} has {_words(free)} free"
     if free < size:
@@ -49,7 +47,7 @@ def check_disk(ready: Any) -> str | None:
 
 
 def saved_bytes(plan: RolePlan, device: torch.device) -> int:
-    """Bytes of a role in a checkpoint: its weights, or its adapters and head, and the optimizer's states."""
+    """Return the bytes of a role in a checkpoint: its weights, or its adapters and head, and the optimizer's states."""
     if plan.spec is None:
         return 0
     config, lora, head = plan.config, plan.config.lora, _head(plan)
@@ -70,7 +68,7 @@ def saved_bytes(plan: RolePlan, device: torch.device) -> int:
 
 
 def exported_bytes(plan: RolePlan, device: torch.device) -> int:
-    """Bytes of a role's weights in an export."""
+    """Return the bytes of a role's weights in an export."""
     if plan.spec is None:
         return 0
     shards = plan_params(plan.spec, _head(plan), 0, 1, 0, 1).values()

@@ -23,7 +23,8 @@ from rlhf_spmd.planner.memory import ERROR
 from rlhf_spmd.preflight.disk import check_disk
 from rlhf_spmd.preflight.memory_estimate import CHECKPOINT_COPY, MemoryReport, StepFacts, measure, step_facts
 from rlhf_spmd.preflight.placing import lay_out
-from rlhf_spmd.preflight.roles import RolePlan
+from rlhf_spmd.training.run_plan import RunPlan
+from rlhf_spmd.workers.role_plan import RolePlan
 
 Plans = Mapping[str, RolePlan]
 BACKGROUND_SAVE = "run.background_save"
@@ -31,20 +32,20 @@ DeviceBytes = Sequence[float] | float  # memory of each rank's device, or one nu
 Remedy = dict[tuple[str | None, str], Any]  # settings that save memory: (role, or None: of the algorithm; key) -> value
 
 
-def check_launch(job: Any, graph: Graph, launch: Launch) -> tuple[str, str, str | None, str | None]:
+def check_launch(run: RunPlan, graph: Graph, launch: Launch) -> tuple[str, str, str | None, str | None]:
     """Check a run (``job``, a ``TrainJob``) on this rank's device, and on rank 0 also the disk.
 
     Return what :func:`decide_checkpointing` chooses, what the fullest rank needs, in words, and the warnings of
     :func:`check_memory` and :func:`check_disk`. Raises ValueError, also if the rank has no device, and CheckpointError.
     """
-    facts = step_facts(job, graph, choose_device(launch))
+    facts = step_facts(run, graph, choose_device(launch))
     device_bytes = total_bytes(facts.device, launch.local_size)
-    level = decide_checkpointing(job.plans, facts, device_bytes, launch.rank)
-    plans = with_checkpointing(job.plans, level)
+    level = decide_checkpointing(run.roles, facts, device_bytes, launch.rank)
+    plans = with_checkpointing(run.roles, level)
     needs = f"memory: at most {_gib(measure(plans, facts).peaks.max())} GiB of {_gib(device_bytes)} on a rank, as estimated"
     # before the disk: a smaller model may fit there, too
     warning = check_memory(plans, facts, device_bytes, launch.local_size, launch.rank, host_bytes())
-    return level, needs, warning, check_disk(job) if launch.rank == 0 else None
+    return level, needs, warning, check_disk(run) if launch.rank == 0 else None
 
 
 def with_checkpointing(plans: Plans, level: str) -> dict[str, RolePlan]:

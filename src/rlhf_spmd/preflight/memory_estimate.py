@@ -26,9 +26,10 @@ from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.memory import RoleSettings
 from rlhf_spmd.planner.shapes import Workload, adapter_numel, call_settings, quantized_numel, shape_of
-from rlhf_spmd.preflight.roles import RolePlan
+from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.workers import JudgeWorker, ModelWorker
 from rlhf_spmd.workers.config import BatchLimits
+from rlhf_spmd.workers.role_plan import RolePlan
 
 # host memory of a rank on a GPU: libraries of CUDA, nccl and gloo; an estimate, measured on no machine
 BESIDE_GPU = 2 * GIB
@@ -347,21 +348,21 @@ class _RoleMemory:
         return self._inside(place, parts | rank.infer(work)) if kind == "infer" else {}
 
 
-def step_facts(job: Any, graph: Graph, device: torch.device) -> StepFacts:
-    """Return what is known of a step of a checked run (``job``, a ``TrainJob``), whose calls are ``graph``.
+def step_facts(run: RunPlan, graph: Graph, device: torch.device) -> StepFacts:
+    """Return what is known of a step of a checked run ``run``, whose calls are ``graph``.
 
     Generated responses count with their longest length, those of a file with their own.
     """
-    config = job.config
-    prompts = [section.max_prompt_length for section in job.sections if isinstance(section, PromptsConfig)]
+    config = run.config
+    prompts = [section.max_prompt_length for section in run.streams.values() if isinstance(section, PromptsConfig)]
     prompt = float(max(prompts, default=0))
-    responses: tuple[float, ...] = (float(job.sampling().max_response_length or 0),)
-    lengths = [data.lengths.double() for data in job.training.values() if not isinstance(data, PromptDataset)]
+    responses: tuple[float, ...] = (float(run.sampling().max_response_length or 0),)
+    lengths = [data.lengths.double() for data in run.training.values() if not isinstance(data, PromptDataset)]
     longest = max((float(rows.max()) for rows in lengths), default=0.0)
     mean = max((float(rows.mean()) for rows in lengths), default=0.0)
     if longest > prompt + responses[0]:
         prompt, responses = 0.0, (2 * mean - longest, longest)  # quantiles whose mean is that of the rows
-    return facts_of(config, graph, prompt, responses, device, job.plans)
+    return facts_of(config, graph, prompt, responses, device, run.roles)
 
 
 def facts_of(

@@ -27,12 +27,12 @@ from rlhf_spmd.planner.planning import CallTimes, ModelCall, PlanResult, best_pl
 from rlhf_spmd.planner.problem import RankRange
 from rlhf_spmd.planner.profile import ProfileTimes, read_profile
 from rlhf_spmd.planner.shapes import Workload, shape_of
-from rlhf_spmd.preflight import checks
+from rlhf_spmd.preflight.checks import check_batches
 from rlhf_spmd.preflight.memory_estimate import StepFacts, measure, role_settings
 from rlhf_spmd.preflight.placing import place
-from rlhf_spmd.preflight.roles import RolePlan
 from rlhf_spmd.workers import ModelWorker
 from rlhf_spmd.workers.config import BatchLimits
+from rlhf_spmd.workers.role_plan import RolePlan
 
 KINDS = ("generate", "infer", "train")
 ATTEMPTS = 8  # searches, each with as much less memory as the last plan took too much
@@ -107,7 +107,7 @@ def placed_calls(calls: Sequence[ModelCall], plans: Mapping[str, RolePlan]) -> d
     """Return ranks, layouts and settings of ``calls`` of placed roles. Raises ValueError if a pool's ranks are not consecutive."""
     placed = {}
     for call in calls:
-        config, place_of_call = plans[call.role].config, plans[call.role].at(call.method)
+        config, place_of_call = plans[call.role].config, plans[call.role].placement_of(call.method)
         pool, layout = place_of_call.pool, place_of_call.shape.layout
         generates, trains = call.kind == "generate", call.kind == "train"
         if pool.ranks != tuple(range(pool.ranks[0], pool.ranks[-1] + 1)):
@@ -178,7 +178,7 @@ def checked_plan(
         if proved and not planned.search.optimal:
             raise ValueError("no plan was proved to be the best in time; search by `rlhf-spmd plan` and give plan=FILE")
         plans = placed_roles(described, planned.file, lambda: step.graph, ahead)
-        checks.check_batches(config, plans)
+        check_batches(config, plans)
         budget = next(iter(planned.file.algorithm.values()), step.limits.max_tokens)
         report = measure(plans, replace(step, limits=replace(step.limits, max_tokens=budget)))
         over = max(float(report.peaks[kind]) - limit for kind, limit in report.memory_of_kinds(machine.memory).items())

@@ -1,41 +1,54 @@
-"""The Hugging Face directories that a run writes, and which of its steps is the best one."""
+"""The Hugging Face directories that a run writes, their model cards, and which of its steps is the best one."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from rlhf_spmd.checkpoint.directory import COMMIT, step_directory
 from rlhf_spmd.checkpoint.export import export_hugging_face
+from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.config.schema import nearest
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.encoding import read_template
-from rlhf_spmd.preflight.roles import model_directory
+from rlhf_spmd.reshard import BackgroundTask
 from rlhf_spmd.telemetry import run_dir, run_lock
 from rlhf_spmd.telemetry.progress import LOWEST
-from rlhf_spmd.training.model_card import model_card
+from rlhf_spmd.training.run_plan import RunPlan
+from rlhf_spmd.training.train_config import TrainConfig
+from rlhf_spmd.workers import ModelWorker
+
+LOAD = """from transformers import AutoTokenizer, {kind}
+
+model = {kind}.from_pretrained(".", dtype="auto")  # the directory of this file"""
+LOAD_ADAPTERS = """from peft import PeftModel
+from transformers import AutoTokenizer, {kind}
+
+model = {kind}.from_pretrained("{base}", dtype="auto")
+model = PeftModel.from_pretrained(model, "adapter")  # beside this file"""
+CARD = Path(__file__).with_name("model_card.md")
 
 
 class Exports:
-    """``prepared``: has ``config`` and ``plans``. ``best``: metric, step and value of ``run.keep_best`` so far."""
+    """``best``: metric, step and value of ``run.keep_best`` so far."""
 
-    def __init__(self, prepared: Any, controller: Controller) -> None:
-        self.prepared, self.controller, self.run = prepared, controller, prepared.config.run
+    def __init__(self, plan: RunPlan, controller: Controller) -> None:
+        self.plan, self.controller = plan, controller
+        self.run = plan.config.run
         self.run_dir = Path(self.run.dir)
         self.best: dict[str, Any] | None = None
 
     def restore(self, best: dict[str, Any] | None) -> None:
         """Go on with a checkpoint's best step if it is of the same metric and still exists."""
-        same = best is not None and best["metric"] == self.run.keep_best
-        self.best = best if best and same and (step_directory(self.run_dir, best["step"]) / COMMIT).is_file() else None
+        self.best = None
+        if best is not None and best["metric"] == self.run.keep_best:
+            self.best = best if (step_directory(self.run_dir, best["step"]) / COMMIT).is_file() else None
 
-    def is_best(self, global_step: int, found: Mapping[str, float]) -> bool:
+    def is_best(self, global_step: int, metrics: Mapping[str, float]) -> bool:
         """Return True, and remember the step, if no earlier validation gave a better ``run.keep_best``. Step 0 has no checkpoint.
 
         Raises ValueError where validation gives no such metric.
@@ -43,10 +56,10 @@ class Exports:
         name = self.run.keep_best
         if name is None:
             return False
-        if name not in found:
-            hint = nearest(name, list(found)) or ";"
-            raise ValueError(f"run.keep_best={name}: validation has no such metric{hint} it gives {', '.join(sorted(found))}")
-        value, sign = found[name], -1 if LOWEST.fullmatch(name) else 1
+        if name not in metrics:
+            hint = nearest(name, list(metrics)) or ";"
+            raise ValueError(f"run.keep_best={name}: validation has no such metric{hint} it gives {', '.join(sorted(metrics))}")
+        value, sign = metrics[name], -1 if LOWEST.fullmatch(name) else 1
         if not global_step or not math.isfinite(value) or (self.best and sign * value <= sign * self.best["value"]):
             return False
         self.best = {"metric": name, "step": global_step, "value": value}
@@ -72,36 +85,64 @@ class Exports:
     def _write(self, checkpoint: Path, out: Path) -> None:
         """Export on rank 0. The others poll, since the time limit of a collective would not let them wait that long."""
 
-        def export() -> None:
-            from transformers.utils.hub import convert_file_size_to_int
-
-            prove = partial(run_lock.check_still_held, self.run_dir)
-            prove()
-            config, plans = self.prepared.config, self.prepared.plans
-            role = config.algorithm.exported
-            source, size = model_directory(plans, role), convert_file_size_to_int(self.run.max_shard_size)
-            whole = not plans[role].config.lora.rank or self.run.export_merged
-            card = model_card(self.run_dir, config, source, checkpoint.name, plans[role].worker.head, whole)
-            template = read_template(getattr(config.data, "chat_template", None), "data.chat_template")
-            learnt = {"tokenizer": self.prepared.tokenizer, "chat_template": template, "prove": prove}
-            export_hugging_face(checkpoint, role, source, out, size, card=card, merged=whole, **learnt)
-            run_dir.atomic_write_text(out / run_dir.EXPORTED_FILE, checkpoint.name)
-
-        written: Future[None] | None = Future() if self.controller.rank == 0 else None
-
-        def note(its: Future[None]) -> None:
-            try:
-                export()
-                its.set_result(None)
-            except BaseException as error:  # raised below
-                its.set_exception(error)
-
         with self.controller.timeline.span("export", category="io"):
-            if written is not None:  # as a daemon, which a run that is ended does not wait for
-                Thread(target=note, args=(written,), daemon=True).start()
+            # in a daemon, which a run that is ended does not wait for
+            task = BackgroundTask(partial(self._export, checkpoint, out), "export") if self.controller.rank == 0 else None
             pause_s = 0.01
-            while self.controller.any_rank(written is not None and not written.done()):
+            while self.controller.any_rank(task is not None and task.is_alive()):
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1.0)
-        if written is not None:
-            written.result()
+        if task is not None:
+            task.wait()
+
+    def _export(self, checkpoint: Path, out: Path) -> None:
+        from transformers.utils.hub import convert_file_size_to_int
+
+        prove = partial(run_lock.check_still_held, self.run_dir)
+        prove()
+        config, exported = self.plan.config, self.plan.exported
+        max_shard_bytes = convert_file_size_to_int(self.run.max_shard_size)
+        merged = not exported.config.lora.rank or self.run.export_merged
+        assert issubclass(exported.worker, ModelWorker), "the exported role has a model"
+        export_hugging_face(
+            checkpoint,
+            config.algorithm.exported,
+            exported.directory,
+            out,
+            max_shard_bytes,
+            card=model_card(config, exported.directory, checkpoint.name, exported.worker.head, merged),
+            merged=merged,
+            tokenizer=self.plan.tokenizer,
+            chat_template=read_template(getattr(config.data, "chat_template", None), "data.chat_template"),
+            prove=prove,
+        )
+        run_dir.atomic_write_text(out / run_dir.EXPORTED_FILE, checkpoint.name)
+
+
+def model_card(config: TrainConfig, base: Path, checkpoint: str, head: str, merged: bool) -> str:
+    """Return README.md as the Hub reads it.
+
+    ``base``: the model's, before training. ``checkpoint``: its name, step_N. ``head``: the role's.
+    ``merged``: the export has the whole model, not only adapters.
+    """
+    kind = "AutoModelForSequenceClassification" if head == "value" else "AutoModelForCausalLM"
+    has_adapters = config.models[config.algorithm.exported].lora.rank
+    name = hub_name(base)
+    source = name or str(base)
+    beside = " Its low-rank adapters alone are in `adapter`, as PEFT loads them beside the model that they were trained on."
+    return CARD.read_text(encoding="utf-8").format(
+        base=source,
+        base_model=f"base_model: {name}\n" if name else "",
+        algorithm=config.algorithm.name,
+        name=config.run.name,
+        checkpoint=checkpoint,
+        adapters=beside if has_adapters and merged else "",
+        load=(LOAD if merged else LOAD_ADAPTERS).format(kind=kind, base=source),
+        config=to_yaml(config),
+    )
+
+
+def hub_name(directory: Path) -> str | None:
+    """Return the hub's name of a model in the client's cache; None for another directory."""
+    cached = next((part for part in directory.parts if part.startswith("models--")), None)
+    return cached.removeprefix("models--").replace("--", "/", 1) if cached and directory.parent.name == "snapshots" else None

@@ -75,11 +75,11 @@ class _Source:
         if not functions:
             of_class = ": a class is found by its methods" if isinstance(value, type) else ""
             raise self.refusal(f"the source of {name} is not there{of_class}", name)
-        outer = sorted({free for one in functions for free in one.__code__.co_freevars} - {"__class__"})
+        outer = sorted({free for function in functions for free in function.__code__.co_freevars} - {"__class__"})
         if outer:
             raise self.refusal(f"{name} uses {outer[0]} of the function around it, which its source does not have", name)
         flag = __future__.annotations.compiler_flag
-        self.postpones = self.postpones or any(one.__code__.co_flags & flag for one in functions)
+        self.postpones = self.postpones or any(function.__code__.co_flags & flag for function in functions)
         self.names[name] = value
         scope = functions[0].__globals__
         for used in sorted(_global_names(ANNOTATIONS * self.postpones + text)):
@@ -126,8 +126,8 @@ def _functions(value: Any) -> list[FunctionType] | None:
     """Return a function without its decorators, or the functions of a class's body; None for anything else."""
     value = inspect.unwrap(value) if callable(value) else value
     if isinstance(value, type):
-        inner = (getattr(one, "__func__", one) for one in vars(value).values())
-        return [one for one in inner if isinstance(one, FunctionType) and one.__module__ == value.__module__]
+        members = (getattr(member, "__func__", member) for member in vars(value).values())
+        return [member for member in members if isinstance(member, FunctionType) and member.__module__ == value.__module__]
     return [value] if isinstance(value, FunctionType) else None
 
 
@@ -138,11 +138,11 @@ def _definition(name: str, functions: list[FunctionType]) -> tuple[str, list[Fun
     for file in dict.fromkeys(function.__code__.co_filename for function in functions):
         lines = linecache.getlines(file)
         for node in _definitions("".join(lines)):
-            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             span = range(first, (node.end_lineno or first) + 1)
-            its = [one for one in functions if one.__code__.co_filename == file and one.__code__.co_firstlineno in span]
-            if node.name == name and its:
-                return textwrap.dedent("".join(lines[first - 1 : span.stop - 1])).rstrip() + "\n", its
+            inside = [f for f in functions if f.__code__.co_filename == file and f.__code__.co_firstlineno in span]
+            if node.name == name and inside:
+                return textwrap.dedent("".join(lines[first - 1 : span.stop - 1])).rstrip() + "\n", inside
     return "", []
 
 
@@ -171,7 +171,7 @@ def _global_names(text: str) -> set[str]:
 
 def _submodules(name: str, module: ModuleType, text: str) -> list[str]:
     """Return ``xml.etree`` if the text uses ``xml.etree...``: importing ``xml`` alone need not import it."""
-    found: list[str] = []
+    imported: list[str] = []
     for node in ast.walk(ast.parse(text)):
         path: list[str] = []
         while isinstance(node, ast.Attribute):
@@ -179,8 +179,8 @@ def _submodules(name: str, module: ModuleType, text: str) -> list[str]:
             node = node.value
         if isinstance(node, ast.Name) and node.id == name:
             dotted = [".".join([module.__name__, *path[:length]]) for length in range(1, len(path) + 1)]
-            found += [one for one in dotted if one in sys.modules]
-    return list(dict.fromkeys(found))
+            imported += [module_name for module_name in dotted if module_name in sys.modules]
+    return list(dict.fromkeys(imported))
 
 
 def _is_plain(value: Any) -> bool:

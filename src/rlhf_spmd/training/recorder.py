@@ -2,45 +2,94 @@
 
 from __future__ import annotations
 
+import platform
+import shlex
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from rlhf_spmd.controller import CallStats, ordered_values
 from rlhf_spmd.data.batch import Batch, Ragged
+from rlhf_spmd.kernels import capabilities
+from rlhf_spmd.parallel.world import World
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.progress import Progress
 from rlhf_spmd.telemetry.run_dir import METRICS_FILE, ROLLOUTS_FILE, STARTS_FILE, VALIDATION_FILE, JsonlLog, read_jsonl
 from rlhf_spmd.telemetry.signals import Signals
 from rlhf_spmd.telemetry.trackers import TrackerProcesses
+from rlhf_spmd.training.run_plan import RunPlan
+from rlhf_spmd.training.train_config import TrainConfig
 from rlhf_spmd.training.validation import mean_extras
+from rlhf_spmd.workers.flops import forward_flops, matmul_rate, rated_flops
 
 
-class MadeStep(NamedTuple):
-    """A step that this rank has made; other ranks may still be at it.
+class PendingStep(NamedTuple):
+    """A step that this rank has ended; other ranks may still be at it.
 
-    ``rows``: the data's rows. ``calls``: all calls that it made; ``num_reported`` of them report values. ``told``: metrics of its data.
-    ``preempted``: waits for all ranks.
+    - rows: the data's rows
+    - calls: all calls that it made; ``num_reported`` of them report values
+    - step_metrics: metrics of its data
+    - is_preempted: waits for all ranks
     """
 
     global_step: int
     rows: Sequence[Batch]
     calls: Sequence[CallStats]
     num_reported: int
-    told: dict[str, float]
-    preempted: Callable[[], bool]
+    step_metrics: dict[str, float]
+    is_preempted: Callable[[], bool]
+
+
+class Utilisation:
+    """How much of all devices' arithmetic a step's calls used: by their data sheet if it is known, and as measured."""
+
+    def __init__(self, plan: RunPlan, world: World) -> None:
+        self.plan, self.num_ranks = plan, world.size
+        dtype = plan.exported.config.torch_dtype(world.device)
+        self.peak_flops = matmul_rate(world.device, dtype, world.launch.local_size)  # of one rank
+        self.rated_flops = rated_flops(world.device, dtype)
+        if world.rank == 0 and capabilities(world.device).streams and self.rated_flops is None:
+            rate = f"{self.peak_flops / 1e12:.0f} TFLOP/s measured here"
+            print(f"perf/mfu is of {rate}: no figure of this device's data sheet is known", file=sys.stderr)
+
+    def metrics(self, calls: Sequence[CallStats], num_rows: int, num_tokens: float, seconds: float) -> dict[str, float]:
+        """Return ``perf/mfu``, and ``perf/mfu_measured`` where both are known.
+
+        An update counts three forward passes in each epoch: one forward, and a backward of two. Half of the backward are the weights'
+        gradients, which a role with adapters does not compute. With rows in flight, the tokens of the rows that a step trains on
+        stand for the tokens that it generated.
+        """
+        config, mean = self.plan.config, num_tokens / num_rows
+        flops = 0.0
+        for role, kind, rows, epochs in calls:
+            plan = self.plan.roles[role]
+            if plan.spec is not None and kind in ("generate", "infer", "train"):
+                passes = (2.0 if plan.config.lora.rank else 3.0) * epochs if kind == "train" else 1.0
+                if kind == "generate" and config.prompts_in_flight:
+                    rows = min(rows, config.data.train_batch_size * config.sampling.n)
+                flops += forward_flops(plan.spec, rows * mean, mean) * passes
+        rate = flops / seconds / self.num_ranks
+        self.peak_flops = max(self.peak_flops, rate)
+        measured = rate / self.peak_flops
+        if self.rated_flops is None:
+            return {"perf/mfu": measured}
+        return {"perf/mfu": rate / self.rated_flops, "perf/mfu_measured": measured}
 
 
 def merge_reports(
-    step: MadeStep, reports: Sequence[Any], utilisation: Callable[[Sequence[CallStats], int, float, float], dict[str, float]]
+    step: PendingStep, reports: Sequence[Any], utilisation: Utilisation
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return a step's metrics and samples. ``reports``: of each rank the values of its calls, and metrics of which the largest counts.
-
-    ``utilisation(calls, rows, tokens, seconds)``: metrics of the share of the devices' arithmetic that the step used.
-    """
+    """Return a step's metrics and samples. ``reports``: of each rank the values of its calls, and metrics of which the largest
+    counts."""
     values, parts = zip(*reports, strict=True)
     metrics, samples = merge_values(ordered_values(values, step.num_reported))
     for name, value in (pair for part in parts for pair in part.items()):
@@ -52,8 +101,8 @@ def merge_reports(
         responses = metrics.get("response_length/mean", 0.0) + metrics.get("rollout/environment_tokens_mean", 0.0)
         num_tokens = sum(map(token_count, step.rows)) + responses * num_rows
         metrics["perf/tokens_per_s"] = num_tokens / metrics["timing_s/step"]
-        metrics |= utilisation(step.calls, num_rows, num_tokens, metrics["timing_s/step"])
-    return {**step.told, **metrics}, samples
+        metrics |= utilisation.metrics(step.calls, num_rows, num_tokens, metrics["timing_s/step"])
+    return {**step.step_metrics, **metrics}, samples
 
 
 def merge_values(calls: list[list[Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -92,19 +141,21 @@ def _of_sums(total: float, count: float | None = None, squares: float | None = N
 class Recorder:
     """Writes metrics and samples, and shows progress. Rank 0 only."""
 
-    def __init__(self, run_dir: Path, config: Any, started_at: int, facts: Mapping[str, str]) -> None:
-        """``config``: has ``run`` and ``logger``; it is in the run directory already. ``facts``: about this start, for the report."""
-        self.run_dir, resume = run_dir, started_at or None
+    def __init__(self, run_dir: Path, config: TrainConfig, first_step: int, facts: Mapping[str, str]) -> None:
+        """``config``: it is in the run directory already. ``first_step``: the step that the run goes on from. ``facts``: about this
+        start, for the report."""
+        self.run_dir, resume = run_dir, first_step or None
         starts = JsonlLog(run_dir / STARTS_FILE, resume)
-        starts.append([{"step": started_at, **facts}])
+        starts.append([{"step": first_step, **facts}])
         starts.close()
         files = (ROLLOUTS_FILE, VALIDATION_FILE, METRICS_FILE)
         self._logs = [JsonlLog(run_dir / file, resume) for file in files]
         self.rollouts, self.validations, self.metrics = self._logs
         steps = config.run.steps
+        assert steps is not None, "preflight has set it"
         self.trackers = TrackerProcesses(run_dir, config.logger, config.run.name, steps, resume)
         self.num_samples = config.run.log_samples
-        self.progress = Progress(steps, start_step=started_at)
+        self.progress = Progress(steps, start_step=first_step)
         self.signals = Signals()
         for row in read_jsonl(run_dir / METRICS_FILE):  # of earlier starts, which have said what they found
             self.signals.add(row)
@@ -139,3 +190,36 @@ class Recorder:
 def token_count(batch: Batch) -> int:
     """Return the tokens of all token fields that the data gave."""
     return sum(int(x.lengths.sum()) for name, x in batch.fields.items() if isinstance(x, Ragged) and name.endswith("_ids"))
+
+
+def start_facts(world: World) -> dict[str, str]:
+    """Return facts of this start: date, host, ranks, device, versions, command line, and the commit if the code is in a git tree."""
+    launch, device = world.launch, world.device
+    argv, hosts = sys.orig_argv, -(-launch.size // launch.local_size)
+    program = argv[argv.index("-m") :] if "-m" in argv else sys.argv
+    torchrun = ["torchrun", *(["--nnodes", str(hosts)] if hosts > 1 else []), "--nproc-per-node", str(launch.local_size)]
+    return {
+        "started": datetime.now().astimezone().isoformat(" ", "seconds"),
+        "host": socket.gethostname() + (f" and {hosts - 1} more" if hosts > 1 else ""),
+        "ranks": str(launch.size),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}",
+        "versions": ", ".join(
+            ["python " + platform.python_version(), *(f"{n} {version(n)}" for n in ("torch", "transformers"))]
+        ),
+        "commit": _commit(),
+        "command": shlex.join(torchrun + program),
+        "working directory": str(Path.cwd()),
+    }
+
+
+def _commit() -> str:
+    """Return the commit of this package's git tree; "" if it is in none."""
+    file = Path(__file__)
+    commit = ""
+    for command in (["ls-files", "--error-unmatch", file.name], ["describe", "--always", "--dirty", "--exclude", "*"]):
+        try:
+            git = subprocess.run(["git", *command], cwd=file.parent, capture_output=True, check=True, text=True, timeout=10)
+        except (OSError, subprocess.SubprocessError):
+            return ""
+        commit = git.stdout.strip()
+    return commit

@@ -32,37 +32,33 @@ class RowStream:
     ``number``: index of the stream in the run; ids of rows and groups begin at ``number * STREAM_STRIDE``.
     """
 
-    num_groups: tuple[int, ...] | None = (
-        None  # groups that each generation replica ends in a step; None: all that the step began
-    )
+    # groups that each generation replica ends in a step; None: all that the step began
+    num_groups: tuple[int, ...] | None = None
 
     def __init__(self, loader: Loader, n: int = 1, number: int = 0) -> None:
         self.loader, self.n, self.number = loader, n, number
-        self._given: list[
-            tuple[Batch, Reference, dict[str, Any]]
-        ] = []  # rows of this step, each with the loader's state before it
+        # rows of this step, each with the loader's state before it
+        self._batches: list[tuple[Batch, Reference, dict[str, Any]]] = []
         self._place = 0
         self._to_keep: list[tuple[str, Tensor, Tensor]] = []  # arguments of :meth:`keep` in this execution of the step
 
     def next(self, size: int | None = None) -> Reference:
-        """Returns the next ``size`` rows of the data, by default the batch size, each ``n`` times as a group."""
+        """Return the next ``size`` rows of the data, by default the batch size, each ``n`` times as a group."""
         size = self.loader.batch_size if size is None else size
         num_rows = size * self.n * self.loader.dataset.group_size
-        if (
-            self._place < len(self._given) and len(self._given[self._place][0]) != num_rows
-        ):  # the trace asked for another number
-            self._give_back()
-        if self._place == len(self._given):
+        if self._place < len(self._batches) and len(self._batches[self._place][0]) != num_rows:
+            self._give_back()  # the trace asked for another number
+        if self._place == len(self._batches):
             before = self.loader.state_dict()
             rows = self.loader.next_batch(size).repeat(self.n)
             first = self.number * STREAM_STRIDE
             rows = Batch(rows.row_ids + first, rows.group_ids + first, rows.fields)
-            self._given.append((rows, source(rows), before))
+            self._batches.append((rows, source(rows), before))
         self._place += 1
-        return self._given[self._place - 1][1]
+        return self._batches[self._place - 1][1]
 
     def keep(self, rows: Reference, name: str, numbers: Tensor) -> None:
-        """Keeps ``numbers`` float64 [rows], the same on every rank, for rows that ``next`` returned.
+        """Keep ``numbers`` float64 [rows], the same on every rank, for rows that ``next`` returned.
 
         From the next step on, a batch whose rows all have such numbers has them as field ``name``; :meth:`split_by_kept`
         splits other batches. Checkpoints do not contain them: a resumed run computes them again.
@@ -70,7 +66,7 @@ class RowStream:
         self._to_keep.append((name, self._entries(rows)["entry"], numbers))
 
     def split_by_kept(self, rows: Reference, name: str) -> tuple[Reference, Reference]:
-        """Splits ``rows`` of ``next`` into those for which ``name`` was kept, with that field, and the others."""
+        """Split ``rows`` of ``next`` into those for which ``name`` was kept, with that field, and the others."""
         batch, kept = self._entries(rows), self.loader.dataset.known.get(name)
         numbers = torch.full((len(batch),), torch.nan) if kept is None else kept[batch["entry"].long()]
         batch = Batch(batch.row_ids, batch.group_ids, {name: numbers})
@@ -78,34 +74,34 @@ class RowStream:
         return rows.take(known).union(known), rows.take(unknown)
 
     def _entries(self, rows: Reference) -> Batch:
-        """Returns the field ``entry`` of rows of ``next``, in their order."""
+        """Return the field ``entry`` of rows of ``next``, in their order."""
         assert rows.rows is not None, "rows of next()"
-        given = [Batch(batch.row_ids, batch.group_ids, {"entry": batch["entry"]}) for batch, *_ in self._given]
-        return concat(given).reorder(torch.from_numpy(rows.rows.row_ids))
+        entries = [Batch(batch.row_ids, batch.group_ids, {"entry": batch["entry"]}) for batch, *_ in self._batches]
+        return concat(entries).reorder(torch.from_numpy(rows.rows.row_ids))
 
     def begin(self) -> None:
-        """Begins an execution of the step: the trace and the run get the same rows."""
+        """Begin an execution of the step: the trace and the run get the same rows."""
         self._place = 0
         self.keep_nothing()
 
     def keep_nothing(self) -> None:
-        """Forgets what a trace has kept: a trace computes only ones."""
+        """Forget what a trace has kept: a trace computes only ones."""
         self._to_keep.clear()
 
     def commit(self) -> Batch | None:
-        """Ends a step. Returns its rows; rows that only the trace asked for go back to the loader."""
+        """End a step. Returns its rows; rows that only the trace asked for go back to the loader."""
         self._give_back()
         for name, entries, numbers in self._to_keep:
             self.loader.dataset.keep(name, entries, numbers)
-        taken = [rows for rows, *_ in self._given]
-        self._given.clear()
-        return concat(taken) if taken else None
+        step_rows = [rows for rows, *_ in self._batches]
+        self._batches.clear()
+        return concat(step_rows) if step_rows else None
 
     def _give_back(self) -> None:
-        """Returns the rows after the current place to the loader."""
-        if self._place < len(self._given):
-            self.loader.load_state_dict(self._given[self._place][2])
-            del self._given[self._place :]
+        """Return the rows after the current place to the loader."""
+        if self._place < len(self._batches):
+            self.loader.load_state_dict(self._batches[self._place][2])
+            del self._batches[self._place :]
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict()
@@ -144,7 +140,7 @@ class InFlightStream(RowStream):
         self._reference: Reference | None = None
 
     def next(self, size: int | None = None) -> Reference:
-        """Returns all rows in flight, after adding prompts. Raises ValueError for a ``size``: ``data.gen_batch_size`` sets it."""
+        """Return all rows in flight, after adding prompts. Raises ValueError for a ``size``: ``data.gen_batch_size`` sets it."""
         if size is not None:
             raise ValueError(
                 f"next({size}): with data.gen_batch_size all {self.in_flight} prompts in flight are given; leave the size out"
@@ -158,7 +154,7 @@ class InFlightStream(RowStream):
         return self._reference
 
     def take_ended(self, groups: list[int]) -> np.ndarray:
-        """Returns the row ids of ``groups``, which leave with this step. A trace has no groups and takes as many as a step does."""
+        """Return the row ids of ``groups``, which leave with this step. A trace has no groups and takes as many as a step does."""
         assert self.prompts is not None, "next() comes first"
         ids = self.prompts.row_ids.numpy()
         self._ended = np.isin(ids, groups) if groups else np.arange(len(ids)) < self.loader.batch_size
@@ -169,18 +165,18 @@ class InFlightStream(RowStream):
         self._ended = None
 
     def commit(self) -> Batch | None:
-        taken = None
+        step_rows = None
         if self._reference is not None and self._ended is None:
             raise RuntimeError(
                 "data.gen_batch_size: the step took prompts in flight and no responses that have ended, so the next step would get the "
                 "same ones; sample by rlhf_spmd.algorithms.base.sample, or leave gen_batch_size out"
             )
         if self.prompts is not None and self._ended is not None:
-            taken = self.prompts.take(np.flatnonzero(self._ended)).repeat(self.n)
+            step_rows = self.prompts.take(np.flatnonzero(self._ended)).repeat(self.n)
             left = np.flatnonzero(~self._ended)
             self.prompts, self.replicas = self.prompts.take(left), self.replicas[left]
         self._reference = None
-        return taken
+        return step_rows
 
     def state_dict(self) -> dict[str, Any]:
         groups = [] if self.prompts is None else self.prompts.row_ids.tolist()
@@ -196,7 +192,7 @@ class InFlightStream(RowStream):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes. Local: no communication. With another number of replicas or other speeds, prompts are redistributed by tokens.
+        """Resume. Local: no communication. With another number of replicas or other speeds, prompts are redistributed by tokens.
 
         Raises CheckpointError if prompts in flight, or the number of rows of each, have changed: the tokens would answer other
         prompts.
@@ -204,14 +200,15 @@ class InFlightStream(RowStream):
         self.loader.load_state_dict(state)
         flying = state.get("in_flight") or []
         if flying:
-            if (n := state.get("n")) != self.n:  # None: an older version did not write it
+            if (n := state["n"]) != self.n:
                 raise CheckpointError(
                     f"the checkpoint has {len(flying)} prompts in flight with sampling.n={n} responses each, and it is {self.n} now; "
                     "their rows would answer other prompts"
                 )
-            same = {key: state[key] for key in ("num_replicas", "speeds") if key in state} == self._replica_state()
+            is_same_split = {key: state[key] for key in ("num_replicas", "speeds") if key in state} == self._replica_state()
             groups = [group for group, _, _ in flying]
-            self._append(self.loader.rows(groups), np.array([replica for _, replica, _ in flying]) if same else None)
+            replicas = np.array([replica for _, replica, _ in flying]) if is_same_split else None
+            self._append(self.loader.rows(groups), replicas)
             changed = [group for (group, _, then), now in zip(flying, self._fingerprints(), strict=True) if then != now]
             if changed:
                 raise CheckpointError(
@@ -223,16 +220,12 @@ class InFlightStream(RowStream):
         return [] if self.prompts is None else [zlib.crc32(ids.numpy().tobytes()) for ids in self.prompts["prompt_ids"].rows()]
 
     def _append(self, prompts: Batch, replicas: np.ndarray | None = None) -> None:
-        """Adds prompts. ``replicas``: the replica of each; None: balanced by tokens."""
+        """Add prompts. ``replicas``: the replica of each; None: balanced by tokens."""
         if replicas is None:
-            held, lengths = (
-                np.bincount(self.replicas, minlength=self.partition_spec.num_parts),
-                prompts["prompt_ids"].lengths.numpy(),
-            )
-            counts = fill_by_speed(len(self.replicas) + len(lengths), self._has, held) - held
-            replicas = partition_by_tokens(
-                lengths, self.partition_spec.num_parts, speeds=self.partition_spec.speeds, counts=counts
-            )
+            num_parts, lengths = self.partition_spec.num_parts, prompts["prompt_ids"].lengths.numpy()
+            before = np.bincount(self.replicas, minlength=num_parts)
+            counts = fill_by_speed(len(self.replicas) + len(lengths), self._has, before) - before
+            replicas = partition_by_tokens(lengths, num_parts, speeds=self.partition_spec.speeds, counts=counts)
         self.prompts = prompts if self.prompts is None else concat([self.prompts, prompts])
         self.replicas = np.concatenate([self.replicas, replicas])
 
@@ -266,7 +259,7 @@ class Data:
         return self.validation.sampling
 
     def run(self, global_step: int, script: Callable[[], Any]) -> tuple[Any, list[Batch]]:
-        """Traces and runs step ``global_step``. Returns the step's result, and the rows of each stream.
+        """Trace and run step ``global_step``. Returns the step's result, and the rows of each stream.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -279,11 +272,11 @@ class Data:
             return script()
 
         result = self._controller.run_step(global_step, execute)
-        given = [stream.commit() for stream in self._streams.values()]
-        return result, [rows for rows in given if rows is not None]
+        step_rows = [stream.commit() for stream in self._streams.values()]
+        return result, [rows for rows in step_rows if rows is not None]
 
     def trace(self, script: Callable[[], Any]) -> Graph:
-        """Returns the dataflow of a step, and advances as if the step had run. Local: no communication."""
+        """Return the dataflow of a step, and advances as if the step had run. Local: no communication."""
         for stream in self._streams.values():
             stream.begin()
         graph = self._controller.trace(script)

@@ -1,28 +1,108 @@
-"""The whole configuration of ``train``: its schema, how it is read, and what makes a module an algorithm."""
+"""The configuration of ``train``: its schema, how it is read, and what makes a module an algorithm."""
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
-from rlhf_spmd.config.load import check_tree, load
+from rlhf_spmd.checkpoint.directory import checkpoints_of, named_checkpoint
+from rlhf_spmd.config.constraints import NonNegativeInt, PositiveInt, Range, Seconds, Seed
+from rlhf_spmd.config.interpolation import select
+from rlhf_spmd.config.load import check_tree, load, read_tree
 from rlhf_spmd.config.registry import find
+from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.schema import ConfigError, first_line, is_inline, section_keys, type_hints
+from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.models.lora import with_stored_settings
 from rlhf_spmd.models.stored import ADAPTER_CONFIG, read_json
+from rlhf_spmd.parallel.device_setup import MOST_THREADS
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.planner.plan_file import PlanFile, apply_plan, read_plan
 from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.telemetry import run_dir
 from rlhf_spmd.telemetry.trackers import LoggerConfig
-from rlhf_spmd.training.run_config import RESUME, RunConfig
 from rlhf_spmd.workers import RoleConfig
+
+RESUME = ("auto", "force", "never")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """``run``.
+
+    - name: name of the run
+    - dir: the run directory; with several nodes on a file system that all see. One job at a time may use it, see
+      [clusters.md](clusters.md#one-job-per-run-directory)
+    - seed: of sampling, of random weights and, unless `data.seed` is given, of the order of the data
+    - steps: steps of the whole run; a resumed run goes on to this number; null: `data.epochs` says the length
+    - save_freq: steps between checkpoints; 0: only at the end
+    - background_save: write the checkpoints of `save_freq` while the next step runs. Needs host memory for a copy of what a rank
+      writes; false: every rank waits instead. A checkpoint that is exported, or the last one, is waited for in any case
+    - test_freq: steps between validations, besides one before the first step and one at the end; 0: never. Needs validation data:
+      `data.val_path`, in `sft` also `val_prompts`
+    - resume: `auto`: go on from the newest good checkpoint in `run.dir`, if there is one. A checkpoint of another algorithm
+      (`algorithm.name`), other models (their `path`) or other data (`data.path`, or other prompts or pairs in it) is refused. `force`:
+      as `auto`, and refuses none. `never`. Or a checkpoint directory. The run prints which settings have changed
+    - keep_checkpoints: how many checkpoints stay, the newest ones; null: all
+    - timeout_s: the longest that one rank may keep the others waiting
+    - threads: threads of a rank on CPUs, see [generation.md](generation.md#kernels); not read on GPUs
+    - log_samples: responses written to `rollouts.jsonl` per step
+    - export: write `export/` at the end
+    - export_freq: write `exports/step_N/` and a checkpoint every so many steps; 0: never. Rank 0 writes an export with one thread
+      while all other ranks wait: about the time of reading and writing the weights once
+    - export_merged: write the whole model of an actor with adapters, too; false: only `adapter/`
+    - max_shard_size: the largest safetensors file of an export, as transformers reads it (`200MB`, `2GiB`)
+    - keep_best: a metric of validation, such as `val/reward_mean`. The checkpoint of its best step stays and is exported as
+      `exports/best/`. The highest value is best; the lowest for names that end in `loss`, `perplexity` or `kl`. Needs `run.test_freq`
+    """
+
+    name: str = "run"
+    dir: str = "runs/${run.name}"
+    seed: Seed = 0
+    steps: PositiveInt | None = 100
+    save_freq: NonNegativeInt = 0
+    background_save: bool = True
+    test_freq: NonNegativeInt = 0
+    resume: str = "auto"
+    keep_checkpoints: Annotated[int, Range(least=2)] | None = 2
+    timeout_s: Seconds = 600.0
+    threads: Annotated[int, Range(least=1, most=MOST_THREADS)] = 1
+    log_samples: NonNegativeInt = 4
+    export: bool = True
+    export_freq: NonNegativeInt = 0
+    export_merged: bool = True
+    max_shard_size: str = "5GB"
+    keep_best: str | None = None
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"test_freq": ("keep_best",)}
+
+    def check(self, where: str) -> None:
+        from transformers.utils.hub import convert_file_size_to_int
+
+        try:
+            convert_file_size_to_int(self.max_shard_size)
+        except ValueError:
+            raise ValueError(
+                f"{where}.max_shard_size={self.max_shard_size!r} is no size; give one such as 5GB or 200MB"
+            ) from None
+        directory = Path(self.dir).absolute()
+        root = next(path for path in (directory, *directory.parents) if path.exists())
+        if not (root.is_dir() and os.access(root, os.W_OK)):
+            raise ValueError(f"{where}.dir={self.dir}: {root} is not a directory that this user can write to; give another one")
+        if self.resume not in RESUME and not named_checkpoint(Path(self.resume)).is_dir():
+            raise ValueError(f"{where}.resume={self.resume!r} is none of {', '.join(RESUME)}, and no checkpoint directory")
+        if self.resume not in RESUME and checkpoints_of(Path(self.resume)).is_dir():
+            newest = checkpoints_of(Path(self.resume)) / run_dir.LATEST
+            raise ValueError(f"{where}.resume={self.resume} is the directory of a run; give {newest}, or one of its step_N")
 
 
 @dataclass(frozen=True)
@@ -52,6 +132,50 @@ class TrainConfig:
     environments: dict[str, EnvironmentConfig] = field(default_factory=dict)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     plan: Any = None
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("run.steps", "data.epochs"),
+            lambda config: config.run.steps is not None and config.epochs is not None,
+            "both say how long the run is",
+            "set run.steps=null, or leave data.epochs out",
+        ),
+        Rule(
+            ("run.steps",),
+            lambda config: config.run.steps is None and config.epochs is None,
+            "nothing says how long the run is",
+            "give run.steps, or data.epochs",
+        ),
+    )
+
+    @property
+    def epochs(self) -> float | None:
+        """``data.epochs``; None where the data have no such key."""
+        return getattr(self.data, "epochs", None)
+
+    @property
+    def prompts_in_flight(self) -> int | None:
+        """``data.gen_batch_size`` if it keeps more prompts in flight than a step takes, else None."""
+        data = self.data
+        more = isinstance(data, DataConfig) and data.gen_batch_size is not None and data.gen_batch_size > data.train_batch_size
+        return data.gen_batch_size if more else None
+
+
+@dataclass(frozen=True)
+class ConfigSource:
+    """Where a configuration comes from: a file or a mapping, and overrides.
+
+    ``default``: the algorithm where none is named. ``directory``: where relative directories of the run begin. By default the working
+    directory when this object is made, since the user's code may change it later.
+    """
+
+    file: str | Mapping[str, Any] | None = None
+    overrides: Sequence[str] = ()
+    default: str = "ppo"
+    directory: Path = field(default_factory=Path.cwd)
+
+    def read(self, planned: PlanFile | None = None) -> tuple[TrainConfig, ModuleType]:
+        """Return the checked configuration and the algorithm's module. ``planned``: a plan that overrides everything."""
+        return read_config(self.file, self.overrides, self.default, planned=planned, directory=self.directory)
 
 
 def read_config(
@@ -60,16 +184,16 @@ def read_config(
     default: str = "ppo",
     more: Mapping[str, Any] = MappingProxyType({}),
     planned: PlanFile | None = None,
-    here: Path | None = None,
+    directory: Path | None = None,
 ) -> tuple[TrainConfig, ModuleType]:
     """Return the checked configuration and the algorithm's module.
 
     ``default``: the algorithm where none is named. ``more``: further sections, or other types of known ones. ``planned``: a plan that
-    overrides everything. ``here``: where relative directories of the run begin; None: the working directory before the user's code is
-    imported, which may change it. Raises ConfigError, one line.
+    overrides everything. ``directory``: where relative directories of the run begin; None: the working directory before the user's code
+    is imported, which may change it. Raises ConfigError, one line.
     """
-    here = here or Path.cwd()
-    chosen: list[ModuleType] = []
+    directory = directory or Path.cwd()
+    modules: list[ModuleType] = []
 
     def sections(raw: Mapping[str, Any]) -> dict[str, Any]:
         if "algorithm=null" in overrides:
@@ -77,23 +201,23 @@ def read_config(
         algorithm = raw.get("algorithm") or {}
         name = str(algorithm.get("name", default)) if isinstance(algorithm, Mapping) else str(algorithm)
         module = find("algorithm", "rlhf_spmd.algorithms", name, exports="step")
-        chosen.append(module)
+        modules.append(module)
         config = algorithm_config(module)
         data = {s.key: None if s.optional and raw.get(s.key) is None else s.config for s in config.streams.values()}
         return {"algorithm": config, **data, **more}
 
-    def revise(file: dict[str, Any], whole: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    def revise(file: dict[str, Any], merged: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         if planned is not None:
-            return apply_plan(dict(whole), planned), False
-        return (file if more or whole.get("plan") is None else apply_plan(file, read_plan(str(whole["plan"])))), True
+            return apply_plan(dict(merged), planned), False
+        return (file if more or merged.get("plan") is None else apply_plan(file, read_plan(str(merged["plan"])))), True
 
     config = load(TrainConfig, path, overrides, sections, revise)
     run = config.run
-    resume = run.resume if run.resume in RESUME else str(here / run.resume)
-    config = replace(config, run=replace(run, dir=str(here / run.dir), resume=resume))
+    resume = run.resume if run.resume in RESUME else str(directory / run.resume)
+    config = replace(config, run=replace(run, dir=str(directory / run.dir), resume=resume))
     check_tree(config)
     models = {role: _with_stored_adapter(model, f"models.{role}.lora") for role, model in config.models.items()}
-    return replace(config, models=models), chosen[0]
+    return replace(config, models=models), modules[0]
 
 
 def _with_stored_adapter(model: RoleConfig, where: str) -> RoleConfig:
@@ -124,19 +248,34 @@ def algorithm_config(module: ModuleType) -> type[AlgorithmConfig]:
         # The boundary to the user's code: whatever its annotations raise.
         except Exception as error:
             raise ValueError(f"algorithm '{module.__name__}': {what}: {first_line(error)}") from error
-    said = f"algorithm '{module.__name__}': its Config's own settings would be ignored;"
+    ignored = f"algorithm '{module.__name__}': its Config's own settings would be ignored;"
     settings = {f.name for f in fields(config)}
     pieces = {key: f.name for f in fields(config) if is_inline(f) for key in section_keys(type_hints(config)[f.name])}  # type: ignore[arg-type]
     if twice := sorted(settings & pieces.keys()):
         raise ValueError(
-            f"{said} {twice[0]} is a key of its field {pieces[twice[0]]}: give it there, by inline(..., {twice[0]}=...)"
+            f"{ignored} {twice[0]} is a key of its field {pieces[twice[0]]}: give it there, by inline(..., {twice[0]}=...)"
         )
     typed = {name for kind in config.__mro__ for name in vars(kind).get("__annotations__", {})}
     for kind in config.__mro__:
         if issubclass(kind, AlgorithmConfig) and "__dataclass_fields__" not in vars(kind):
-            raise ValueError(f"{said} put @dataclass(frozen=True) above {kind.__name__}")
+            raise ValueError(f"{ignored} put @dataclass(frozen=True) above {kind.__name__}")
         for name, value in vars(kind).items():
             is_code = name.startswith("_") or isinstance(value, type) or hasattr(value, "__get__")
             if name not in vars(kind).get("__annotations__", {}) and (name in settings or not (is_code or name in typed)):
-                raise ValueError(f"{said} give {name} a type, as in '{name}: int = ...' (or ClassVar[int] if it is none)")
+                raise ValueError(f"{ignored} give {name} a type, as in '{name}: int = ...' (or ClassVar[int] if it is none)")
     return config
+
+
+def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
+    """Return where exit_status.json goes when the configuration is refused, absolute, or None: ``run.dir`` of command line, file and
+    defaults, as far as they can be read.
+    """
+    try:
+        tree = read_tree(path, overrides)
+        settings = {key: value for key, value in (tree.get("run") or {}).items() if value is not None}
+        run = {"name": RunConfig.name, "dir": RunConfig.dir, **settings}
+        directory = select({**tree, "run": run}, "run.dir")
+    except (ConfigError, OmegaConfBaseException, TypeError, ValueError):
+        named = [value.removeprefix("run.dir=") for value in overrides if value.startswith("run.dir=") and "${" not in value]
+        directory = named[-1] if named else None
+    return Path(directory).absolute() if isinstance(directory, str) and directory else None

@@ -1,4 +1,4 @@
-"""The loop of a run, from its first step to its last, with metrics, checkpoints and resume."""
+"""The loop of a run, from its first step to its last."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ import math
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rlhf_spmd.checkpoint.adapters import STATE as ADAPTERS
-from rlhf_spmd.checkpoint.directory import Committed, checkpoints_of, named_checkpoint, read_manifest, step_directory
-from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint
-from rlhf_spmd.checkpoint.save import prepare_checkpoint
 from rlhf_spmd.config.load import to_yaml
-from rlhf_spmd.controller import CallStats, Controller, Reference
-from rlhf_spmd.controller.versions import Versions
+from rlhf_spmd.controller import Controller, Reference
 from rlhf_spmd.data.prompts import PromptDataset
-from rlhf_spmd.kernels import capabilities, wait
 from rlhf_spmd.kernels.devices import peak_bytes
 from rlhf_spmd.parallel.collectives import RECORDER
-from rlhf_spmd.preflight.checks import in_flight
 from rlhf_spmd.process.exit import Preempted
 from rlhf_spmd.process.program import ProgramContext
 from rlhf_spmd.reshard import LABELS
@@ -32,321 +25,233 @@ from rlhf_spmd.rewards.eval_metrics import repeated_means
 from rlhf_spmd.telemetry import run_dir, run_lock
 from rlhf_spmd.telemetry.report import write_report
 from rlhf_spmd.telemetry.summary import artifact_lines
-from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank, write_trace
-from rlhf_spmd.training import resume
-from rlhf_spmd.training.banner import start_facts
-from rlhf_spmd.training.checkpoint_writer import CheckpointWriter
+from rlhf_spmd.telemetry.trace import write_trace
+from rlhf_spmd.training.checkpoints import Checkpoints
 from rlhf_spmd.training.exports import Exports
-from rlhf_spmd.training.recorder import MadeStep, Recorder, merge_reports
-from rlhf_spmd.training.run_config import RESUME, RunConfig
+from rlhf_spmd.training.recorder import PendingStep, Recorder, Utilisation, merge_reports, start_facts
+from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.streams import Data
-from rlhf_spmd.workers.flops import forward_flops, matmul_rate, rated_flops
-from rlhf_spmd.workers.model_worker import ModelWorker
 
-TARGET = "val/reward_mean"  # what an algorithm's goal is of
+GOAL_METRIC = "val/reward_mean"
 Script = Callable[[int], list[Reference]]  # number of a step -> the calls whose values are its metrics
 Validate = Callable[[int], dict[str, float]]
 
 
-class Trainer:
-    """Runs ``models`` on ``data``. ``context.prepared``: the :class:`~rlhf_spmd.training.job.TrainJob`."""
+@dataclass(frozen=True)
+class Due:
+    """What follows a step, by the settings of ``run``."""
 
-    def __init__(self, context: ProgramContext[Any], models: SimpleNamespace, data: Data) -> None:
-        self.context, self.models, self.data = context, models, data
-        self.finished_before = False  # its goal was reached in an earlier start
-        self.damaged: tuple[Committed, ...] = ()  # checkpoints of the run that cannot be read
-        self._received = 0  # bytes of weights that have been reported
-        self.world, self.board, ready = context.world, context.board, context.prepared
-        self.config: RunConfig = ready.config.run
-        assert self.config.steps is not None, "the data have said how long the run is"
-        self.steps = self.config.steps
-        self.controller: Controller = self.models.controller
+    validation: bool
+    save: bool
+    export: bool
+    end: bool
+
+
+@dataclass
+class StepOutcome:
+    """What was found when steps were finished.
+
+    - preempted: a rank was told to end
+    - is_best: no earlier validation gave a better ``run.keep_best``
+    - reached_goal: validation reached the algorithm's goal
+    """
+
+    preempted: bool = False
+    is_best: bool = False
+    reached_goal: bool = False
+
+
+class Trainer:
+    """Runs ``models`` on ``data``."""
+
+    def __init__(self, context: ProgramContext[RunPlan], models: SimpleNamespace, data: Data) -> None:
+        self.plan: RunPlan = context.prepared
+        self.world, self.board = context.world, context.board
+        self.data, self.config = data, self.plan.config.run
+        self.num_steps, self.goal = self.plan.num_steps, self.plan.config.algorithm.goal
+        self.controller: Controller = models.controller
         self.run_dir = Path(self.config.dir)
         self.is_first = self.world.rank == 0
-        self.exports = Exports(ready, self.controller)
-        self.writer = CheckpointWriter(self.world, self.board)
-        algorithm, device = ready.config.algorithm, self.world.device
-        self.goal = algorithm.goal
-        prompts = [row for rows in ready.training.values() if isinstance(rows, PromptDataset) for row in rows.examples()]
-        self.repeated = repeated_means(ready.rewards, [prompts])  # metrics that are left out
-        self.num_bad = sum(rows.tally.num_bad for rows in (*ready.training.values(), *ready.validation.values()))
-        self.saved = {
-            role: worker
-            for role, worker in vars(self.models).items()
-            if isinstance(worker, ModelWorker) and worker.name == role and (worker.trained or role in algorithm.moved)
-        }
-        dtype = ready.plans[algorithm.exported].config.torch_dtype(device)
-        self.peak_flops = matmul_rate(device, dtype, self.world.launch.local_size)  # of one rank
-        self.rated_flops = rated_flops(device, dtype)
-        if self.is_first and capabilities(device).streams and self.rated_flops is None:
-            rate = f"{self.peak_flops / 1e12:.0f} TFLOP/s measured here"
-            print(f"perf/mfu is of {rate}: no figure of this device's data sheet is known", file=sys.stderr)
+        self.exports = Exports(self.plan, self.controller)
+        self.checkpoints = Checkpoints(context, models, data, self.exports)
+        self.utilisation = Utilisation(self.plan, self.world)
+        self.recorder: Recorder | None = None  # on rank 0, once a step is to be made
+        self.pending: deque[PendingStep] = deque()  # steps that some ranks may not have ended yet
+        self._reported_bytes = 0  # bytes of weights that have been reported
+        prompts = [row for rows in self.plan.training.values() if isinstance(rows, PromptDataset) for row in rows.examples()]
+        self.repeated = repeated_means(self.plan.rewards, [prompts])  # metrics that are left out
+        datasets = (*self.plan.training.values(), *self.plan.validation.values())
+        self.num_bad_rows = sum(rows.tally.num_bad for rows in datasets)
 
     def run(self, script: Script, validate: Validate) -> None:
         """Run all steps from where the run stands. ``validate`` returns the same on every rank; it is called every
         ``run.test_freq`` steps.
 
-        The run ends early when ``TARGET`` reaches the algorithm's goal. Collective over the world: every rank of it must call.
+        The run ends early when ``GOAL_METRIC`` reaches the algorithm's goal. Collective over the world: every rank of it must call.
         Raises Preempted, after saving, if any rank was signalled.
         """
-        with self.writer:
-            self._run(script, validate)
+        with self.checkpoints.writer:
+            last_step = self.checkpoints.resume()
+            if self.checkpoints.reached_goal or last_step >= self.num_steps:
+                self._end_at_once(last_step)
+                return
+            if last_step:
+                self._export(last_step, ended=False)
+            self._start_recording(last_step)
+            if self.config.test_freq and last_step == 0:
+                self._log(0, self._validate(validate, 0, StepOutcome()), [])
+            self._moved_bytes()  # those before the first step are of none
+            self._run_steps(script, validate, last_step + 1)
 
-    def _run(self, script: Script, validate: Validate) -> None:
-        started_at = self.resume()
-        if self.finished_before or started_at >= self.steps:
-            self.board.set_step(started_at)
-            if self.is_first:
-                done, remedy = f"step {started_at} of {self.steps} is done", "raise run.steps or "
-                if self.finished_before:
-                    done, remedy = f"its goal was reached in step {started_at}", ""
-                print(f"nothing to do: {done}; {remedy}give another run.dir", file=sys.stderr)
-            self._export(started_at, ended=True)
-            return
-        if started_at:
-            self._export(started_at, ended=False)
-        recorder = None
-        if self.is_first:
-            run_dir.atomic_write_text(self.run_dir / run_dir.CONFIG_FILE, to_yaml(self.context.prepared.config))
-            recorder = Recorder(self.run_dir, self.context.prepared.config, started_at, start_facts(self.world))
-            self.controller.timeline.listener = recorder.progress.phase
-        test_freq = self.config.test_freq
-        if test_freq and started_at == 0:
-            first, shown = validate(0), self.data.validation.take_shown()
-            self.exports.is_best(0, first)
-            if recorder is not None:
-                recorder.log(0, first, [], shown)
-        self._moved_bytes()
-        under_way: deque[MadeStep] = deque()  # steps that some ranks may not have ended yet
-        for global_step in range(started_at + 1, self.steps + 1):
-            under_way.append(self._make(script, global_step))
-            self.writer.check()
-            is_tested = bool(test_freq) and (global_step % test_freq == 0 or global_step == self.steps)
-            is_exported, is_saved = (bool(n) and global_step % n == 0 for n in (self.config.export_freq, self.config.save_freq))
-            spare = 0 if is_tested or is_saved or is_exported or global_step == self.steps else self.controller.versions.ahead
-            preempted = stopped = is_best = False
-            while len(under_way) > spare:
-                step = under_way.popleft()
-                if step.preempted():
-                    preempted, spare = True, 0  # the checkpoint comes after all steps
-                metrics, samples = self._receive(step)
-                if is_tested and not under_way:
-                    self.writer.wait()
-                    found = validate(global_step)
-                    self._moved_bytes()  # not of a step
-                    metrics |= found
-                    is_best = self.exports.is_best(global_step, found)
-                    stopped = self.goal is not None and found.get(TARGET, -math.inf) >= self.goal
-                shown = self.data.validation.take_shown()
-                if recorder is not None:
-                    recorder.log(step.global_step, metrics, samples, shown)
-                if recorder is not None and stopped:
-                    recorder.progress.say(
-                        f"target reached: {TARGET} {found[TARGET]:.4g} >= {self.goal:g} at step {global_step}"
-                    )
-            ended = stopped or global_step == self.steps
-            is_awaited = ended or preempted or is_exported or is_best
-            if is_awaited or is_saved:
-                if recorder is not None:
-                    recorder.sync()  # before the checkpoint is there
-                self.save(global_step, stopped, in_background=self.config.background_save and not is_awaited)
-            if preempted and not ended:
-                self._close(recorder, "preempted", global_step)
+    def _run_steps(self, script: Script, validate: Validate, first_step: int) -> None:
+        for global_step in range(first_step, self.num_steps + 1):
+            self.pending.append(self._run_step(script, global_step))
+            self.checkpoints.writer.check()
+            due = self._due(global_step)
+            outcome = self._finish_steps(due, validate)
+            ended = due.end or outcome.reached_goal
+            is_awaited = ended or outcome.preempted or due.export or outcome.is_best
+            if is_awaited or due.save:
+                if self.recorder is not None:
+                    self.recorder.sync()  # before the checkpoint is there
+                in_background = self.config.background_save and not is_awaited
+                self.checkpoints.save(global_step, outcome.reached_goal, in_background)
+            if outcome.preempted and not ended:
+                self._close("preempted", global_step)
                 raise Preempted(f"saved {self.board.last_checkpoint}; start again with run.resume=auto to go on")
             if is_awaited:
                 self._export(global_step, ended)
             if ended:
-                break
-        self._close(recorder, "done", global_step)
+                self._close("done", global_step)
+                return
 
-    def _make(self, script: Script, global_step: int) -> MadeStep:
-        """Make one step. This rank's report of it travels to rank 0 while the rank goes on."""
+    def _run_step(self, script: Script, global_step: int) -> PendingStep:
+        """Run one step. This rank's report of it travels to rank 0 while the rank goes on."""
         self.board.set_step(global_step)
         self.controller.timeline.begin_step(global_step)
         start = time.perf_counter()
         calls, rows = self.data.run(global_step, partial(script, global_step))
         if not calls and not self.controller.call_stats:
-            name = self.context.prepared.algorithm.__name__
+            name = self.plan.algorithm.__name__
             raise RuntimeError(f"{name}.step made no call in step {global_step}: nothing was computed and nothing learnt")
+        rank_metrics: dict[str, float] = defaultdict(float)  # of which the largest of all ranks counts
         seconds = time.perf_counter() - start
-        own: dict[str, float] = defaultdict(float)
         for name, value in self.controller.timeline.phase_totals(global_step).items():
             if ":" not in name:
-                own[f"timing_s/{name.rsplit('.', 1)[-1]}"] += value  # of a method the sum over roles
-        own |= {"timing_s/step": seconds, "reshard/bytes": float(self._moved_bytes())}
-        own["memory/peak_gb"] = peak_bytes(self.world.device) / 2**30
-        self.controller.send_report([self.controller.values(*calls), own])
-        told = {"data/epoch": self.data.epoch} | ({"data/bad_rows": self.num_bad} if self.num_bad else {})
-        preempted = self.controller.any_async(self.board.preempted)
-        return MadeStep(global_step, rows, self.controller.call_stats, len(calls), told, preempted)
+                rank_metrics[f"timing_s/{name.rsplit('.', 1)[-1]}"] += value  # of a method the sum over roles
+        rank_metrics |= {"timing_s/step": seconds, "reshard/bytes": float(self._moved_bytes())}
+        rank_metrics["memory/peak_gb"] = peak_bytes(self.world.device) / 2**30
+        self.controller.send_report([self.controller.values(*calls), rank_metrics])
+        step_metrics = {"data/epoch": self.data.epoch}
+        if self.num_bad_rows:
+            step_metrics["data/bad_rows"] = self.num_bad_rows
+        is_preempted = self.controller.any_async(self.board.preempted)
+        return PendingStep(global_step, rows, self.controller.call_stats, len(calls), step_metrics, is_preempted)
 
-    def _moved_bytes(self) -> int:
-        """Return the bytes of weights that this rank has received since the last call; they may come between steps, too."""
-        before, self._received = self._received, sum(RECORDER.received[label] for label in LABELS)
-        return self._received - before
+    def _due(self, global_step: int) -> Due:
+        is_last = global_step == self.num_steps
+        return Due(
+            validation=_divides(self.config.test_freq, global_step) or (bool(self.config.test_freq) and is_last),
+            save=_divides(self.config.save_freq, global_step),
+            export=_divides(self.config.export_freq, global_step),
+            end=is_last,
+        )
 
-    def _receive(self, step: MadeStep) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def _finish_steps(self, due: Due, validate: Validate) -> StepOutcome:
+        """Receive and log the steps that rank 0 need not wait for any longer, and validate if it is due.
+
+        Generation ahead of training leaves as many steps pending. Before a validation or a checkpoint, and after a signal, all end.
+        """
+        outcome = StepOutcome()
+        waits_for_all = due.validation or due.save or due.export or due.end
+        max_steps_in_flight = 0 if waits_for_all else self.controller.versions.ahead
+        while len(self.pending) > max_steps_in_flight:
+            step = self.pending.popleft()
+            if step.is_preempted():
+                outcome.preempted = True
+                max_steps_in_flight = 0
+            metrics, samples = self._receive(step)
+            if due.validation and not self.pending:
+                self.checkpoints.writer.wait()
+                metrics |= self._validate(validate, step.global_step, outcome)
+                self._moved_bytes()  # not of a step
+            self._log(step.global_step, metrics, samples)
+            if self.recorder is not None and outcome.reached_goal:
+                reached = f"{GOAL_METRIC} {metrics[GOAL_METRIC]:.4g} >= {self.goal:g}"
+                self.recorder.progress.say(f"target reached: {reached} at step {step.global_step}")
+        return outcome
+
+    def _validate(self, validate: Validate, global_step: int, outcome: StepOutcome) -> dict[str, float]:
+        """Return the metrics of validation; ``outcome`` learns whether they are the best so far, and reach the goal."""
+        metrics = validate(global_step)
+        outcome.is_best = self.exports.is_best(global_step, metrics)
+        outcome.reached_goal = self.goal is not None and metrics.get(GOAL_METRIC, -math.inf) >= self.goal
+        return metrics
+
+    def _receive(self, step: PendingStep) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return on rank 0 the metrics and samples of a step from the reports of all ranks; waits for ranks that have yet to
         end it. Other ranks return nothing.
         """
         if not self.is_first:
             return {}, []
-        reports = self.controller.receive_reports()
-        metrics, samples = merge_reports(step, reports, self._utilisation)
+        metrics, samples = merge_reports(step, self.controller.receive_reports(), self.utilisation)
         metrics = {name: value for name, value in metrics.items() if name not in self.repeated}
         if "generation/idle_fraction" in metrics:
             idle = round(metrics["generation/idle_fraction"], 4)
             self.controller.timeline.instant("generation", of_step=step.global_step, idle_fraction=idle)
         return metrics, samples
 
-    def _utilisation(self, calls: Sequence[CallStats], num_rows: int, num_tokens: float, seconds: float) -> dict[str, float]:
-        """Return the share of all devices' arithmetic that the step's calls used: by their data sheet if it is known, and as measured.
+    def _log(self, global_step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
+        shown = self.data.validation.take_shown()
+        if self.recorder is not None:
+            self.recorder.log(global_step, metrics, samples, shown)
 
-        An update counts three forward passes in each epoch: one forward, and a backward of two. Half of the backward are the weights'
-        gradients, which a role with adapters does not compute. With rows in flight, the tokens of the rows that a step trains on
-        stand for the tokens that it generated.
-        """
-        prepared, mean = self.context.prepared, num_tokens / num_rows
-        flops = 0.0
-        for role, kind, rows, epochs in calls:
-            plan = prepared.plans[role]
-            if plan.spec is not None and kind in ("generate", "infer", "train"):
-                passes = (2.0 if plan.config.lora.rank else 3.0) * epochs if kind == "train" else 1.0
-                if kind == "generate" and in_flight(prepared.config):
-                    rows = min(rows, prepared.config.data.train_batch_size * prepared.config.sampling.n)
-                flops += forward_flops(plan.spec, rows * mean, mean) * passes
-        rate = flops / seconds / self.world.size
-        self.peak_flops = max(self.peak_flops, rate)
-        measured = rate / self.peak_flops
-        rated = None if self.rated_flops is None else rate / self.rated_flops
-        return {"perf/mfu": measured} if rated is None else {"perf/mfu": rated, "perf/mfu_measured": measured}
+    def _moved_bytes(self) -> int:
+        """Return the bytes of weights that this rank has received since the last call; they may come between steps, too."""
+        before, self._reported_bytes = self._reported_bytes, sum(RECORDER.received[label] for label in LABELS)
+        return self._reported_bytes - before
 
-    # Checkpoints
+    # Beginning and end
 
-    def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides the roles that change."""
-        roles = resume.role_states(self.controller, self.models)
-        environment = resume.environment_digests(self.context.prepared.config)
-        return {"data": self.data.state_dict(), "roles": roles, "kept": sorted(self.data.kept), "environment": environment}
-
-    def save(self, global_step: int, stopped: bool = False, in_background: bool = False) -> None:
-        """Wait for the checkpoint in flight, then write one of this step, or start to.
-
-        Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them.
-        """
-        with self.controller.timeline.span("save_checkpoint", category="io"):
-            self.writer.wait()
-            progress = self.controller.get(*(worker.progress() for worker in self.saved.values()))
-            counts = dict(zip(self.saved, progress, strict=True))
-            state = {"step": global_step, "stopped": stopped, "versions": self.controller.versions.state(), **self._state()}
-            for key in ("optimizer_steps", "skipped_steps"):
-                state[key] = {role: values[0][key] for role, values in counts.items()}
-            state["best"] = self.exports.best
-            state[ADAPTERS] = {role: asdict(it.config.lora) for role, it in self.saved.items() if it.config.lora.rank}
-            held = {role: resume.role_state(worker) for role, worker in self.saved.items() if worker.member}
-            held |= resume.rows_in_flight(self.saved) | resume.weights_ahead(self.saved)
-            if self.is_first:
-                run_lock.check_still_held(self.run_dir)
-                run_dir.forget_exports(self.run_dir, step_directory(self.run_dir, global_step).name)
-            keep = self.config.keep_checkpoints
-            draft = prepare_checkpoint(self.run_dir, global_step, held, state, self.world.all, keep, self.damaged)
-            (self.writer.start if in_background else self.writer.write)(draft)
-
-    def resume(self) -> int:
-        """Load the checkpoint that ``run.resume`` asks for. Returns its step, 0 for a new run.
-
-        Collective over the world: every rank of it must call. Raises CheckpointError, and ValueError where the run would mix with the
-        checkpoints of an older one, or resume another experiment.
-        """
-        # also beside a path that is given: what is damaged must not count as kept
-        found = find_resumable(self.run_dir, self.world.all, resume.check_state)
-        path, self.damaged = found.directory, found.damaged
-        if self.config.resume not in RESUME:
-            path = named_checkpoint(Path(self.config.resume))
-        if self.config.resume == "never" and path is not None:
-            raise ValueError(f"run.resume=never, but run.dir={self.config.dir} holds {path.name}; give another run.dir")
+    def _start_recording(self, last_step: int) -> None:
         if self.is_first:
-            for warning in found.warnings:
-                print(f"warning: {warning}", file=sys.stderr)
-        if path is None:
-            metrics = self.run_dir / run_dir.METRICS_FILE
-            if self.is_first and metrics.is_file() and metrics.stat().st_size:
-                print(f"no checkpoint in {self.run_dir}: it begins anew, what it had logged is in *.before", file=sys.stderr)
-            return 0
-        manifest = read_manifest(path)
-        resume.check_state(manifest)
-        state, lacking = manifest.state, sorted(self.saved.keys() - set(manifest.roles))
-        told = resume.compare_runs(path, self.context.prepared.config, state, self._state(), lacking)
-        if told and self.is_first:
-            print(told, file=sys.stderr)
-        configs = {role: self.context.prepared.plans[role].config for role in self.saved}
-        resume.check_dtypes(path, configs, self.world.device)
-        self.board.last_checkpoint = str(path)
-        with resume.read_state(path):
-            versions = state.get("versions", Versions().state())  # older checkpoints do not count them
-            self.controller.versions.load_state(versions)
-        for role, worker in self.saved.items():
-            worker.model.version = self.controller.versions.newest(role)
-            if worker.member:
-                held = resume.role_state(worker)
-                load_checkpoint(path, role, held, worker.mesh.pool)
-                if worker.engine.optimizer is not None:
-                    worker.engine.optimizer.take_states(held.optim)
-                    with resume.read_state(path):
-                        worker.engine.optimizer.step_count = int(state["optimizer_steps"][role])
-                        # checkpoints of before skipped none
-                        worker.engine.optimizer.skipped = int(state.get("skipped_steps", {}).get(role, 0))
-        with resume.read_state(path):
-            resume.restore(dict(state), self.data, self.models)
-        resume.restore_rows_in_flight(path, self.saved)
-        resume.restore_weights_ahead(path, self.saved)
-        self.finished_before = bool(state["stopped"])
-        own = path.resolve().parent == checkpoints_of(self.run_dir).resolve()
-        self.exports.restore(state.get("best") if own else None)  # another run's best step is none of this one's
-        if self.is_first:
-            print(f"resumed from {path} (step {state['step']})", file=sys.stderr)
-        return int(state["step"])
+            run_dir.atomic_write_text(self.run_dir / run_dir.CONFIG_FILE, to_yaml(self.plan.config))
+            self.recorder = Recorder(self.run_dir, self.plan.config, last_step, start_facts(self.world))
+            self.controller.timeline.listener = self.recorder.progress.phase
 
-    def _close(self, recorder: Recorder | None, ended: str, global_step: int) -> None:
-        self.controller.settle()
-        payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
-        if recorder is not None and payloads is not None:
-            run_lock.check_still_held(self.run_dir)
-            status = run_dir.ExitStatus(ended, step=global_step, last_checkpoint=self.board.last_checkpoint)
-            for name, write in (
-                (run_dir.TRACE_FILE, lambda: write_trace(self.run_dir / run_dir.TRACE_FILE, payloads)),
-                (run_dir.REPORT_FILE, lambda: write_report(self.run_dir, status=status)),
-            ):
-                try:
-                    write()
-                except run_dir.WriteError:
-                    run_dir.UNWRITTEN[name] += 1
-            recorder.close()
-            print(*artifact_lines(self.run_dir), *filter(None, [run_dir.unwritten_text()]), sep="\n", file=sys.stderr)
+    def _end_at_once(self, last_step: int) -> None:
+        """Say that nothing is left to do, and export what an earlier start did not."""
+        self.board.set_step(last_step)
+        if self.is_first:
+            done, remedy = f"step {last_step} of {self.num_steps} is done", "raise run.steps or "
+            if self.checkpoints.reached_goal:
+                done, remedy = f"its goal was reached in step {last_step}", ""
+            print(f"nothing to do: {done}; {remedy}give another run.dir", file=sys.stderr)
+        self._export(last_step, ended=True)
 
     def _export(self, global_step: int, ended: bool) -> None:
         if self.board.last_checkpoint is not None:
             self.exports.write(global_step, Path(self.board.last_checkpoint), ended)
 
+    def _close(self, ending: str, global_step: int) -> None:
+        self.controller.settle()
+        payloads = self.world.all.gather_bytes(self.controller.timeline.to_bytes(), "control")
+        if self.recorder is None or payloads is None:
+            return
+        run_lock.check_still_held(self.run_dir)
+        status = run_dir.ExitStatus(ending, step=global_step, last_checkpoint=self.board.last_checkpoint)
+        writes = {
+            run_dir.TRACE_FILE: lambda: write_trace(self.run_dir / run_dir.TRACE_FILE, payloads),
+            run_dir.REPORT_FILE: lambda: write_report(self.run_dir, status=status),
+        }
+        for name, write in writes.items():
+            try:
+                write()
+            except run_dir.WriteError:
+                run_dir.UNWRITTEN[name] += 1
+        self.recorder.close()
+        print(*artifact_lines(self.run_dir), *filter(None, [run_dir.unwritten_text()]), sep="\n", file=sys.stderr)
 
-def start_controller(context: ProgramContext[Any]) -> Controller:
-    """Return a controller whose timeline has the pools that this rank is in. On GPUs a timed span ends when the work it started
-    is done.
 
-    It waits for the work of the present stream only: weights are sent to replicas from another one while the script goes on.
-    """
-    world, plans = context.world, context.prepared.plans.values()
-    names = sorted({pool.name for plan in plans for pool in plan.pools if world.rank in pool.ranks})
-    timeline = Timeline(world.rank, names, events_of_a_rank(world.size), partial(wait, world.device))
-    config = context.prepared.config
-    placement, limits = config.placement, config.algorithm.limits
-    return Controller(
-        world.all,
-        context.board,
-        timeline,
-        config.run.seed,
-        ahead=placement.max_staleness,
-        speeds=placement.speeds,
-        num_chunks=placement.rollout_chunks,
-        limits=(limits.max_tokens, limits.rows or 0),
-    )
+def _divides(freq: int, global_step: int) -> bool:
+    return freq > 0 and global_step % freq == 0

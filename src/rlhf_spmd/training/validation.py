@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rlhf_spmd.controller import Controller, Reference, source
+from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.loader import validation_batches
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.rewards.eval_metrics import measure_sets
@@ -24,7 +25,7 @@ class ValidationRows(NamedTuple):
     - repeated: names of reward means that another metric already reports
     """
 
-    dataset: Any
+    dataset: TokenDataset
     batch_size: int | None
     sets: list[str]
     repeated: frozenset[str] = frozenset()
@@ -45,23 +46,23 @@ class Validation:
     shown: list[dict[str, Any]] = field(default_factory=list)
 
     def take_shown(self) -> list[dict[str, Any]]:
-        """Returns the responses that have been kept since the last call."""
-        taken, self.shown = self.shown, []
-        return taken
+        """Return the responses that have been kept since the last call."""
+        samples, self.shown = self.shown, []
+        return samples
 
     def evaluate_rows(self, name: str, call: Callable[[Reference], Reference]) -> list[Any]:
-        """Returns the values of a call on all validation rows of a stream: one per rank that has results, batch after batch.
+        """Return the values of a call on all validation rows of a stream: one per rank that has results, batch after batch.
 
         Collective over the world: every rank of it must call, in program order.
         """
-        given = self.rows[name]
-        batches = map(source, validation_batches(given.dataset, given.batch_size))
-        return [value for rows in batches for value in self._controller.get(self._controller.run(call, rows))[0]]
+        rows = self.rows[name]
+        batches = map(source, validation_batches(rows.dataset, rows.batch_size))
+        return [value for batch in batches for value in self._controller.get(self._controller.run(call, batch))[0]]
 
     def evaluate_rewards(
         self, name: str, script: Callable[[Reference, SamplingConfig, frozenset[int]], tuple[Reference, list[Reference]]]
     ) -> dict[str, float]:
-        """Samples and scores responses to a stream's validation prompts. Returns metrics, each named ``val/...``.
+        """Sample and score responses to a stream's validation prompts. Returns metrics, each named ``val/...``.
 
         They are ``reward_mean``, the mean of the scores; the means of the rewards' extras; and those of
         :func:`eval_metrics.measure_sets`, for prompts whose responses all have a score. The first prompts of each set go to
@@ -72,18 +73,18 @@ class Validation:
 
         Collective over the world: every rank of it must call, in program order.
         """
-        given, n = self.rows[name], self.sampling.n
-        firsts = [int((given.dataset.sources < number).sum()) for number in range(len(given.sets))]
+        rows, n = self.rows[name], self.sampling.n
+        firsts = [int((rows.dataset.sources < number).sum()) for number in range(len(rows.sets))]
         shown = frozenset(n * (first + i) for first in firsts for i in range(self.num_shown))
         reports: list[dict[str, Any]] = []
         fields = {"scores": [torch.empty(0)], "answer_codes": [torch.empty(0)]}
-        for batch in validation_batches(given.dataset, given.batch_size):
+        for batch in validation_batches(rows.dataset, rows.batch_size):
             repeated = batch.repeat(n)
-            found, calls = self._controller.run(script, source(repeated), self.sampling, shown)
-            for wanted, parts in fields.items():
-                parts.append(self._controller.get_field(found, wanted))
+            scored_rows, calls = self._controller.run(script, source(repeated), self.sampling, shown)
+            for field_name, parts in fields.items():
+                parts.append(self._controller.get_field(scored_rows, field_name))
             reports += [report for members in self._controller.get(*calls) for report in members]
-        means = {key: value for key, value in mean_extras(reports).items() if key not in given.repeated}
+        means = {key: value for key, value in mean_extras(reports).items() if key not in rows.repeated}
         scores, codes = (torch.cat(parts).reshape(-1, n).numpy() for parts in fields.values())
         scored = ~np.isnan(scores)
         if not scored.any():
@@ -91,18 +92,18 @@ class Validation:
         read = (~np.isnan(codes)).any(1).tolist()  # by prompt: the reward reads answers
         votes = [[code if code >= 0 else None for code in row] for row in codes.tolist()]  # nan is None too
         answers = [row if reads else None for row, reads in zip(votes, read, strict=True)]
-        numbers, whole = given.dataset.sources.numpy(), scored.all(1)
+        numbers, is_complete = rows.dataset.sources.numpy(), scored.all(1)
         samples = {int(sample["row_id"]): sample for report in reports for sample in report.get("samples", [])}
         for row_id, sample in sorted(samples.items()):
-            its_set, score = given.sets[numbers[row_id // n]], float(scores[row_id // n, 0])  # of all rewards
-            self.shown.append({"set": its_set, "answer": None, **sample, "score": score})
-        sets = {name: np.flatnonzero((numbers == number) & whole) for number, name in enumerate(given.sets)}
+            set_name, score = rows.sets[numbers[row_id // n]], float(scores[row_id // n, 0])  # of all rewards
+            self.shown.append({"set": set_name, "answer": None, **sample, "score": score})
+        sets = {name: np.flatnonzero((numbers == number) & is_complete) for number, name in enumerate(rows.sets)}
         means = {"reward_mean": float(scores[scored].mean(dtype=np.float64)), **means, **measure_sets(scores, answers, sets)}
         return {f"val/{key}": value for key, value in means.items()}
 
 
 def mean_extras(reports: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns means, over all rows, of the numbers that reward functions returned beside the score."""
+    """Return means, over all rows, of the numbers that reward functions returned beside the score."""
     sums: dict[str, list[float]] = {}
     for report in reports:
         for name, (total, count) in report.get("extras", {}).items():

@@ -1,0 +1,150 @@
+"""From a ``RunPlan`` to what an algorithm's step takes: its models, its data, its script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+from rlhf_spmd.algorithms.base import move_reference
+from rlhf_spmd.config.registry import located
+from rlhf_spmd.controller import MICRO_DP, Controller, Reference
+from rlhf_spmd.controller.protocols import ProtocolRanks
+from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
+from rlhf_spmd.data.loader import build_loader
+from rlhf_spmd.data.prompts import DataConfig, PromptDataset
+from rlhf_spmd.kernels import wait
+from rlhf_spmd.parallel.world import World
+from rlhf_spmd.process.program import ProgramContext
+from rlhf_spmd.rewards.eval_metrics import repeated_means
+from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank
+from rlhf_spmd.training.run_plan import RunPlan
+from rlhf_spmd.training.streams import Data, InFlightStream, RowStream
+from rlhf_spmd.training.validation import Validation, ValidationRows
+from rlhf_spmd.workers import ComputeWorker, ModelWorker, WorkerContext
+from rlhf_spmd.workers.role_plan import RolePlan
+
+
+def start_controller(context: ProgramContext[RunPlan]) -> Controller:
+    """Return a controller whose timeline has the pools that this rank is in. On GPUs a timed span ends when the work it started
+    is done.
+
+    It waits for the work of the present stream only: weights are sent to replicas from another one while the script goes on.
+    """
+    world, plan = context.world, context.prepared
+    names = sorted({pool.name for role in plan.roles.values() for pool in role.pools if world.rank in pool.ranks})
+    timeline = Timeline(world.rank, names, events_of_a_rank(world.size), partial(wait, world.device))
+    placement, limits = plan.config.placement, plan.config.algorithm.limits
+    return Controller(
+        world.all,
+        context.board,
+        timeline,
+        plan.config.run.seed,
+        ahead=placement.max_staleness,
+        speeds=placement.speeds,
+        num_chunks=placement.rollout_chunks,
+        limits=(limits.max_tokens, limits.rows or 0),
+    )
+
+
+def build_context(plan: RunPlan, controller: Controller, world: World) -> WorkerContext:
+    """Return the settings that every role is built from."""
+    config, algorithm = plan.config, plan.config.algorithm
+    return WorkerContext(
+        controller,
+        world,
+        algorithm.limits,
+        config.run.seed,
+        total_updates={role: algorithm.updates(role, plan.num_steps, config.data.train_batch_size) for role in plan.roles},
+        temperature=plan.sampling().log_prob_temperature,
+        rewards=plan.rewards,
+        max_prompt_length=max((getattr(data, "max_prompt_length", 0) for data in plan.streams.values()), default=0),
+        max_response_length=plan.sampling().max_response_length or 0,
+        environments=plan.environments,
+        encoding=config.data,
+        tokenizer=plan.tokenizer,
+        num_samples=config.run.log_samples,
+        exact_rollouts=plan.exact_rollouts,
+        partial_rollouts=config.prompts_in_flight is not None,
+        rollout_log_probs=algorithm.bypasses_log_probs,
+        checkpointing=plan.checkpointing,
+    )
+
+
+def build_models(roles: Mapping[str, RolePlan], context: WorkerContext) -> SimpleNamespace:
+    """Return the role objects by name, the same on every rank, with ``rewards``, those whose scores add up, and the ``controller``.
+
+    Collective over the world: every rank of it must call.
+    """
+    added = added_rewards(context.rewards, roles)
+    workers = {role: _build_role(role, plan, replace(context, added_rewards=added)) for role, plan in roles.items()}
+    workers |= {name: workers[role] for role, plan in roles.items() for name in plan.serves}
+    return SimpleNamespace(**workers, rewards=[workers[role] for role in added], controller=context.controller)
+
+
+def added_rewards(rewards: Iterable[str], roles: Mapping[str, RolePlan]) -> tuple[str, ...]:
+    """Return the names of the rewards whose scores are added up."""
+    return tuple(role for role in rewards if role == "reward" or roles[role].is_added)
+
+
+def _build_role(role: str, plan: RolePlan, context: WorkerContext) -> ModelWorker | ComputeWorker:
+    if issubclass(plan.worker, ComputeWorker):
+        return plan.worker(context, role, plan.pool)
+    worker = plan.worker(context, role, plan.pool, plan.shape, plan.config, plan.spec)
+    for method, call in plan.calls.items():
+        worker.add_replica(method, call.pool, call.shape)
+    return worker
+
+
+def build_data(plan: RunPlan, controller: Controller) -> Data:
+    """Return what the algorithm's step finds in ``data``."""
+    config, streams = plan.config, dict[str, RowStream]()
+    for name, dataset in plan.training.items():
+        section = plan.streams[name]
+        assert isinstance(section, DatasetConfig), "a stream that is trained on"
+        loader = build_loader(dataset, section, config.run.seed)
+        if config.prompts_in_flight is not None and config.algorithm.streams[name].key == "data":
+            generation = next(iter(plan.generating.values())).placement_of("generate_sequences")
+            replicas = ProtocolRanks(MICRO_DP, generation.shape, generation.pool, controller.speeds)
+            streams[name] = InFlightStream(
+                loader, config.sampling.n, config.prompts_in_flight, replicas.num_parts, replicas.speeds
+            )
+        else:
+            streams[name] = RowStream(loader, config.sampling.n if isinstance(section, DataConfig) else 1, len(streams))
+    rows = {
+        name: ValidationRows(
+            dataset, plan.streams[name].val_batch_size, list(plan.streams[name].val_sets), _repeated_metrics(plan, dataset)
+        )
+        for name, dataset in plan.validation.items()
+    }
+    validation = Validation(controller, rows, plan.sampling(validates=True), config.run.log_samples)
+    return Data(controller, streams, validation, plan.sampling())
+
+
+def _repeated_metrics(plan: RunPlan, dataset: TokenDataset) -> frozenset[str]:
+    """Return the metrics that a validation by ``dataset`` would report twice. With several rewards there are none."""
+    added = added_rewards(plan.rewards, plan.roles)
+    if len(added) != 1 or not isinstance(dataset, PromptDataset):
+        return frozenset()
+    return repeated_means({name: plan.rewards[name] for name in added}, dataset.examples_by_path())
+
+
+def run_script(plan: RunPlan, models: SimpleNamespace, data: Data, global_step: int) -> list[Reference]:
+    """Run the algorithm's step and what follows every step. Returns the calls that are reported."""
+    with located("algorithm", plan.config.algorithm.name, plan.algorithm):
+        calls = plan.algorithm.step(models, data, plan.config.algorithm, global_step)
+    if not isinstance(calls, list) or any(not isinstance(call, Reference) for call in calls):
+        result = "one call; return [it]" if isinstance(calls, Reference) else f"{calls!r:.80}"
+        raise ValueError(
+            f"{plan.algorithm.__name__}.step returned {result}; it must return the list of the calls that it reports: what "
+            "models.actor.update(...) and other calls of roles return"
+        )
+    return [*calls, *move_reference(models, plan.config.algorithm, global_step)]
+
+
+def validate(plan: RunPlan, models: SimpleNamespace, data: Data, global_step: int) -> dict[str, float]:
+    """Run the algorithm's validation. Returns its metrics, the same on every rank."""
+    with located("algorithm", plan.config.algorithm.name, plan.algorithm):
+        metrics: dict[str, float] = plan.algorithm.validate(models, data, plan.config.algorithm, global_step)
+    return metrics

@@ -1,0 +1,196 @@
+"""What breaks each rule of ``training`` and ``preflight``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tasks
+from rlhf_spmd.config.rules import check_rules
+from rlhf_spmd.models.lora import LoraConfig
+from rlhf_spmd.preflight.checks import ROLE_RULES, RoleInRun
+from rlhf_spmd.preflight.prepare import prepare
+from rlhf_spmd.workers.config import RoleConfig
+from rlhf_spmd.workers.optim_config import OptimConfig
+from rlhf_spmd.workers.role_plan import CallPlan
+
+ACTOR, CALL = "models.actor.generation", "models.actor.calls.generate_sequences"
+
+
+def ppo(*overrides: str, ranks: int = 1) -> Callable[[], Any]:
+    """The small PPO task with these settings."""
+    return lambda: prepare(str(tasks.task() / "ppo.json"), tasks.settings(Path("unused"), 4, *overrides), ranks)
+
+
+def other(algorithm: str, *overrides: str) -> Callable[[], Any]:
+    """Another algorithm on the small task's prompts."""
+    return lambda: prepare(
+        None,
+        [
+            f"algorithm.name={algorithm}",
+            f"data.path={tasks.task() / 'train.jsonl'}",
+            f"models.actor.path={tasks.task() / 'actor'}",
+            "data.train_batch_size=8",
+            "run.dir=unused",
+            *overrides,
+        ],
+        1,
+    )
+
+
+SAMPLED = ("data.max_prompt_length=12", "data.max_response_length=12", "reward.function=tasks:even_share")
+
+
+def role(role: str, tied: bool = False, calls: tuple[str, ...] = (), **settings: Any) -> Callable[[], Any]:
+    """A placed role of the small PPO task with these settings. ``calls``: those that run elsewhere."""
+
+    def check() -> None:
+        run = ppo()()
+        plan = run.roles[role]
+        spec = replace(plan.spec, tie_word_embeddings=tied)
+        elsewhere = {method: CallPlan(plan.pool, plan.shape) for method in calls}
+        plan = replace(plan, config=RoleConfig(**settings), spec=spec, calls=elsewhere)
+        check_rules(ROLE_RULES, RoleInRun(config=run.config, role=role, plan=plan))
+
+    return check
+
+
+def replaying_without_log_probs() -> None:
+    run = ppo("algorithm.rollout_correction.bypass_mode=true")()
+    actor = run.roles["actor"]
+    plan = replace(actor, config=replace(actor.config, router_replay="R2"))
+    check_rules(ROLE_RULES, RoleInRun(config=run.config, role="actor", plan=plan))
+
+
+LORA = LoraConfig(rank=8)
+CASES = [
+    # the length of a run
+    (
+        ppo("data.epochs=2"),
+        "run.steps=4, data.epochs=2.0: both say how long the run is; set run.steps=null, or leave data.epochs out",
+    ),
+    (ppo("run.steps=null"), "run.steps=null: nothing says how long the run is; give run.steps, or data.epochs"),
+    # batches and samples
+    (
+        ppo("data.train_batch_size=6"),
+        "algorithm.ppo_mini_batch_size=4, data.train_batch_size=6: the first must divide the second, both count prompts; change one "
+        "of them",
+    ),
+    (
+        ppo("sampling.top_k=1"),
+        "sampling.temperature=1.0, sampling.top_k=1: training needs samples, and all would be the likeliest tokens; use a temperature "
+        "above 0, and top_k above 1 or 0",
+    ),
+    (
+        other("remax", *SAMPLED, "data.gen_batch_size=16"),
+        "data.gen_batch_size=16, algorithm.name=remax: this algorithm takes no prompts in flight; leave the first out",
+    ),
+    (
+        other("grpo", *SAMPLED, "sampling.n=1"),
+        "sampling.n=1, algorithm.name=grpo: the algorithm compares the responses to a prompt; use at least 2",
+    ),
+    # roles in a run
+    (
+        ppo("algorithm.critic_warmup=4"),
+        "run.steps=4: models.actor would never be trained; use more steps, or let it learn earlier (algorithm.critic_warmup?)",
+    ),
+    (
+        ppo("algorithm.ppo_mini_batch_size=1", "sampling.n=1", ranks=4),
+        "data.train_batch_size=8, sampling.n=1: a mini-batch has 1 rows, fewer than models.actor.layout.dp=4; use larger batches "
+        "(algorithm.ppo_mini_batch_size?), more samples of each prompt, or a smaller dp",
+    ),
+    (
+        ppo(f"{ACTOR}.kv_cache=keep"),
+        f"{ACTOR}.kv_cache=keep, data.gen_batch_size=null: all responses end in their step and no pages are left to keep; set "
+        "data.gen_batch_size above data.train_batch_size=8, or leave the first out",
+    ),
+    (
+        ppo(f"{ACTOR}.rebalance_steps=4", "data.gen_batch_size=16"),
+        f"{ACTOR}.rebalance_steps=4, data.gen_batch_size=16: rows in flight stay on their replica; leave one of them out",
+    ),
+    (
+        ppo(ranks=3),
+        "data.train_batch_size=8, data.gen_batch_size=null: models.actor has 3 generation replicas, which cannot have equally many "
+        "prompts; use multiples of 3",
+    ),
+    (
+        replaying_without_log_probs,
+        "models.actor.router_replay=R2, algorithm.name=ppo: with bypass_mode no forward pass computes the old log-probs; take R3, or "
+        "leave it out",
+    ),
+    # validation
+    (
+        other("outside.undecided", *SAMPLED, "run.test_freq=2"),
+        "run.test_freq=2, algorithm.name=outside.undecided: this algorithm has no validation; set run.test_freq=0",
+    ),
+    (
+        ppo("run.test_freq=2"),
+        "run.test_freq=2: there are no rows to validate by; give data.val_path, or set run.test_freq=0",
+    ),
+    (
+        other("sft", "val_prompts.path=x", "reward.function=tasks:even_share"),
+        "run.test_freq=0: val_prompts.path is given, and nothing validates; set run.test_freq above 0, or leave val_prompts out",
+    ),
+    (
+        other("sft", "algorithm.stop_at_reward=0.5"),
+        "algorithm.stop_at_reward=0.5, run.test_freq=0: no validation has a mean reward; give val_prompts.path, a reward and "
+        "run.test_freq above 0",
+    ),
+    # rewards
+    (
+        ppo("reward.model=a", "models.reward.path=b"),
+        "reward.model=a, models.reward.path=b: they name different models; give one",
+    ),
+    (
+        ppo("reward.judge.template='{response}'", "reward.function=null"),
+        "reward.model=null: reward.judge needs a model that generates; give it, or models.reward.path",
+    ),
+    (
+        ppo("reward.function=null"),
+        "reward.function=null: there is no reward; give reward.function, a reward model as reward.model, an environment that gives "
+        "rewards, or rewards of other names as rewards.<name>.function",
+    ),
+    (ppo("reward.weight=0"), "reward.weight=0.0: nothing else is rewarded; leave it out"),
+    # models
+    (
+        role("actor", tied=True, optim=OptimConfig(head_lr=1.0)),
+        "models.actor.optim.head_lr=1.0: the model's output matrix is its embedding (tie_word_embeddings); leave it out",
+    ),
+    (
+        role("actor", lora=LORA, random_init=True),
+        "models.actor.random_init=true, models.actor.lora.rank=8: adapters train beside weights that are read again; leave the first "
+        "out",
+    ),
+    (
+        ppo("models.reference.lora.rank=8"),
+        "models.reference.lora.rank=8, models.reference.lora.path=null: this role is not trained; leave the first out, or give a "
+        "reference the adapter of the second",
+    ),
+    (
+        role("critic", lora=LORA, optim=OptimConfig(name="muon")),
+        "models.critic.optim.name=muon, models.critic.lora.rank=8: muon is for whole matrices, and with adapters none is trained; use "
+        "adamw",
+    ),
+    (
+        role("actor", lora=LORA, optim=OptimConfig(head_lr=1.0)),
+        "models.actor.optim.head_lr=1.0, models.actor.lora.rank=8: with adapters no head is trained; leave the first out",
+    ),
+    # layouts
+    (
+        ppo(f"{CALL}.layout.tp=2", "models.actor.layout.tp=2", f"{ACTOR}.tp=2", ranks=2),
+        f"{ACTOR}.pp=1, {ACTOR}.tp=2: {CALL}.layout says as well how it generates there; leave one of them out",
+    ),
+    (
+        ppo(f"{ACTOR}.overlap=true", f"{ACTOR}.reshard_method=full_gather"),
+        f"{ACTOR}.overlap=true, {ACTOR}.reshard_method=full_gather: weights come layer by layer only if "
+        "reshard_method=zero_redundancy regroups ranks in place, not from pp(1) * tp(1) * dp(1) to pp(1) * tp(1) with "
+        "generation.ep=1; leave overlap out",
+    ),
+    (
+        role("actor", lora=LoraConfig(rank=8, bits=4), calls=("compute_log_prob",)),
+        "models.actor.lora.bits=4: weights in few bits cannot be sent to other ranks, and models.actor.calls runs there; leave it out, "
+        "or let the role's own ranks run all calls (placement.strategy=colocate)",
+    ),
+]
