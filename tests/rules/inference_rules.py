@@ -22,7 +22,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     *(
         (generate(setting), f"{setting}: nothing is trained here; leave it out")
         for setting in (
-            *("generation.reshard_method=none", "generation.buffers=keep", "generation.overlap=true", "layout.zero=2"),
+            *("generation.reshard_method=none", "generation.buffers=keep", "layout.zero=2"),
             *("generation.reuse_rollout_log_probs=true", "generation.kv_cache=keep"),
         )
     ),

@@ -183,12 +183,6 @@ CASES = [
         f"{ACTOR}.pp=1, {ACTOR}.tp=2: {CALL}.layout says as well how it generates there; leave one of them out",
     ),
     (
-        ppo(f"{ACTOR}.overlap=true", f"{ACTOR}.reshard_method=full_gather"),
-        f"{ACTOR}.overlap=true, {ACTOR}.reshard_method=full_gather: weights come layer by layer only if "
-        "reshard_method=zero_redundancy regroups ranks in place, not from pp(1) * tp(1) * dp(1) to pp(1) * tp(1) with "
-        "generation.ep=1; leave overlap out",
-    ),
-    (
         role("actor", lora=LoraConfig(rank=8, bits=4), calls=("compute_log_prob",)),
         "models.actor.lora.bits=4: weights in few bits cannot be sent to other ranks, and models.actor.calls runs there; leave it out, "
         "or let the role's own ranks run all calls (placement.strategy=colocate)",

@@ -22,16 +22,7 @@ from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.objectives.advantages import gae, moments, token_level_rewards, whiten
 from rlhf_spmd.objectives.kl import kl_penalty
-from rlhf_spmd.workers import (
-    Computed,
-    ComputeWorker,
-    CriticWorker,
-    Function,
-    GlobalReduce,
-    RewardWorker,
-    RoleClass,
-    Rows,
-)
+from rlhf_spmd.workers import Computed, ComputeWorker, CriticWorker, Function, GlobalReduce, RewardWorker, RoleClass, Rows
 
 LEAST_LOGARITHM = -20.0  # of the multiplier, which scales its own step: from far below it would not come back
 
