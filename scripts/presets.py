@@ -247,8 +247,9 @@ def page(found: Sequence[tuple[Preset, float, float, str | None]]) -> str:
 
 HEAD = """# Presets
 
-Configurations to start from: one file for a model, an algorithm and a number of GPUs. Each fits into GPUs of 80 GB by the estimate of
-[`plan`](placement.md), which a test repeats. The first lines of a file say how to start it:
+Configurations to start from: one file for a model, an algorithm and a number of GPUs. Each fits
+into GPUs of 80 GB by the estimate of [`plan`](planner.md). The first lines of a file say how to
+start it:
 
     sbatch --nodes=1 launch/slurm_one_node.sbatch configs/presets/grpo_qwen2.5_7b_8gpu.yaml run.steps=50
 
@@ -256,16 +257,18 @@ Configurations to start from: one file for a model, an algorithm and a number of
 |---|---|--:|--:|
 | GRPO | GSM8K, scored by rule | 256 prompts * 8 | 1,024 |
 | GRPO at 32k | DeepScaleR's problems, scored by rule | 64 prompts * 8 | 32,768 |
-| PPO | the same | 512 prompts | 1,024 |
+| PPO | as GRPO | 512 prompts | 1,024 |
 | DPO | UltraFeedback's pairs | 128 | 2,048 |
 | SFT | Capybara's conversations | 128 | 2,048 |
 
 LoRA trains [adapters](parallelism.md#adapters-lora). At 32k four ranks share the tokens of a row
-([context parallelism](parallelism.md#context-parallelism)). Another model of the same size needs only `models.actor.path`. Where
-ranks have no network, run `hf download NAME` (data: with `--repo-type dataset`) before, and set `HF_HUB_OFFLINE=1`.
+([context parallelism](parallelism.md#context-parallelism)). Another model of the same size needs
+only `models.actor.path`. Where ranks have no network, run `hf download NAME` (data: with
+`--repo-type dataset`) before, and set `HF_HUB_OFFLINE=1`.
 
-Each cell has the GiB of the fullest GPU (of 79.2) and the seconds of a step on H100, with rows at their limits. Both are predicted, not
-measured; the seconds assume CUDA graphs also with tp, which no GPU has run. For rows as long as yours:
+Each cell has the GiB of the fullest GPU (of 79.2) and the seconds of a step on H100, with rows at
+their limits. Both are predicted, not measured; the seconds assume CUDA graphs also with tp, which
+no GPU has run. For rows as long as yours:
 
     rlhf-spmd plan --config FILE plan.fixed=config cluster.nodes=N 'workload.response_lengths=[200,300,500]'
 
