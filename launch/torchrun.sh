@@ -54,7 +54,7 @@ if [[ -z ${PYTHON:-} ]]; then
 fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # results depend on the thread count, and ranks on one host share its cores
-# Before CUDA's first use; the programs set the same for themselves where nothing is set. kernels/cuda_settings.py says why.
+# Before CUDA's first use; the programs set the same for themselves where nothing is set. kernels/devices.py says why.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS-32} # hardware queues for the streams of a rank
 if [[ -z ${PYTORCH_ALLOC_CONF+set}${PYTORCH_CUDA_ALLOC_CONF+set} ]]; then
   export PYTORCH_ALLOC_CONF=expandable_segments:True NCCL_GRAPH_REGISTER=${NCCL_GRAPH_REGISTER-0}
