@@ -74,7 +74,7 @@ def test_the_readme_s_file_is_ppo(tmp_path: Path) -> None:
 def test_the_table_of_files_of_a_step_tells_their_length() -> None:
     """In all, to a twentieth. Each file exists, and has what it says to start at."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    step = page[page.index("## One PPO step") : page.index("## One program")]
+    step = page[page.index("## From the command line") : page.index("## One program")]
     rows = re.findall(r"^\| (`[\w/.]+`(?:, `[\w/.]+`)*) \| (`.+?`) \|", step, flags=re.MULTILINE)
     (total,) = re.findall(r"about ([\d,]+) lines", step)
     length = 0
