@@ -108,7 +108,7 @@ def test_ties_teach_nothing_and_are_counted(tmp_path: Path) -> None:
         (
             "dpo",
             ("algorithm.max_token_len_per_gpu=30",),
-            r"per_gpu=30: the longest pair of data has \d+ tokens.*must hold a pair",
+            r"per_gpu=30, .*the longest pair of data has \d+ tokens.*must hold a pair",
         ),
         ("dpo", ("reward.function=exact_match",), r"reward scores responses to prompts, and there are none: leave it out"),
     ],

@@ -214,7 +214,7 @@ def test_settings_of_a_call_that_the_strategy_moves(strategy: str) -> None:
         ppo(f"placement.strategy={strategy}", *more, size=4).roles["actor"].calls["generate_sequences"] for more in overrides
     )
     assert sliced.pool == moved.pool and (moved.shape.layout.tp, sliced.shape.layout.tp) == (1, 2)
-    with pytest.raises(ValueError, match=r"generation.pp=1 and tp=2, and .*calls.generate_sequences.layout, both say"):
+    with pytest.raises(ValueError, match=r"generation.pp=1, .*generation.tp=2: .*calls.generate_sequences.layout says as well"):
         ppo(f"placement.strategy={strategy}", f"{generate}.layout.tp=2", "models.actor.generation.tp=2", size=4)
 
 
