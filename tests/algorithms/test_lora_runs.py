@@ -195,7 +195,10 @@ def test_an_export_of_the_adapter_alone_and_a_start_from_it(directory: Path) -> 
         ),
         (("models.actor.lora.bits=5", FP32), "models.actor.lora.bits=5 is not known; allowed: 4, 8, or null"),
         (("models.actor.lora.bits=4", FP32), "with tp=1 a rank would have 96 columns of model.layers.0.mlp.down_proj"),
-        ((*FOUR_BITS, "models.actor.dtype=float64"), "models.actor.lora.bits=4: bitsandbytes has no float64"),
+        (
+            (*FOUR_BITS, "models.actor.dtype=float64"),
+            "models.actor.dtype=float64: bitsandbytes has no float64",
+        ),
         (
             ("models.actor.lora={rank: 0, path: /nowhere}",),
             "models.actor.lora.path=/nowhere, and models.actor.lora.rank is not given: /nowhere/adapter_config.json: no such file",

@@ -24,6 +24,7 @@ from engine_runs import (
     train,
 )
 from ranks import run_ranks
+from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.generate import GenerateConfig
 from rlhf_spmd.inference.loaded_model import ModelConfig
 from rlhf_spmd.models.attention import PackedAttention
@@ -162,4 +163,4 @@ def test_every_row_travels_once_each_way() -> None:
 
 def test_generation_refuses_it() -> None:
     with pytest.raises(ValueError, match=r"layout\.sequence_parallel=true: generation runs without it"):
-        GenerateConfig(ModelConfig(path="m"), out="out", layout=LayoutConfig(tp=2, sequence_parallel=True)).check("")
+        check_section(GenerateConfig(ModelConfig(path="m"), out="out", layout=LayoutConfig(tp=2, sequence_parallel=True)), "")

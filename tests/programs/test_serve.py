@@ -279,7 +279,7 @@ def test_a_stream_brings_the_same_log_probs(service: services.Service, chat: boo
 def test_what_cannot_be_answered_is_one_line(service: services.Service) -> None:
     """Beside what test_openai_forms has, which needs no model."""
     bodies: list[tuple[Any, str]] = [
-        (b'{"prompt": "a", "temperature": NaN}', "sampling_params.temperature=nan: must be 0"),
+        (b'{"prompt": "a", "temperature": NaN}', "sampling_params.temperature=nan: must be a finite number"),
         ({"prompt": "a" * 2000}, "prompt 0 has 2000 characters, and no more than 320 can fit"),
         ({"prompt": "a" * 64}, "prompt 0 has 64 tokens"),
         ({"prompt": "a" * 65, "max_tokens": 0, "echo": True}, "prompt 0 has 65 tokens, and a row may have 64"),

@@ -34,7 +34,7 @@ INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "mma.sync": "mma.sync", "cp.async": 
 
 
 def compile_kernel(kernel: Any, dtype: str, options: dict[str, Any], **sizes: Any) -> Any:
-    pointers = dict.fromkeys(("q", "k", "v", "pages", "out", "made", "weight", "cos", "sin"), f"*{dtype}")
+    pointers = dict.fromkeys(("q", "k", "v", "pages", "out", "short", "weight", "cos", "sin"), f"*{dtype}")
     types = dict.fromkeys(kernel.arg_names, "i32") | pointers | TYPES
     return build(kernel, types, set(kernel.arg_names) - UNALIGNED, options, **sizes)
 

@@ -174,7 +174,7 @@ def test_a_run_that_is_ended_does_not_wait_for_its_export(tmp_path: Path, monkey
     def interrupt(wish: bool) -> bool:
         raise KeyboardInterrupt
 
-    controller: Any = SimpleNamespace(rank=0, timeline=SimpleNamespace(span=lambda *a, **k: nullcontext()), decide=interrupt)
+    controller: Any = SimpleNamespace(rank=0, timeline=SimpleNamespace(span=lambda *a, **k: nullcontext()), any_rank=interrupt)
     writers: list[threading.Thread] = []
 
     def write(*_: object) -> None:

@@ -60,6 +60,9 @@ class AlgorithmConfig:
         """True if the rollout's log-probs serve as the old ones, whatever weights drew the tokens."""
         return False
 
+    def check(self, where: str) -> None:
+        """Raises ValueError for values that types and ``rules`` do not refuse. ``where``: ``algorithm``."""
+
     def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
         """Raises ValueError where the algorithm's settings contradict other sections of the configuration, or the models."""
 

@@ -23,7 +23,7 @@ from yaml import MarkedYAMLError, YAMLError
 from rlhf_spmd.config.constraints import idle_settings
 from rlhf_spmd.config.foreign import foreign_hint
 from rlhf_spmd.config.interpolation import FromEnvironment, interpolate, select, written
-from rlhf_spmd.config.rules import check_section
+from rlhf_spmd.config.rules import check_section, shown
 from rlhf_spmd.config.schema import ConfigError, first_line, is_inline, leaves, read_section, section_keys
 from rlhf_spmd.config.written import parse, parse_value, to_plain
 
@@ -95,10 +95,9 @@ def check_tree(config: Any, where: str = "") -> None:
             raise ConfigError(f"{path}: the check of {kind.__module__}.{kind.__qualname__} raises {reason}") from error
         for key, value, default, needed in idle_settings(section, path):
             plain = default if isinstance(default, str) else json.dumps(default)
-            shown = _masked(str(value), section)
-            raise ConfigError(
-                f"{key}={shown} does nothing without {needed}; leave it out, or where a file has it give {key}={plain}"
-            )
+            setting = f"{key}={_masked(shown(value), section)}"
+            remedy = f"leave it out, or where a file has it give {key}={plain}"
+            raise ConfigError(f"{setting} does nothing without {needed}; {remedy}")
 
 
 def _masked(text: str, section: Any) -> str:

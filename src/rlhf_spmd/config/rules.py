@@ -23,11 +23,24 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import string
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.config.schema import ConfigError, check_fields, dotted, is_inline
+
+
+class TextFormatter(string.Formatter):
+    """``str.format``, with the entries of a list beside each other."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        listed = isinstance(value, list | tuple)
+        text: str = ", ".join(map(str, value)) if listed else super().format_field(value, format_spec)
+        return text
+
+
+TEXT = TextFormatter()
 
 
 @dataclass(frozen=True)
@@ -48,10 +61,9 @@ class Rule:
 
     def line(self, subject: Any, where: str = "") -> str:
         """Return the refusal, as in ``sampling.temperature=0, sampling.n=4: why; remedy``. ``where``: the subject's dotted path."""
-        settings = ", ".join(
-            f"{dotted(where, key.format(s=subject))}={shown(value_at(subject, key.format(s=subject)))}" for key in self.keys
-        )
-        return f"{settings}: {self.why.format(s=subject)}; {self.remedy.format(s=subject)}"
+        keys = [key.format(s=subject) for key in self.keys]
+        settings = ", ".join(f"{dotted(where, key)}={shown(value_at(subject, key))}" for key in keys)
+        return TEXT.format(f"{settings.replace('{', '{{').replace('}', '}}')}: {self.why}; {self.remedy}", s=subject)
 
     def general(self) -> str:
         """Return why and remedy for any subject, as ``--help`` and the page of keys print them."""
