@@ -30,7 +30,7 @@ from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.shapes import CallSettings, Workload, adapter_numel, call_settings, quantized_numel, shape_of
-from rlhf_spmd.workers.model_weights import held_tensors
+from rlhf_spmd.workers.model_weights import resident_tensors
 from rlhf_spmd.workers.objective import Packed
 from rlhf_spmd.workers.optim_config import OptimConfig
 from rlhf_spmd.workers.train_engine import TrainEngine
@@ -118,7 +118,7 @@ def measured(world: World, case: Case) -> tuple[float, float, int]:
         engine.forward(rows[:1], lambda decoder, hidden, batch: token_log_probs(decoder, hidden, batch.tokens.roll(-1))[0])
     assert engine.optimizer is not None
     states = [tensor for state in engine.optimizer.state_tensors().values() for tensor in state.values()]
-    return memory.peak, forward.peak, sum(tensor.nbytes for tensor in [*held_tensors(engine), *states])
+    return memory.peak, forward.peak, sum(tensor.nbytes for tensor in [*resident_tensors(engine), *states])
 
 
 @pytest.mark.parametrize("case", tiers([*SHORT, *LONG], SHORT), ids=str)
