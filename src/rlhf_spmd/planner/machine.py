@@ -87,7 +87,7 @@ class ClusterConfig:
 
     @property
     def hosts(self) -> list[tuple[int, int, str]]:
-        """(number of hosts, devices of each, kind) of every group."""
+        """Return (number of hosts, devices of each, kind) of every group."""
         groups = self.groups or [HostsConfig(self.nodes)]
         return [(group.nodes, group.gpus_per_node or self.gpus_per_node, group.gpu or self.gpu) for group in groups]
 
