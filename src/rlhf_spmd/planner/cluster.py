@@ -73,6 +73,7 @@ class Cluster:
 
     @property
     def everyone(self) -> tuple[int, ...]:
+        """Return all ranks."""
         return tuple(range(self.size))
 
     def count(self, ratio: float, unit: int) -> int:

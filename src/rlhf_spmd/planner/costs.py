@@ -113,6 +113,7 @@ class _Rates:
         return _Ring((ranks - 1) / ranks / rate, np.log2(ranks) * np.where(inside, 1, 2) * self.machine.device.latency / 2)
 
     def tp_sum(self, tokens: Numbers) -> Numbers:
+        """Return seconds of a sum of a layer over tp."""
         return 2 * self.tp_ring.gather(tokens * (self.shape.hidden * self.itemsize))
 
     def cp_exchange(self, tokens: Numbers) -> Numbers:
@@ -148,6 +149,7 @@ class _Rates:
         return 4 * self.shape.queries * seen * tokens / self.settings.tp / self.flops
 
     def elementwise(self, tokens: Numbers) -> Numbers:
+        """Return seconds of a layer's elementwise operations."""
         shape, tp = self.shape, self.settings.tp
         sliced = HEADS * (shape.queries + shape.keys) + COLUMNS * shape.intermediate
         numbers = STREAM * shape.hidden / self.slices + sliced / tp
@@ -162,6 +164,7 @@ class _Rates:
         return products * product + tokens * self.shape.head_outputs / self.settings.tp * reads / self.bytes
 
     def through(self, layer: Numbers, head: Numbers, hand_over: Numbers) -> _PipelineTime:
+        """Return seconds of a micro-batch whose layers, head and transfer to the next stage take so long."""
         slowest = np.maximum(self.layers * layer, self.last_layers * layer + head) + hand_over
         return _PipelineTime(self.shape.layers * layer + head + (self.settings.pp - 1) * hand_over, slowest)
 

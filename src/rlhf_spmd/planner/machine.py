@@ -125,6 +125,7 @@ class ClusterConfig:
 
 
 def is_file(name: str) -> bool:
+    """Return True if ``cluster.gpu`` names a file, not a device of :data:`GPUS`."""
     return "/" in name or "." in name
 
 

@@ -55,6 +55,7 @@ class PlacedCall:
 
     @property
     def rank_range(self) -> RankRange:
+        """Return ``ranks`` as a range."""
         first, _, last = self.ranks.partition("-")
         return RankRange(int(first), int(last or first) - int(first) + 1)
 

@@ -45,7 +45,7 @@ class ModelCall:
 
     ``name``: ``role.call``. ``method``: as the configuration names it. ``after``: calls that must have ended, by their indices.
     ``settings``: what memory depends on, as configured. ``dealt``: groups or rows that go to its replicas. ``captures``: on
-    replicas of one rank, decode steps can be CUDA graphs. ``home`` and ``at_home``: as of :class:`CallNode`. ``cp``: as
+    replicas of one rank, decode steps can be CUDA graphs. ``home`` and ``shares_home``: as of :class:`CallNode`. ``cp``: as
     configured; it is not searched.
     """
 
@@ -63,7 +63,7 @@ class ModelCall:
     dealt: int
     captures: bool = False
     home: bool = False
-    at_home: bool = False
+    shares_home: bool = False
     cp: int = 1
 
     @property
@@ -128,14 +128,14 @@ class ProblemBuilder:
         """Return the problem. Raises ValueError if a call has no layout, or the fixed plan has a layout that cannot be."""
         machine, call_nodes = self.machine, dict[int, CallNode]()
         for index, call in enumerate(self.calls):
-            if call.at_home:
+            if call.shares_home:
                 continue
-            tied = [i for i, other in enumerate(self.calls) if call.home and other.at_home and other.role == call.role]
+            tied = [i for i, other in enumerate(self.calls) if call.home and other.shares_home and other.role == call.role]
             together = [index, *tied]
             for i, options in zip(together, self._options([self.calls[i] for i in together]), strict=True):
                 tied_call = self.calls[i]
                 call_nodes[i] = CallNode(
-                    tied_call.name, tied_call.role, tied_call.after, options, tied_call.home, tied_call.at_home
+                    tied_call.name, tied_call.role, tied_call.after, options, tied_call.home, tied_call.shares_home
                 )
         reserve = memory.HOST_RESERVE if machine.device.on_host else memory.RESERVE
         return Problem(
@@ -431,7 +431,7 @@ def to_file(
         call_node, choice = problem.calls[index], plan[index]
         option = call_node.options[choice.option]
         copied = 0.0  # bytes of a copy of the weights
-        if not call_node.home and not call_node.at_home:
+        if not call_node.home and not call_node.shares_home:
             _, copied = problem.weight_copy_cost(call_node, plan[problem.homes[call_node.role]], choice)
         resident = _most_resident(problem, plan, choice.rank_range)
         configured = builder.fixed is not None and builder.fixed.calls[call.name].gpu_memory_utilization is None

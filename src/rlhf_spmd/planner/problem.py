@@ -39,9 +39,11 @@ class RankRange:
 
     @property
     def end(self) -> int:
+        """Return the rank behind the last one."""
         return self.first + self.count
 
     def overlaps(self, other: RankRange) -> bool:
+        """Return True if the ranges have ranks in common."""
         return self.first < other.first + other.count and other.first < self.first + self.count
 
     def __str__(self) -> str:
@@ -81,6 +83,7 @@ class Option:
 
     @property
     def layout(self) -> WeightLayout:
+        """Return how the weights lie."""
         return self.pp, self.tp, STORAGE[self.zero], self.zero_size, self.ep
 
 
@@ -90,7 +93,7 @@ class CallNode:
 
     - after: the indices of calls that must have ended, all smaller than its own
     - home: this call is its role's home. One call per role is: the first that trains, or the first if none trains
-    - at_home: another call that is tied to the home, with the option of the same index
+    - shares_home: the call is tied to the home, with the option of the same index
 
     A call that is neither is movable.
     """
@@ -100,7 +103,7 @@ class CallNode:
     after: frozenset[int]
     options: tuple[Option, ...]
     home: bool = False
-    at_home: bool = False
+    shares_home: bool = False
 
 
 class Choice(NamedTuple):
@@ -144,10 +147,11 @@ class Problem:
                 f"{call.name}: options, and calls before it"
             )
             same = [o.size for o in call.options] == [o.size for o in home.options]
-            assert not call.at_home or same, f"{call.name}: as {home.name}"
+            assert not call.shares_home or same, f"{call.name}: as {home.name}"
 
     @property
     def size(self) -> int:
+        """Return the number of ranks."""
         return len(self.memory)
 
     @cached_property
@@ -180,22 +184,26 @@ class Problem:
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
-        """Return role -> its home and the calls that are ``at_home``."""
+        """Return role -> its home and the calls that share it."""
         indexed_calls = list(enumerate(self.calls))
         return {
-            role: tuple(call_index for call_index, call in indexed_calls if call.role == role and (call.home or call.at_home))
+            role: tuple(
+                call_index for call_index, call in indexed_calls if call.role == role and (call.home or call.shares_home)
+            )
             for role in self.homes
         }
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
         """Return the indices of the movable calls."""
-        return tuple(call_index for call_index, call in enumerate(self.calls) if not call.home and not call.at_home)
+        return tuple(call_index for call_index, call in enumerate(self.calls) if not call.home and not call.shares_home)
 
     def on_one_host(self, *ranges: RankRange) -> bool:
+        """Return True if all ranks of these ranges are on the same host."""
         return len({rank // self.local_size for ranks in ranges for rank in (ranks.first, ranks.end - 1)}) == 1
 
     def home_layout(self, role: str, home: Choice) -> WeightLayout:
+        """Return how the weights of a role lie at its home."""
         return self.calls[self.homes[role]].options[home.option].layout
 
     def weight_copy_cost(self, call: CallNode, home: Choice, choice: Choice) -> tuple[float, float]:
@@ -254,6 +262,7 @@ class Schedule:
 
     @property
     def fits(self) -> bool:
+        """Return True if no rank exceeds its memory."""
         return self.excess <= 1e-9  # for rounding
 
 
@@ -270,7 +279,7 @@ def simulate(problem: Problem, plan: Plan) -> Schedule:
         transfer, copied = 0.0, 0.0  # seconds and bytes of weights that come from the home
         if call.home:
             resident.append((choice.rank_range, option.resident))
-        elif call.at_home:
+        elif call.shares_home:
             assert choice == home, f"{call.name}: runs at home"
         else:
             transfer, copied = problem.weight_copy_cost(call, home, choice)

@@ -67,6 +67,7 @@ class ModelShape:
 
     @property
     def params(self) -> float:
+        """Return the parameters of the model."""
         return self.layers * self.layer + self.embed + self.head
 
     def stage_params(self, pp: Any, tp: Any) -> Any:
@@ -175,6 +176,7 @@ class Workload:
 
     @property
     def response(self) -> float:
+        """Return the tokens of an average response."""
         return sum(self.responses) / len(self.responses)
 
     @property
@@ -184,6 +186,7 @@ class Workload:
 
     @property
     def longest(self) -> float:
+        """Return the tokens of a row with the longest response."""
         return self.prompt + self.responses[-1]
 
     def micro_batches(self, rows: float, settings: CallSettings) -> tuple[np.ndarray, np.ndarray]:

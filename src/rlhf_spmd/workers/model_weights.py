@@ -44,6 +44,7 @@ class ModelWeights:
 
     @property
     def member(self) -> bool:
+        """Return True on ranks of the pool."""
         return self.mesh.member
 
     def build_engine(self, optim: OptimConfig | None, checkpointing: str, *, fill: bool, new_head: bool = False) -> None:

@@ -219,11 +219,12 @@ class ModelWorker(Worker):
         mini_batch_size: int | None = None,
         epochs: int = 1,
     ) -> dict[str, float]:
-        """Train: one optimizer step per epoch and mini-batch of ``mini_batch_size`` groups (prompts; None: all groups).
+        """Train, and return the mean statistics over the steps, the number of ``skipped_updates``, and ``ppo_kl`` of the first step.
+
+        There is an optimizer step per epoch and mini-batch of ``mini_batch_size`` groups (prompts; None: all groups).
 
         With several references and as many objectives, one step adds up their losses of a mini-batch. The groups of the first
-        reference determine the number of mini-batches. Return the mean statistics over the steps, the number of
-        ``skipped_updates``, and ``ppo_kl`` of the first step.
+        reference determine the number of mini-batches.
 
         Collective over the pool: every rank of it must call, in program order.
         """

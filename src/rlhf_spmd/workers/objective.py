@@ -43,6 +43,7 @@ class Rows:
 
     @staticmethod
     def of(batch: Batch) -> Rows:
+        """Return the rows of a batch."""
         has_tokens = len(batch) > 0 and "response_ids" in batch
         lengths = model_tokens(batch) if has_tokens else torch.zeros(len(batch), dtype=torch.int64)
         return Rows(batch.row_ids, batch.group_ids, lengths, batch[MASK] if has_tokens and MASK in batch else None)
@@ -56,7 +57,7 @@ class Rows:
         return field if self.mask is None else field.spread(self.mask)
 
     def spread(self, per_row: Tensor) -> Tensor:
-        """Repeat a number of each row [rows] for each of its tokens: [sum(lengths)]."""
+        """Return a number of each row [rows] for each of its tokens: [sum(lengths)]."""
         return torch.repeat_interleave(per_row, on_device(self.lengths, per_row.device), output_size=int(self.lengths.sum()))
 
 

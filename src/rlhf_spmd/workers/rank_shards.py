@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def named_by_chunk(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
-    """Join the chunks' dictionaries by parameter name. With several chunks, names get the prefix ``chunks.<i>.``."""
+    """Return the chunks' dictionaries as one, by parameter name. With several chunks, names get the prefix ``chunks.<i>.``."""
     prefixes = [f"chunks.{i}." for i in range(len(parts))] if len(parts) > 1 else [""]
     return {prefix + name: x for prefix, part in zip(prefixes, parts, strict=True) for name, x in part.items()}
 

@@ -97,7 +97,7 @@ class Retokenizer:
         return sequences, refused
 
     def refusal(self, ids: Sequence[int]) -> str | None:
-        """Why the model cannot read these tokens; None if it can."""
+        """Return why the model cannot read these tokens; None if it can."""
         if not ids:
             return "the reward model's tokenizer makes no token of the row"
         if len(ids) > self.limit:
@@ -108,7 +108,7 @@ class Retokenizer:
 
 
 class JudgePrompts(Retokenizer):
-    """What a judge is asked about a row: the judge template's text, as a user's message if the judge has a chat template.
+    """The question to a judge about a row: the judge template's text, as a user's message if the judge has a chat template.
 
     ``apply_chat_template`` decides otherwise. ``limit``: of the tokens of question and verdict together.
     """
@@ -142,7 +142,7 @@ class JudgePrompts(Retokenizer):
         return next(self.encoder.tokenize([text], special_tokens=not self.chats))
 
     def _without_special_names(self, text: str) -> str:
-        """Remove the names of the judge's special tokens: with them a policy could end its message and start another one."""
+        """Return ``text`` without the names of the judge's special tokens, with which a policy could end its message."""
         while (less := self._special_names.sub("", text)) != text:
             text = less
         return text

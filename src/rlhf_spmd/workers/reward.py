@@ -107,6 +107,7 @@ class RewardWorker(ModelWorker):
         return context if limits.rows is not None else min(context, limits.max_tokens * self.mesh.cp.size)
 
     def starts_early(self, method: str) -> bool:
+        """Return True if calls of ``method`` can start with some of the rows."""
         return method == "compute_reward" and self.by_parts
 
     def start_early(self, rows: Batch, ranks: int) -> None:

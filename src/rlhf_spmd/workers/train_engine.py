@@ -365,6 +365,7 @@ class ForwardBackward:
         self.sums: dict[str, Tensor] = {}
 
     def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Return the output of a chunk for a micro-batch; None after the last layer."""
         chunk, batch = self._engine.chunks[action.chunk], self._batches[action.micro_batch]
         leaf = None if received is None else received.requires_grad_()
         routers = self._engine.balance.begin(batch.lengths, batch.token_index, self._row_weight, batch.experts)
@@ -384,6 +385,7 @@ class ForwardBackward:
         return zero_loss(decoder, hidden) if empty else value
 
     def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Return the gradient of the input of a chunk for a micro-batch; None for the first chunk."""
         leaf, out = self._alive.pop((action.micro_batch, action.chunk))
         if self._engine.zeros:
             self._engine.zeros[action.chunk].before_backward(is_last=action.micro_batch == len(self._batches) - 1)

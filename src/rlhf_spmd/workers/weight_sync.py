@@ -307,6 +307,7 @@ class _Arrival:
 
     @property
     def was_sent(self) -> bool:
+        """Return True if the notice has arrived, and without NCCL the version itself."""
         return not self._thread.is_alive()
 
     def begin(self) -> None:

@@ -119,7 +119,7 @@ class CandidateTables:
         self.problem = problem
         self.rooms = lru_cache(maxsize=256)(self._rooms)
         self.needs = cache(self._needs)
-        self.at_home = cache(self._at_home)
+        self.tied = cache(self._tied)
         self.homes = cache(self._homes)
         self.useful = cache(self._useful)
         self._tables = cache(self._movable)
@@ -137,7 +137,7 @@ class CandidateTables:
         """Return bytes left on the fullest of these ranks."""
         return min(left for run, left in self.rooms(resident) if run.overlaps(ranks))
 
-    def most_room(self, resident: ResidentBytes, ranges: RankRanges) -> dict[int, float]:
+    def largest_room(self, resident: ResidentBytes, ranges: RankRanges) -> dict[int, float]:
         """Return, by size, bytes left in the emptiest range of this size; for sizes with many ranges, on the emptiest rank."""
         runs, rooms = self.rooms(resident), {}
         emptiest = max(left for _, left in runs)
@@ -153,7 +153,7 @@ class CandidateTables:
             c.options[option].call_bytes for c in calls
         )
 
-    def _at_home(self, call_index: int, size: int) -> FastestWithin:
+    def _tied(self, call_index: int, size: int) -> FastestWithin:
         """Return the table of a tied call."""
         call = self.problem.calls[call_index]
         indices = self.problem.options_by_size[call_index].get(size, ())
@@ -251,8 +251,8 @@ def fill(
     resident: list[tuple[RankRange, float]] = []
     call_bytes: dict[str, float] = {}
     choices: dict[int, Choice] = {}
-    for number, role in enumerate(order):
-        later = [(homes[other], least_resident[other]) for other in order[number + 1 :]]
+    for index, role in enumerate(order):
+        later = [(homes[other], least_resident[other]) for other in order[index + 1 :]]
         for option in options[role]:
             home_bytes, call_bytes[role] = tables.needs(role, option)
             all_resident = (*resident, (homes[role], home_bytes), *later)

@@ -76,8 +76,8 @@ def _partitions(roles: Sequence[str]) -> Iterator[list[Group]]:
         return
     for groups in _partitions(roles[1:]):
         yield [(roles[0],), *groups]
-        for number, group in enumerate(groups):
-            yield [*groups[:number], (roles[0], *group), *groups[number + 1 :]]
+        for index, group in enumerate(groups):
+            yield [*groups[:index], (roles[0], *group), *groups[index + 1 :]]
 
 
 def _allocations(sizes: Sequence[Sequence[int]], ranks: int) -> Iterator[tuple[int, ...]]:
@@ -102,10 +102,10 @@ def _allocations(sizes: Sequence[Sequence[int]], ranks: int) -> Iterator[tuple[i
 def _disjoint(ranges: RankRanges, allocation: tuple[int, ...]) -> list[RankRange]:
     """Return disjoint ranges of these sizes, the largest placed first; empty if that fails."""
     placed: dict[int, RankRange] = {}
-    for number in sorted(range(len(allocation)), key=lambda number: -allocation[number]):
-        candidates = ranges.by_size[allocation[number]]
+    for index in sorted(range(len(allocation)), key=lambda index: -allocation[index]):
+        candidates = ranges.by_size[allocation[index]]
         ranks = next((ranks for ranks in candidates if not any(map(ranks.overlaps, placed.values()))), None)
         if ranks is None:
             return []
-        placed[number] = ranks
-    return [placed[number] for number in range(len(allocation))]
+        placed[index] = ranks
+    return [placed[index] for index in range(len(allocation))]

@@ -45,12 +45,12 @@ class _Exact:
         self.best = INFINITE
         self.plan: Plan | None = None
         self.roles = sorted(problem.homes, key=lambda role: -problem.least_resident[role])
-        self.numbers = count()
+        self.entry_numbers = count()
         self.last_free: dict[Homes, dict[int, Table]] = {}  # of the last homes
         self.open: list[tuple[tuple[float, float, int], Bounds, Homes, RankRange | None]] = []
 
     def run(self) -> SearchResult:
-        """Search deepest first until there is a plan, then best first."""
+        """Return the result. Searches deepest first until there is a plan, then best first."""
         if self.problem.ahead:  # steps that do not overlap fall into phases, and their best plan takes no longer where they do
             apart = search(replace(self.problem, ahead=0, generating=frozenset()), self.limit / 2)
             self.plan, self.best = apart.plan, simulate(self.problem, apart.plan).seconds
@@ -89,7 +89,7 @@ class _Exact:
         bound, depth = sum(bounds), -2 * len(homes) - (ranks is not None)
         if bound < self.best:
             order = (bound, depth) if self.plan else (depth, bound)
-            heapq.heappush(self.open, ((*order, next(self.numbers)), bounds, homes, ranks))
+            heapq.heappush(self.open, ((*order, next(self.entry_numbers)), bounds, homes, ranks))
 
     def expand(self, bounds: Bounds, homes: Homes, ranks: RankRange | None) -> None:
         """Add the entries that follow from one: the next role's ranks, then its options on them."""
@@ -109,36 +109,37 @@ class _Exact:
             for size in self.ranges.by_size:
                 for place in self.ranges.distinct(size, occupied):
                     room = self.tables.room(resident, place)
-                    fastest = {
-                        call_index: (place, self.tables.at_home(call_index, size).within(room)[0]) for call_index in tied
-                    }
+                    fastest = {call_index: (place, self.tables.tied(call_index, size).within(room)[0]) for call_index in tied}
                     if raised := self.raised(bounds, fixed | fastest, rest):
                         self.push(raised, homes, place)
             return
         for option in self.tables.homes(role, ranks.count):
-            at_home = {call_index: (ranks, self.problem.calls[call_index].options[option].seconds) for call_index in tied}
+            home_calls = {call_index: (ranks, self.problem.calls[call_index].options[option].seconds) for call_index in tied}
             next_homes = (*homes, Choice(ranks, option))
-            raised = self.raised(bounds, fixed | at_home, rest) if self.fits(next_homes) else None
-            if raised and (raised := self.raised(raised, fixed | at_home, self.free(next_homes))):
+            raised = self.raised(bounds, fixed | home_calls, rest) if self.fits(next_homes) else None
+            if raised and (raised := self.raised(raised, fixed | home_calls, self.free(next_homes))):
                 self.push(raised, next_homes, None)
 
     def raised(self, bounds: Bounds, fixed: Fixed, free: Mapping[int, Table]) -> Bounds | None:
         """Return the bounds of phases with these calls, or None if they reach the best plan's seconds."""
         raised = list(bounds)
-        for number, phase in enumerate(self.phases):
-            budget = self.best - (sum(raised) - raised[number])
-            raised[number] = phase.bound(fixed, free, raised[number], budget)
-            if raised[number] >= budget:
+        for index, phase in enumerate(self.phases):
+            budget = self.best - (sum(raised) - raised[index])
+            raised[index] = phase.bound(fixed, free, raised[index], budget)
+            if raised[index] >= budget:
                 return None
         return tuple(raised)
 
     def decided(self, homes: Homes) -> dict[str, Choice]:
+        """Return role -> its home, for the roles that have one."""
         return dict(zip(self.roles, homes, strict=False))
 
     def resident(self, homes: Homes) -> ResidentBytes:
+        """Return the resident bytes at these homes."""
         return tuple((home.rank_range, self.tables.needs(role, home.option)[0]) for role, home in self.decided(homes).items())
 
     def fits(self, homes: Homes) -> bool:
+        """Return True if all tied calls fit into the memory of these homes."""
         resident = self.resident(homes)
         needs = self.tables.needs
         decided = self.decided(homes)
@@ -158,7 +159,7 @@ class _Exact:
         """Return for each undecided call the fewest seconds on each number of ranks, wherever most memory is left."""
         if homes in self.last_free:
             return self.last_free[homes]
-        rooms, decided = self.tables.most_room(self.resident(homes), self.ranges), self.decided(homes)
+        rooms, decided = self.tables.largest_room(self.resident(homes), self.ranges), self.decided(homes)
         free = {}
         for call_index, call in enumerate(self.problem.calls):
             movable = call_index in self.problem.movable
@@ -169,7 +170,7 @@ class _Exact:
                 steps = (
                     self.tables.movable_anywhere(call_index, decided.get(call.role), size)
                     if movable
-                    else [self.tables.at_home(call_index, size)]
+                    else [self.tables.tied(call_index, size)]
                 )
                 if (seconds := min(step.within(rooms[size])[0] for step in steps)) < INFINITE:
                     table.append((size, seconds))
@@ -208,9 +209,9 @@ class _Exact:
             )
 
         seconds, movable = list(bounds), dict[int, RankRange]()
-        for number, phase in enumerate(self.phases):
-            budget = self.best - (sum(seconds) - seconds[number])
-            seconds[number], ranges = phase.pack(
+        for index, phase in enumerate(self.phases):
+            budget = self.best - (sum(seconds) - seconds[index])
+            seconds[index], ranges = phase.pack(
                 fixed, free, budget, lambda call_index, ranks: fastest(call_index, ranks)[0], occupied
             )
             if ranges is None:

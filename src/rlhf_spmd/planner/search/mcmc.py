@@ -31,7 +31,7 @@ def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> SearchResult
         call_indices = problem.tied[call.role] if call.home else (call_index,)
         return tuple(choice if other in call_indices else before for other, before in enumerate(plan))
 
-    free = [call_index for call_index, call in enumerate(problem.calls) if not call.at_home]
+    free = [call_index for call_index, call in enumerate(problem.calls) if not call.shares_home]
     plan: Plan = (Choice(ranges.all_ranks, 0),) * len(problem.calls)
     for call_index in free:
         call_options = problem.calls[call_index].options

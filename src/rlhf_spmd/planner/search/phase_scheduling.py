@@ -119,7 +119,7 @@ class Phase:
     def _onto_halves(self, free: Mapping[int, Table]) -> list[dict[int, RankRange]]:
         """Return the best packing of the free calls onto repeated halves of the ranks, if there is one."""
         packing = HalvesPacking(self.ranges, [dict(table) for table in free.values()]).packing()
-        return [{call_index: packing[number] for number, call_index in enumerate(free)}] if packing else []
+        return [{call_index: packing[index] for index, call_index in enumerate(free)}] if packing else []
 
     def packed(self, fixed: Fixed, free: Mapping[int, Table]) -> Mapping[int, RankRange]:
         """Return the best known packing of these calls; empty if none is known."""
@@ -266,7 +266,7 @@ class HalvesPacking:
 
     @property
     def seconds(self) -> float:
-        """Seconds until the last call ends; inf if there is no packing."""
+        """Return the seconds until the last call ends; inf if there is no packing."""
         end = float(self.ends(self.ranges.all_ranks.count)[0][-1])
         return end if end < NEVER else math.inf
 
@@ -290,11 +290,11 @@ class HalvesPacking:
 
     def _place(self, ranks: RankRange, calls: int) -> dict[int, RankRange]:
         """Return the ranks of a set of calls on a range."""
-        _, dealt_here, together = self.ends(ranks.count)
+        _, dealt_ends, together = self.ends(ranks.count)
         pair = self._best(together, calls)
         places = {call: ranks for call in range(len(self.tables)) if self.subsets[pair] >> call & 1}
         for run in filter(None, _runs(len(self.tables))[:, pair]):
-            dealt = self._best(dealt_here, run)
+            dealt = self._best(dealt_ends, run)
             for half, part in zip(halves(ranks, self.ranges.local_size), (self.subsets[dealt], self.rests[dealt]), strict=True):
                 places |= self._place(half, part) if part else {}
         return places
