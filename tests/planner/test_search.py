@@ -27,7 +27,9 @@ def random_problem(seed: int, ahead: int = 0) -> Problem:
     while True:
         problem = draw_problem(rng, ahead)
         ranges = RankRanges(problem)
-        counts = [sum(len(ranges.by_size.get(o.size, ())) for o in call.options) for call in problem.calls if not call.shares_home]
+        counts = [
+            sum(len(ranges.by_size.get(o.size, ())) for o in call.options) for call in problem.calls if not call.shares_home
+        ]
         if math.prod(counts) <= 8000:
             return problem
 
