@@ -26,7 +26,7 @@ from rlhf_spmd.planner.costs import Calibration, FormulaTimes
 from rlhf_spmd.planner.machine import GPUS, Machine
 from rlhf_spmd.planner.planning import ProblemBuilder
 from rlhf_spmd.planner.problem import Problem, RankRange, simulate
-from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, fill, whole_plan
+from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, fill, plan_of
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 
 # Seconds of published calls
@@ -219,7 +219,7 @@ def best_with(problem: Problem, groups: Sequence[tuple[str, ...]]) -> float:
         else:
             found = fill(ways, homes, {node: homes[problem.calls[node].role] for node in problem.movable})
             if found:
-                schedule = simulate(problem, whole_plan(found))
+                schedule = simulate(problem, plan_of(found))
                 best = min(best, schedule.seconds if schedule.fits else best)
     return best
 

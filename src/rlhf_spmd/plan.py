@@ -26,7 +26,7 @@ from rlhf_spmd.data.dataset import DatasetConfig
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
-from rlhf_spmd.planner.memory import ERROR
+from rlhf_spmd.planner.memory import MEMORY_MODEL_ERROR
 from rlhf_spmd.planner.placement import AUTO
 from rlhf_spmd.planner.plan_file import PlanFile, read_plan
 from rlhf_spmd.planner.plan_summary import PlanSummary, comparison, measured_seconds, read_trace, table
@@ -237,7 +237,7 @@ def evaluate(request: PlanRequest, path: str) -> PlanResult:
     schedule = simulate(problem, choices)
     if not schedule.fits and path != "config":
         refusal = f"it needs {schedule.excess:.0%} more memory than a rank has"
-        if schedule.excess <= ERROR:  # which training only warns of
+        if schedule.excess <= MEMORY_MODEL_ERROR:  # which training only warns of
             refusal, warning = None, f"{refusal}; that may be too much"
     result = SearchResult(choices, schedule.seconds, 0.0, False, 1, 0.0)
     return PlanResult(to_file(builder, problem, choices, schedule, file.algorithm), result, refusal, warning)

@@ -165,8 +165,8 @@ def test_a_replica_goes_on_with_its_rows_only() -> None:
 def test_rows_that_nobody_has_asked_for_yet_are_saved_again() -> None:
     """By each replica, which was given those of all; whoever takes them back gets each once."""
     first, second, third = rollouts([Request(row, row // 2, [1, 2], 5) for row in range(6)]), rollouts(), rollouts()
-    second.take_back([first.state().take(np.arange(0, 2)), first.state().take(np.arange(2, 6))])
-    third.take_back([second.state(), second.state()])
+    second.restore([first.state().take(np.arange(0, 2)), first.state().take(np.arange(2, 6))])
+    third.restore([second.state(), second.state()])
     for part in (second, third):
         assert part.state().row_ids.tolist() == list(range(6)) and part.state()["step"].tolist() == [3] * 6
 

@@ -164,7 +164,7 @@ def test_tokens_keep_the_experts_that_drew_them(models: dict[str, str], kv_cache
     if saved:
         state = rollouts.state()
         rollouts = PartialRollouts(Generator(first, mesh, SMALL, (), records_experts=True))
-        rollouts.take_back([state])
+        rollouts.restore([state])
     rollouts.groups = {} if saved else {0: [0]}
     rollouts.generator.decoder = second
     (done,), _ = rollouts.advance([row], SAMPLING, 6, 2, 1, lambda: None)

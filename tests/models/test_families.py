@@ -253,10 +253,10 @@ def test_the_planner_counts_what_files_hold(models: dict[str, Path], name: str) 
             matrices += share * tensor.numel()
     linear = len(spec.delta.layers) if spec.delta else 0
     assert forward_flops(spec, 10, 0) == pytest.approx(10 * 2 * (matrices + 3 * linear * 8 * 24 * 16))
-    assert shape.active == pytest.approx((matrices - spec.vocab_size * spec.hidden_size) / spec.num_hidden_layers)
+    assert shape.matmul_weights == pytest.approx((matrices - spec.vocab_size * spec.hidden_size) / spec.num_hidden_layers)
     if spec.delta:
         state = 8 * 24 * 16 + 3 * (2 * 4 * 24 + 8 * 16)
-        assert (shape.queries, shape.keys, shape.state) == (4 * 16 / 2, 2 * 16 / 2, state / 2)
+        assert (shape.queries, shape.keys, shape.row_state) == (4 * 16 / 2, 2 * 16 / 2, state / 2)
     elif spec.latent is None:
         for tp in (1, 2, 4):
             elements = [

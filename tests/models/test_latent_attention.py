@@ -73,7 +73,7 @@ def test_published_sizes() -> None:
     config |= {"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128}
     spec = spec_from_config(config, "test")
     shape = shape_of(spec, "lm")
-    assert shape.params == pytest.approx(671e9, rel=1e-3) and shape.entry == 576
+    assert shape.params == pytest.approx(671e9, rel=1e-3) and shape.cache_entry == 576
     assert forward_flops(spec, 1, 0) / 2 == pytest.approx(37e9, rel=0.02)
     held = sum(
         torch.Size(shard.shape).numel() for name, shard in plan_params(spec, "lm", 0, 61, 0, 8).items() if ".latent." in name

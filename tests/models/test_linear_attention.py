@@ -227,7 +227,7 @@ def test_states_count_in_the_cache(path: str) -> None:
     states = kept.micro_batches[0].cache.states
     assert states is not None and states.num_slots == 5 + SPARE_SLOTS and len(kept.micro_batches[0].cache.pages) == 2
     held = states.inputs.nbytes + states.memory.nbytes
-    state = 4 * 4 * shape_of(generator.decoder.spec, "lm").state
+    state = 4 * 4 * shape_of(generator.decoder.spec, "lm").row_state
     assert held == (5 + SPARE_SLOTS) * slot_bytes(generator.decoder) == (5 + SPARE_SLOTS) * state
     free = {}
     for size in (0, slot_bytes(generator.decoder)):

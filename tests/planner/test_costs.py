@@ -107,7 +107,7 @@ def test_flops_are_those_of_the_utilisation(spec: ModelSpec) -> None:
 
 def test_a_pipeline_takes_its_way_and_then_its_slowest_stage() -> None:
     work, how = rows(32, 100), call_settings([(4, 1, 1)], micro_tokens=[400])  # 8 micro-batches
-    one = 4 * 2 * shape_of(LLAMA, "none").active * 100 + 4 * 2 * 100 * 8 * 32 * 100  # FLOPs of a layer
+    one = 4 * 2 * shape_of(LLAMA, "none").matmul_weights * 100 + 4 * 2 * 100 * 8 * 32 * 100  # FLOPs of a layer
     assert infer_seconds(shape_of(LLAMA, "value"), work, how, machine(flops=1.0), IDEAL) == pytest.approx(2 * one * (8 + 4 - 1))
     head = 2 * 400 * 1000 * 256
     estimate = infer_seconds(shape_of(LLAMA, "lm"), work, how, machine(flops=1.0), IDEAL)
@@ -179,7 +179,7 @@ def test_the_host_starts_linear_attention_chunk_by_chunk() -> None:
         assert backward == pytest.approx(MIXER_BACKWARD[0] + MIXER_BACKWARD[1] * tokens // 64, rel=0.08)
     shape, how = shape_of(spec_from_config(FAMILIES["qwen3-5"], "test"), "none"), call_settings([(1, 1, 1)], checkpointing=[1])
     slow, work = Calibration(1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, start=1.0), rows(4, 1000)
-    linear = shape.layers * shape.linear  # of 4 layers; 16 chunks
+    linear = shape.layers * shape.linear_share  # of 4 layers; 16 chunks
     assert infer_seconds(shape, work, how, machine(), slow) == pytest.approx(linear * (80 + 5 * 16))
     assert train_seconds(shape, work, how, machine(), slow) == pytest.approx(linear * (2 * (80 + 5 * 16) + 155 + 16 * 16))
     assert generate_seconds(shape, work, how, machine(), math.inf, slow) == pytest.approx(linear * (80 + 1000 * 50), rel=1e-3)
@@ -303,7 +303,7 @@ def test_generation_takes_the_steps_of_the_scheduler(
 def test_prompts_are_computed_once_for_a_group() -> None:
     shape, how = shape_of(LLAMA, "none"), call_settings([(1, 1, 1), (1, 1, 4)], micro_tokens=[500])
     prompts = forward_flops(LLAMA, 1000, 100) - 1000 * 2 * 1000 * 256
-    drawn = 40 * 10 * 8 * 2 * shape.active  # whose attention reads, and computes nothing that counts
+    drawn = 40 * 10 * 8 * 2 * shape.matmul_weights  # whose attention reads, and computes nothing that counts
     for group in (1, 4):
         estimate = generate_seconds(shape, Workload(40, 100, (10.0,), group=group), how, machine(flops=1.0), math.inf, IDEAL)
         assert estimate == pytest.approx(np.array([1, 12 / 40 if group == 4 else 1 / 4]) * (prompts * 4 / group + drawn))
@@ -316,7 +316,7 @@ def test_passes_compute_a_prompt_once_for_the_rows_of_a_micro_batch() -> None:
     tokens, attention = np.array([2 * (100 + 4 * 10), 8 * 110]), 4 * shape.queries * 55 * 8 * 110
     for seconds, times in ((infer_seconds, 1), (train_seconds, 3)):
         estimate = seconds(shape, work, how, machine(flops=1.0), IDEAL)
-        assert estimate == pytest.approx(times * shape.layers * (2 * shape.active * tokens + attention))
+        assert estimate == pytest.approx(times * shape.layers * (2 * shape.matmul_weights * tokens + attention))
 
 
 def test_what_zero_sends_goes_on_beside_computing() -> None:
@@ -369,7 +369,11 @@ def test_matrix_products_lose_with_small_slices_as_vidur_measured() -> None:
         for (tokens, tp), share in shares.items():
             how = call_settings([(1, tp, 1)], micro_tokens=[tokens])
             products = infer_seconds(shape, rows(tokens, 1), how, on, only)[0] - only.kernels  # without the other kernels
-            assert 2 * shape.active * tokens / tp / 989e12 / products == pytest.approx(share, abs=0.07), (hidden, tokens, tp)
+            assert 2 * shape.matmul_weights * tokens / tp / 989e12 / products == pytest.approx(share, abs=0.07), (
+                hidden,
+                tokens,
+                tp,
+            )
 
 
 def test_published_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def times(nodes: int) -> FormulaTimes:
 def test_a_rank_holds_its_experts_by_hand() -> None:
     assert SHAPE.experts == EXPERTS
     ways = call_settings([(1, 1, 16)], zero=(0, 3), ep=(1, 8))
-    weights = memory.RankMemory(SHAPE, ways, memory.RoleSettings(itemsize=2), 0).held()["weights"] / 2
+    weights = memory.RankMemory(SHAPE, ways, memory.RoleSettings(itemsize=2), 0).resident()["weights"] / 2
     rest = SHAPE.params - 48 * EXPERTS
     rows = list(zip(ways.zero.tolist(), ways.ep.tolist(), weights.tolist(), strict=True))
     by_way = {(zero, ep): held for zero, ep, held in rows}
@@ -57,7 +57,7 @@ def test_what_travels_takes_its_time() -> None:
     one, eight = call_settings([(1, 1, 8)], ep=(1,)), call_settings([(1, 1, 8)], ep=(8,))
     seconds = [times(1).infer_seconds(SHAPE, WORK, how)[0] for how in (one, eight)]
     count, tokens = WORK.micro_batches(WORK.rows, eight)
-    sent = 48 * 2 * WORK.computed(tokens)[0] * 8 * 2048 * 2 * 7 / 8 * count[0]
+    sent = 48 * 2 * WORK.tokens_through_layers(tokens)[0] * 8 * 2048 * 2 * 7 / 8 * count[0]
     rate = machine.device.link * times(1).calibration.link
     fixed = 48 * 2 * count[0] * np.log2(8) * machine.device.latency / 2
     assert seconds[1] - seconds[0] == pytest.approx(sent / rate + fixed, rel=1e-6)
@@ -74,7 +74,7 @@ def test_profiles_have_what_travels_too() -> None:
     one, eight = (call_settings([(1, 1, 16)], checkpointing=(1,), ep=(ep,)) for ep in (1, 8))
     work = replace(WORK, mini_batches=1)
     count, whole = work.micro_batches(work.rows, one)
-    sent = 2 * 8 * 2048 * 2 * 7 / 8 * work.computed(whole)[0] / profile.device.link
+    sent = 2 * 8 * 2048 * 2 * 7 / 8 * work.tokens_through_layers(whole)[0] / profile.device.link
     for passes, name in ((1, "infer_seconds"), (3, "train_seconds")):
         more = float(getattr(measured, name)(SHAPE, work, eight)[0] - getattr(measured, name)(SHAPE, work, one)[0])
         fewer = 8 * 48 * EXPERTS * (15 / 16 / 8 - 1 / 2 / 8) / measured.machine.network if passes == 3 else 0.0
@@ -158,6 +158,6 @@ def test_whole_experts_stay_beside_the_slices() -> None:
         call = next(call for call in problem.calls if call.name == "actor.generate_sequences")
         option = next(option for option in call.options if (option.size, option.pp, option.tp) == (16, 1, 4))
         home = option.layout
-        moved.append(problem.moved("actor", home, 16, option, near=False))
+        moved.append(problem.weight_copy_cost_between("actor", home, 16, option, near=False))
     assert moved[0] == (0.0, 0.0)
     assert moved[1][0] > 0 and moved[1][1] == problem.weights["actor"] / 4

@@ -30,7 +30,7 @@ from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.shapes import CallSettings, Workload, adapter_numel, call_settings, quantized_numel, shape_of
-from rlhf_spmd.workers.model_weights import held_tensors
+from rlhf_spmd.workers.model_weights import resident_tensors
 from rlhf_spmd.workers.objective import Packed
 from rlhf_spmd.workers.optim_config import OptimConfig
 from rlhf_spmd.workers.train_engine import TrainEngine
@@ -118,7 +118,7 @@ def measured(world: World, case: Case) -> tuple[float, float, int]:
         engine.forward(rows[:1], lambda decoder, hidden, batch: token_log_probs(decoder, hidden, batch.tokens.roll(-1))[0])
     assert engine.optimizer is not None
     states = [tensor for state in engine.optimizer.state_tensors().values() for tensor in state.values()]
-    return memory.peak, forward.peak, sum(tensor.nbytes for tensor in [*held_tensors(engine), *states])
+    return memory.peak, forward.peak, sum(tensor.nbytes for tensor in [*resident_tensors(engine), *states])
 
 
 @pytest.mark.parametrize("case", tiers([*SHORT, *LONG], SHORT), ids=str)
@@ -148,7 +148,7 @@ def test_training_takes_what_is_predicted(case: Case) -> None:
         rank_memory = model.RankMemory(shape, how, settings_, stage)
         parts = rank_memory.train(work)
         assert float(model.total(parts)[0]) == pytest.approx(peak, rel=0.12 if layout.ep == 1 else 0.2), (rank, parts, peak)
-        predicted = float(model.total(rank_memory.held())[0])
+        predicted = float(model.total(rank_memory.resident())[0])
         # with tp a rank has slices of half of the adapters, and all of what makes the short vectors of latent attention
         assert (0.96 if case.model == "latent" else 0.98) * held < predicted < (1.12 if case.lora else 1.02) * held
         if case == SHORT[0]:  # in a layer's kernels of C++ less than the operations of torch take one by one
@@ -196,13 +196,13 @@ def test_what_a_role_holds_by_hand() -> None:
     """Qwen2.5-7B has 7.6156e9 parameters: 2 bytes each of weights, 12 of fp32 moments and master weights; ZeRO cuts both by d."""
     assert SEVEN.params == pytest.approx(7.6156e9, rel=1e-4) and (SEVEN.queries, SEVEN.keys) == (3584, 512)
     ways = call_settings([(1, 1, 8)], zero=(0, 1, 3))
-    parts = rank_of(ways).held()
+    parts = rank_of(ways).resident()
     np.testing.assert_allclose(parts["weights"], 2 * 7.6156e9 / np.array([1, 8, 8]), rtol=1e-4)
     np.testing.assert_allclose(parts["optimizer"], 12 * 7.6156e9 / np.array([1, 8, 8]), rtol=1e-4)
-    assert float(rank_of(ways, model.RoleSettings()).held()["optimizer"][0]) == 0
-    pairs = rank_of(call_settings([(1, 1, 8)], zero=(0, 3), zero_size=(2,))).held()
+    assert float(rank_of(ways, model.RoleSettings()).resident()["optimizer"][0]) == 0
+    pairs = rank_of(call_settings([(1, 1, 8)], zero=(0, 3), zero_size=(2,))).resident()
     np.testing.assert_allclose(model.total(pairs), 14 * 7.6156e9 / np.array([1, 2]), rtol=1e-4)
-    without = rank_of(ways, model.RoleSettings(trained=True, master_weights=False)).held()
+    without = rank_of(ways, model.RoleSettings(trained=True, master_weights=False)).resident()
     np.testing.assert_allclose(without["optimizer"], without["weights"] * 2)  # bf16 moments
 
 
@@ -234,7 +234,7 @@ def test_an_optimizer_holds_what_is_predicted(name: str, dtype: str, layout: Lay
         pytest.importorskip("bitsandbytes")
     shape, settings_ = shape_of(spec_from_config(CONFIG, "test"), "lm"), replace(role(dtype), optim=name)
     how = call_settings([(layout.pp, layout.tp, layout.dp)], zero=(layout.zero,))
-    predicted = float(model.RankMemory(shape, how, settings_, 0).held()["optimizer"][0])
+    predicted = float(model.RankMemory(shape, how, settings_, 0).resident()["optimizer"][0])
     assert run_ranks(layout.size, held_by, layout, dtype, name) == pytest.approx([predicted] * layout.size, rel=0.01)
 
 
@@ -255,7 +255,7 @@ def test_a_pipeline_s_first_stage_keeps_as_many_micro_batches_as_there_are_stage
     assert stages[0] / stages[1] == pytest.approx(4 / 3) and stages[0] / stages[2] == pytest.approx(2)
 
     def parts(rank: model.RankMemory) -> model.Parts:
-        return {**rank.held(), **rank.train(WORK)}
+        return {**rank.resident(), **rank.train(WORK)}
 
     sums = [model.total(parts(rank_of(ways, stage=stage))) for stage in range(4)]
     assert model.fullest(SEVEN, ways, ROLE, parts) == max(sums)
@@ -317,9 +317,9 @@ def test_what_is_offloaded_lies_in_host_memory() -> None:
     ways, nothing = call_settings([(1, 1, 8)], zero=(3,)), {"weights": 0.0, "optimizer": 0.0}
     offloaded = replace(ROLE, offload=True, optim_offload=True, activation_offload=True)
     on_cpu = replace(offloaded, on_host=True)
-    on_device = sizes(rank_of(ways).held())
+    on_device = sizes(rank_of(ways).resident())
     for settings_, device, host in ((ROLE, on_device, nothing), (offloaded, nothing, on_device), (on_cpu, on_device, nothing)):
-        assert sizes(rank_of(ways, settings_).held()) == device
+        assert sizes(rank_of(ways, settings_).resident()) == device
         assert sizes(rank_of(ways, settings_).pinned()) == host
     saved = sizes(rank_of(ways, offloaded).pinned_activations(WORK))["activations"]
     assert saved == pytest.approx(sizes(rank_of(ways).train(WORK))["activations"], rel=0.05)

@@ -27,7 +27,9 @@ def random_problem(seed: int, ahead: int = 0) -> Problem:
     while True:
         problem = draw_problem(rng, ahead)
         ranges = RankRanges(problem)
-        counts = [sum(len(ranges.by_size.get(o.size, ())) for o in call.options) for call in problem.calls if not call.at_home]
+        counts = [
+            sum(len(ranges.by_size.get(o.size, ())) for o in call.options) for call in problem.calls if not call.shares_home
+        ]
         if math.prod(counts) <= 8000:
             return problem
 
@@ -66,7 +68,7 @@ def all_plans(problem: Problem) -> list[Plan]:
     ranges, ways = RankRanges(problem), []
     for call in problem.calls:
         choices = [Choice(ranks, o) for o, option in enumerate(call.options) for ranks in ranges.by_size.get(option.size, [])]
-        ways.append([None] if call.at_home else choices)
+        ways.append([None] if call.shares_home else choices)
     homes = [problem.homes[call.role] for call in problem.calls]
     return [tuple(choice or plan[home] for home, choice in zip(homes, plan, strict=True)) for plan in product(*ways)]
 

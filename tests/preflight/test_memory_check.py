@@ -224,7 +224,7 @@ def test_generation_leaves_its_share_of_a_gpu_free(root: Path) -> None:
     """As vLLM: weights, cache, what a step works with and what training has left there take no more than that share."""
     case = Fit("grpo", "llama3.1_8b", 2, H200, ("models.actor.generation.gpu_memory_utilization=0.3",), 0.0)
     report, name = measure(*judged(case, root)), "actor.generate_sequences"
-    taken = sum(float(each[0]) for each in (*report.held.values(), *report.active[name].values()))
+    taken = sum(float(each[0]) for each in (*report.resident.values(), *report.call_bytes[name].values()))
     assert report.shares == {name: 0.3} and report.peaks[0] == pytest.approx(taken / 0.3)
     assert f"{name} left free by gpu_memory_utilization" in dict(report.largest(0))
     usual = measure(*judged(replace(case, more=()), root))
@@ -244,15 +244,19 @@ def test_roles_on_pools_of_their_own(root: Path) -> None:
     report = measure(plans, facts)
     assert sorted(ranks.tolist() for ranks in report.ranks) == [[0, 1], [2, 3]]
     actor, critic = (next(k for k, ranks in enumerate(report.ranks) if rank in ranks) for rank in (0, 2))
-    assert report.held["actor weights"][critic] == 0 < report.held["actor weights"][actor]
-    assert report.held["critic optimizer"][actor] == 0 < report.held["critic optimizer"][critic]
+    assert report.resident["actor weights"][critic] == 0 < report.resident["actor weights"][actor]
+    assert report.resident["critic optimizer"][actor] == 0 < report.resident["critic optimizer"][critic]
     elsewhere = "models.actor.calls.generate_sequences.pool=b"
     lent = measure(*judged(case, root, elsewhere))
-    weights = lent.active["actor.generate_sequences"]["weights"]
-    assert weights.max() == report.held["actor weights"][actor] and sorted(weights > 0) == [False, True]
+    weights = lent.call_bytes["actor.generate_sequences"]["weights"]
+    assert weights.max() == report.resident["actor weights"][actor] and sorted(weights > 0) == [False, True]
     kept = measure(*judged(case, root, elsewhere, "models.actor.calls.generate_sequences.delta=true"))
-    assert kept.held["actor.generate_sequences weights"].max() == kept.held["actor as sent to generate_sequences"].max() > 0
-    assert "weights" not in kept.active["actor.generate_sequences"]
+    assert (
+        kept.resident["actor.generate_sequences weights"].max()
+        == kept.resident["actor as sent to generate_sequences"].max()
+        > 0
+    )
+    assert "weights" not in kept.call_bytes["actor.generate_sequences"]
 
 
 def test_copies_of_weights_that_are_on_their_way_count(root: Path) -> None:
@@ -264,7 +268,7 @@ def test_copies_of_weights_that_are_on_their_way_count(root: Path) -> None:
         plans, facts = judged(case, root, f"models.actor.calls.generate_sequences.delta={delta}")
         for validates in (False, True):
             report = measure(plans, replace(facts, validates=validates))
-            there, home = report.held["actor.generate_sequences weights"].max(), report.held["actor weights"].max()
+            there, home = report.resident["actor.generate_sequences weights"].max(), report.resident["actor weights"].max()
             copies[delta, validates] = round(float(there / home), 2)
     assert copies == {("false", False): 2, ("false", True): 3, ("true", False): 3, ("true", True): 4}
 
@@ -274,14 +278,14 @@ def test_weights_that_come_early_lie_beside_the_call_before(root: Path) -> None:
     without = measure(*judged(case, root))
     report = measure(*judged(case, root, "models.reference.prefetch=true"))
     own = {
-        name: parts.keys() - without.active[name].keys()
-        for name, parts in report.active.items()
-        if parts != without.active[name]
+        name: parts.keys() - without.call_bytes[name].keys()
+        for name, parts in report.call_bytes.items()
+        if parts != without.call_bytes[name]
     }
     assert [*own.values()] == [{"beside reference weights"}]
     (before,) = own
-    early = report.active[before]["beside reference weights"]
-    assert (early == report.active["reference.compute_ref_log_prob"]["weights back"]).all() and early.min() > 0
+    early = report.call_bytes[before]["beside reference weights"]
+    assert (early == report.call_bytes["reference.compute_ref_log_prob"]["weights back"]).all() and early.min() > 0
 
 
 @pytest.mark.parametrize(

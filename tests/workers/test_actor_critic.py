@@ -37,7 +37,7 @@ def update(world: World, where: tuple[str, ...]) -> tuple[dict[str, float], list
         if name.endswith("value.weight"):
             tensor.copy_(head(tensor.shape[1])[: len(tensor)])
     rows = controller.source(batch_of(LENGTHS))
-    both = joint(Objective(policy), Objective(value, model=("values",), weight=WEIGHT))
+    both = joint(Objective(policy), Objective(value, model_outputs=("values",), weight=WEIGHT))
 
     def script() -> tuple:
         values = rows.union(models.actor.compute_values(rows))

@@ -85,8 +85,8 @@ def test_the_mask_of_an_environment_stays() -> None:
 
 def test_the_critic_learns_from_the_same_rows() -> None:
     both = joint(clipped_policy(MASKED, SamplingConfig()), clipped_value(MASKED))
-    assert both.only == "stopped" and "stopped" in both.row_inputs and "stopped" not in both.inputs
-    assert clipped_value(PPOConfig()).only is None
+    assert both.learn_if == "stopped" and "stopped" in both.row_inputs and "stopped" not in both.inputs
+    assert clipped_value(PPOConfig()).learn_if is None
 
 
 def test_ranks_learn_the_same_of_rows_that_were_not_cut(tmp_path: Path) -> None:

@@ -194,4 +194,4 @@ def clipped_policy(config: PolicyConfig, sampling: SamplingConfig, global_step: 
 
     reads = ("old_log_probs", "advantages", *(("ref_log_prob",) if kl.use_kl_loss else ()))
     reads += ("rollout_log_probs",) if correction.active else ()
-    return Objective(loss, reads, ("log_probs", "entropy"), sampling.log_prob_temperature, only=policy.learns_only)
+    return Objective(loss, reads, ("log_probs", "entropy"), sampling.log_prob_temperature, learn_if=policy.learns_only)

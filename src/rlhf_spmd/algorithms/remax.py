@@ -57,7 +57,7 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     prompts = data.prompts.next()
     greedy = prompts.firsts().copy()
     both, best = prompts.concat(greedy), replace(data.sampling, temperature=0.0)
-    rollout = models.actor.generate_sequences(both, data.sampling, global_step, special=[(greedy, best)])
+    rollout = models.actor.generate_sequences(both, data.sampling, global_step, sampling_overrides=[(greedy, best)])
     both = both.union(rollout)
     scores, scored = score(models, both.take(prompts))
     baseline, _ = score(models, both.take(greedy))  # by itself, so that the metrics of rewards are those of samples

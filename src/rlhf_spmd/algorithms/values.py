@@ -117,4 +117,4 @@ def clipped_value(config: ActorCriticConfig, critic: str = "critic") -> Objectiv
         report[f"{critic}/values_mean"] = fields["values"].detach().double().sum() / totals.tokens
         return result, report
 
-    return Objective(loss, ("old_values", "returns"), ("values",), names_loss=True, only=config.policy.learns_only)
+    return Objective(loss, ("old_values", "returns"), ("values",), reports_loss_itself=True, learn_if=config.policy.learns_only)

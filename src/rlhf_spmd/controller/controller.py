@@ -107,12 +107,12 @@ class Controller:
         self._leave()
         return result
 
-    def run_step(self, number: int, script: Callable[[], Any]) -> Any:
-        """:meth:`run` the script of training step ``number``, in which generation may be ahead of training.
+    def run_step(self, global_step: int, script: Callable[[], Any]) -> Any:
+        """:meth:`run` the script of training step ``global_step``, in which generation may be ahead of training.
 
         Collective over the world: every rank of it must call, in program order.
         """
-        self.versions.begin_step(number)
+        self.versions.begin_step(global_step)
         try:
             return self.run(script)
         finally:

@@ -73,6 +73,7 @@ class Cluster:
 
     @property
     def everyone(self) -> tuple[int, ...]:
+        """Return all ranks."""
         return tuple(range(self.size))
 
     def count(self, ratio: float, unit: int) -> int:
@@ -105,7 +106,9 @@ class Cluster:
             if not all(larger):  # no number of whole hosts divides the prompts
                 continue
             counts = [sizes.pop() for sizes in larger]
-            while fitting := [i for i, more in enumerate(larger) if more and more[-1] - counts[i] <= self.size - sum(counts)]:
+            while fitting := [
+                i for i, sizes in enumerate(larger) if sizes and sizes[-1] - counts[i] <= self.size - sum(counts)
+            ]:
                 busiest = max(fitting, key=lambda i: (parts[i].work / counts[i], i))
                 counts[busiest] = larger[busiest].pop()
             if sum(counts) == self.size:
@@ -168,9 +171,9 @@ def waits(graph: Graph) -> list[set[int]]:
         read.setdefault(consumer, set()).add(producer)
     waited: list[set[int]] = []
     trained: dict[str, set[int]] = {}
-    for node, call in enumerate(graph.nodes):
-        direct = read.get(node, set()) | trained.get(call.role.name, set())
+    for call_index, call in enumerate(graph.nodes):
+        direct = read.get(call_index, set()) | trained.get(call.role.name, set())
         waited.append(direct.union(*(waited[earlier] for earlier in direct)))
         if call.spec.kind == "train":
-            trained.setdefault(call.role.name, set()).add(node)
+            trained.setdefault(call.role.name, set()).add(call_index)
     return waited

@@ -47,7 +47,7 @@ class Calibration:
     The others are from Vidur's published H100 profiles, not fitted. ``matrix``: share of the peak that large matrix products
     reach. ``reads``: share of the memory bandwidth at which weights, keys and values are read. ``link``: share of the links'
     bandwidth that collectives reach. ``kernels``: fixed seconds of a layer's products, and the least that its other kernels
-    take.
+    take. ``start``: seconds in which the host starts an operation of linear attention.
     """
 
     memory: float = 0.66
@@ -66,9 +66,9 @@ class _PipelineTime(NamedTuple):
     all_stages: Numbers
     slowest: Numbers
 
-    def times(self, number: Numbers) -> Numbers:
-        """Return seconds of ``number`` micro-batches that follow each other through the stages (1F1B, or forward only)."""
-        return self.all_stages + (number - 1) * self.slowest
+    def times(self, num_micro_batches: Numbers) -> Numbers:
+        """Return seconds of ``num_micro_batches`` micro-batches that follow each other through the stages (1F1B, or forward only)."""
+        return self.all_stages + (num_micro_batches - 1) * self.slowest
 
 
 class _Ring(NamedTuple):
@@ -113,6 +113,7 @@ class _Rates:
         return _Ring((ranks - 1) / ranks / rate, np.log2(ranks) * np.where(inside, 1, 2) * self.machine.device.latency / 2)
 
     def tp_sum(self, tokens: Numbers) -> Numbers:
+        """Return seconds of a sum of a layer over tp."""
         return 2 * self.tp_ring.gather(tokens * (self.shape.hidden * self.itemsize))
 
     def cp_exchange(self, tokens: Numbers) -> Numbers:
@@ -133,21 +134,22 @@ class _Rates:
 
     def starts(self, operations: tuple[int, int], longest: float) -> float:
         """Return seconds in which the host starts the operations of linear attention, in an average layer."""
-        fixed, each = operations
-        return self.shape.linear * self.calibration.start * (fixed + each * np.ceil(longest / CHUNK))
+        fixed, per_chunk = operations
+        return self.shape.linear_share * self.calibration.start * (fixed + per_chunk * np.ceil(longest / CHUNK))
 
     def products(self, tokens: Numbers) -> Numbers:
         """Return seconds of a layer's matrix products, at least as long as reading their weights takes."""
         shape, tp = self.shape, self.settings.tp
-        weights = np.minimum(self.layer, shape.active * np.maximum(tokens, 1))  # only the experts that tokens go to
-        read = weights * self.itemsize / tp
-        return np.maximum(2 * shape.active * tokens / tp / self.flops, read / self.reads) + self.calibration.kernels
+        numel = np.minimum(self.layer, shape.matmul_weights * np.maximum(tokens, 1))  # only the experts that tokens go to
+        read = numel * self.itemsize / tp
+        return np.maximum(2 * shape.matmul_weights * tokens / tp / self.flops, read / self.reads) + self.calibration.kernels
 
     def attention(self, tokens: Numbers, seen: Numbers) -> Numbers:
         """Return seconds of a layer's attention if a token attends to ``seen`` tokens on average."""
         return 4 * self.shape.queries * seen * tokens / self.settings.tp / self.flops
 
     def elementwise(self, tokens: Numbers) -> Numbers:
+        """Return seconds of a layer's elementwise operations."""
         shape, tp = self.shape, self.settings.tp
         sliced = HEADS * (shape.queries + shape.keys) + COLUMNS * shape.intermediate
         numbers = STREAM * shape.hidden / self.slices + sliced / tp
@@ -155,23 +157,26 @@ class _Rates:
 
     def head(self, tokens: Numbers, products: float, reads: float) -> Numbers:
         """Return seconds of ``products`` products of all tokens with the vocabulary, and of ``reads`` bytes for each logit."""
-        if self.shape.outputs <= 1:
+        if self.shape.head_outputs <= 1:
             return np.zeros(1)
-        matrix = self.shape.hidden * self.shape.outputs / self.settings.tp
+        matrix = self.shape.hidden * self.shape.head_outputs / self.settings.tp
         product = np.maximum(2 * matrix * tokens / self.flops, matrix * self.itemsize / self.reads)
-        return products * product + tokens * self.shape.outputs / self.settings.tp * reads / self.bytes
+        return products * product + tokens * self.shape.head_outputs / self.settings.tp * reads / self.bytes
 
     def through(self, layer: Numbers, head: Numbers, hand_over: Numbers) -> _PipelineTime:
+        """Return seconds of a micro-batch whose layers, head and transfer to the next stage take so long."""
         slowest = np.maximum(self.layers * layer, self.last_layers * layer + head) + hand_over
         return _PipelineTime(self.shape.layers * layer + head + (self.settings.pp - 1) * hand_over, slowest)
 
     def passes(self, work: Workload, rows: float, micro_batch: Callable[..., _PipelineTime]) -> tuple[Numbers, Numbers]:
         """Return the number of micro-batches of so many rows, and seconds of ``micro_batch``, :meth:`forward` or
         :meth:`train`, over all of them."""
-        number, tokens = work.micro_batches(rows, self.settings)
-        computed = work.computed(tokens)  # a shared prompt's token is seen from all rows
-        seen = _age(work.prompt + np.array(work.responses)) * tokens / computed
-        return number, micro_batch(computed, seen, tokens * work.response / work.length, work.longest).times(number)
+        num_micro_batches, tokens = work.micro_batches(rows, self.settings)
+        layer_tokens = work.tokens_through_layers(tokens)  # a shared prompt's token is seen from all rows
+        seen = _age(work.prompt + np.array(work.responses)) * tokens / layer_tokens
+        return num_micro_batches, micro_batch(layer_tokens, seen, tokens * work.response / work.length, work.longest).times(
+            num_micro_batches
+        )
 
     def forward(self, tokens: Numbers, seen: Numbers, drawn: Numbers, longest: float) -> _PipelineTime:
         """Return seconds of a forward pass over ``tokens``, of which ``drawn`` have their log-probs taken. ``longest``:
@@ -213,7 +218,7 @@ class _Rates:
 
     def optimizer(self) -> Numbers:
         """Return seconds of an optimizer step, and of summing gradients over the copies of the model before it."""
-        settings, params = self.settings, self.shape.own_params(self.settings)
+        settings, params = self.settings, self.shape.rank_params(self.settings)
         expert_ring = self.ring(settings.dp * settings.cp // settings.ep, settings.tp * settings.ep)
         sums = self.replicate_ring.gather((params - self.experts) * self.wide)
         sums = sums + np.where(settings.ep > 1, expert_ring.gather(self.experts * self.wide), 0.0)
@@ -231,11 +236,11 @@ class _Rates:
         layer = self.products(rows) + self.elementwise(rows) + 2 * self.tp_sum(rows)
         layer = (
             layer
-            + rows * (context * token_bytes / self.layers + STATE_BYTES * self.shape.state / self.settings.tp) / self.reads
+            + rows * (context * token_bytes / self.layers + STATE_BYTES * self.shape.row_state / self.settings.tp) / self.reads
         )
         launch = calibration.launch + self.starts((TOKEN_STARTS, 0), 1)
         layer = np.where(self.settings.graphs > 0, layer, np.maximum(layer, launch))
-        logits = rows * self.shape.outputs
+        logits = rows * self.shape.head_outputs
         head = self.head(rows, 1, 0) + logits * SAMPLE_BYTES / self.bytes + self.tp_ring.gather(logits * 4)
         stages = self.through(layer, head + OUTSIDE * calibration.launch, self.hand_over(rows))
         return np.maximum(micro_batches * stages.slowest, stages.all_stages)
@@ -266,14 +271,14 @@ class FormulaTimes:
     def infer_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray:
         """Return seconds of a forward pass over all rows."""
         rates = _Rates(shape, settings, self.machine, self.calibration)
-        number, compute = rates.passes(work, work.rows, rates.forward)
-        return compute + rates.zero(number, compute, trains=False) + self.calibration.call
+        num_micro_batches, compute = rates.passes(work, work.rows, rates.forward)
+        return compute + rates.zero(num_micro_batches, compute, trains=False) + self.calibration.call
 
     def train_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray:
         """Return seconds of training: ``work.mini_batches`` optimizer steps in each epoch."""
         rates = _Rates(shape, settings, self.machine, self.calibration)
-        number, compute = rates.passes(work, work.rows / work.mini_batches, rates.train)
-        step = compute + rates.zero(number, compute, trains=True) + rates.optimizer()
+        num_micro_batches, compute = rates.passes(work, work.rows / work.mini_batches, rates.train)
+        step = compute + rates.zero(num_micro_batches, compute, trains=True) + rates.optimizer()
         return step * work.mini_batches * work.epochs + self.calibration.call
 
     def generate_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Numbers) -> np.ndarray:
@@ -285,8 +290,8 @@ class FormulaTimes:
         rates = _Rates(shape, settings, self.machine, self.calibration)
         groups = np.maximum(np.ceil(work.rows / work.group / settings.dp), 1)
         rows, prompts = groups * work.group, groups * work.prompt
-        number, tokens = np.ceil(prompts / settings.micro_tokens), np.minimum(prompts, settings.micro_tokens)
-        prefill = rates.forward(tokens, work.prompt / 2, 0.0, work.prompt).times(np.maximum(number, 1))
+        num_micro_batches, tokens = np.ceil(prompts / settings.micro_tokens), np.minimum(prompts, settings.micro_tokens)
+        prefill = rates.forward(tokens, work.prompt / 2, 0.0, work.prompt).times(np.maximum(num_micro_batches, 1))
         flight = np.maximum(np.minimum(rows_in_flight(shape, work, settings, self.machine, kv_bytes), rows), 1)
         lengths = np.array(work.responses)
         token_bytes = kv_bytes_per_token(shape, settings, self.machine.device.itemsize)

@@ -87,7 +87,7 @@ class ClusterConfig:
 
     @property
     def hosts(self) -> list[tuple[int, int, str]]:
-        """(number of hosts, devices of each, kind) of every group."""
+        """Return (number of hosts, devices of each, kind) of every group."""
         groups = self.groups or [HostsConfig(self.nodes)]
         return [(group.nodes, group.gpus_per_node or self.gpus_per_node, group.gpu or self.gpu) for group in groups]
 
@@ -125,6 +125,7 @@ class ClusterConfig:
 
 
 def is_file(name: str) -> bool:
+    """Return True if ``cluster.gpu`` names a file, not a device of :data:`GPUS`."""
     return "/" in name or "." in name
 
 

@@ -1,10 +1,11 @@
 """The memory model: bytes on a rank, term by term as ``workers``, ``parallel`` and ``generation`` allocate them. Pure, over
 settings [n].
 
-A rank's peak is what its roles hold between calls, plus the most that one of its calls needs besides, plus :data:`RESERVE`.
-:class:`RankMemory` has the terms of one role on one rank. Three places add them up: ``planning`` takes the fullest rank of each
-call (:func:`fullest`); ``preflight/memory_estimate.py`` takes each rank with all of its roles, for ``activation_checkpointing=auto``
-and for the refusal of a run that does not fit. Replicated parts of a tp slice (norms) count as sliced.
+A rank's peak has three terms: what is resident for its roles between calls, the largest need of a call beside it, and
+:data:`RESERVE`. :class:`RankMemory` has the terms of a role on a rank. Two modules add them up. ``planning`` takes the fullest rank
+of each call (:func:`fullest`). ``preflight/memory_estimate.py`` takes each rank with all of its roles, for
+``activation_checkpointing=auto`` and for the refusal of a run that does not fit. Replicated parts of a tp slice (norms) count as
+sliced.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ RESERVE = 1.5 * GIB  # of a GPU: driver and kernels 0.6, workspaces of cuBLAS 0.
 NCCL_GROUP = 0.65 * GIB
 NCCL_PEER = 0.44 * GIB  # and for messages with another rank: 14 MiB for each of 32 channels, as measured (nccl#1685)
 HOST_RESERVE = 0.5 * GIB  # of a rank on CPUs: the interpreter, torch, and what it has loaded
-ERROR = 0.1  # of a prediction: a run that exceeds the memory by less is warned, not refused
+MEMORY_MODEL_ERROR = 0.1  # of a prediction: a run that exceeds the memory by less is warned, not refused
 SHARD_BUCKET = 256 << 20  # bytes in which weights travel to the generation layout, see ``HybridWeights``
 
 Parts = dict[str, Any]  # name -> bytes [n]
@@ -65,26 +66,27 @@ class RoleSettings:
 
     @property
     def wide(self) -> int:
-        """Bytes of a sum of gradients."""
+        """Return the bytes of a sum of gradients."""
         return max(self.itemsize, 4)
 
     @property
     def masters(self) -> int:
-        """Bytes of the copy of a parameter that the optimizer keeps."""
+        """Return the bytes of the copy of a parameter that the optimizer keeps."""
         return self.wide if self.wide > self.itemsize and self.master_weights else 0
 
     @property
     def moment(self) -> float:
-        """Bytes of a moment. In 8 bits it includes its part of a block's scale."""
+        """Return the bytes of a moment. In 8 bits it includes its part of a block's scale."""
         return 1 + 4 / 256 if self.optim == "adamw_8bit" else self.masters or self.itemsize
 
     @property
     def states(self) -> float:
-        """Bytes that the optimizer keeps for a parameter of a layer; for other parameters it keeps two moments."""
+        """Return the bytes that the optimizer keeps for a parameter of a layer; for other parameters it keeps two moments."""
         return self.masters + self.moment * (1 if self.optim == "muon" else 2)
 
 
 def total(parts: Mapping[str, Any]) -> Any:
+    """Return the sum of all parts."""
     return sum(parts.values())
 
 
@@ -95,8 +97,8 @@ class RankMemory:
         self.shape, self.settings = shape, settings
         self.role, self.stage = role, stage
         pp, tp = settings.pp, settings.tp
-        self.gates = shape.gates / tp
-        self.mixing = shape.mixing / tp * (4 / role.itemsize)
+        self.gate_columns = shape.gate_columns / tp
+        self.mixer_floats = shape.mixer_floats / tp * (4 / role.itemsize)
         base, extra = np.divmod(shape.layers, pp)
         self.layers = base + (stage < extra)
         self.first = np.asarray(stage) == 0
@@ -105,11 +107,11 @@ class RankMemory:
         self.hidden = shape.hidden
         self.queries = shape.queries / tp
         self.columns = shape.intermediate / tp
-        self.mixed = shape.mixed / tp
+        self.expert_columns = shape.expert_columns / tp
         self.to_experts = shape.expert_rows * shape.hidden  # rows for experts; their results are as many
         self.keys = shape.rank_keys(tp)
-        self.entered = shape.entered(tp)
-        self.vocab = np.where(self.last, shape.outputs, 0) / (tp if shape.outputs > 1 else 1)
+        self.first_product_outputs = shape.first_product_outputs(tp)
+        self.vocab = np.where(self.last, shape.head_outputs, 0) / (tp if shape.head_outputs > 1 else 1)
         shared = np.where(settings.ep > 1, shape.experts / tp, 0.0)
         self.experts = self.layers * shared / settings.ep  # that ZeRO does not cut; below are the other parameters
         self.expert_copies = settings.dp * settings.cp // settings.ep
@@ -119,11 +121,11 @@ class RankMemory:
         self.ends = (self.first * shape.embed + self.last * (shape.head + tied)) / tp  # outside of the layers
         self.params = self.layers * self.layer + self.ends
         self.shards = settings.dp_shard
-        table = shape.vocab * shape.hidden * (self.first | (self.last & (shape.outputs > 1)))
+        table = shape.vocab * shape.hidden * (self.first | (self.last & (shape.head_outputs > 1)))
         self.widest = min(2 * shape.intermediate * shape.hidden, shape.layer) / tp  # of a layer's matrices
         self.largest = np.maximum(table / tp, self.widest)
 
-    def held(self) -> Parts:
+    def resident(self) -> Parts:
         """Return bytes between calls: weights, and the optimizer's states if the role is trained."""
         role = self.role
         return {
@@ -148,10 +150,10 @@ class RankMemory:
         """
         settings = self.settings
         groups = settings.tp, settings.dp_shard, settings.dp_replicate, settings.cp, settings.ep
-        number = sum((group > 1) * 1 for group in groups)
-        number = number + ((settings.size > 1) & ~np.any([group == settings.size for group in groups], axis=0))
+        num_groups = sum((group > 1) * 1 for group in groups)
+        num_groups = num_groups + ((settings.size > 1) & ~np.any([group == settings.size for group in groups], axis=0))
         peers = 2 * np.minimum(settings.pp - 1, 2) + sum(np.minimum(group, 8) - 1 for group in (settings.cp, settings.ep))
-        return (NCCL_GROUP * number + NCCL_PEER * peers) * (not self.role.on_host)
+        return (NCCL_GROUP * num_groups + NCCL_PEER * peers) * (not self.role.on_host)
 
     def checkpoint_copy(self) -> Any:
         """Return bytes in host memory of what the rank writes to a checkpoint, while it is written in the background.
@@ -166,23 +168,25 @@ class RankMemory:
         return rest / self.settings.dp_replicate + (role.itemsize * experts + expert_states) / self.expert_copies
 
     def train(self, work: Workload) -> Parts:
-        """Return bytes beside :meth:`held` at the worst moment of a mini-batch: before the last micro-batch's backward pass, after
+        """Return bytes beside :meth:`resident` at the worst moment of a mini-batch: before the last micro-batch's backward pass, after
         it, or in the optimizer step.
 
         The largest micro-batch counts. It has as many tokens as the budget allows, if a replica has so many.
         """
         settings, role = self.settings, self.role
-        tokens, number = _micro_batches(work, settings)
+        tokens, num_micro_batches = _micro_batches(work, settings)
         b, a = role.itemsize, role.wide
-        kept = self.whole_layer() if role.activation_offload and not role.on_host else self.layers * self.kept()
+        kept = (
+            self.layer_activations() if role.activation_offload and not role.on_host else self.layers * self.kept_activations()
+        )
         kept = kept + np.where(self.last, 2 * self.hidden, self.hidden / self.rows)  # of the last norm, or for the next stage
-        activations = b * tokens * kept * self._micro_batches_in_flight(number)
+        activations = b * tokens * kept * self._micro_batches_in_flight(num_micro_batches)
         recomputed = [
             0,
-            self.columns + 2 * self.mixed + self.queries + self.keys + 2 * self.to_experts + self.mixing,
-            self.whole_layer(),
+            self.columns + 2 * self.expert_columns + self.queries + self.keys + 2 * self.to_experts + self.mixer_floats,
+            self.layer_activations(),
         ]  # numbers by level of checkpointing
-        rows = self.mixing / 2 + 2 * self.columns + 2 * self.hidden + 2 * self.to_experts + self.exchanged
+        rows = self.mixer_floats / 2 + 2 * self.columns + 2 * self.hidden + 2 * self.to_experts + self.exchanged
         passing = b * tokens * (np.choose(settings.checkpointing, recomputed) + rows)
         loss = self._head(work, tokens, backward=True)
         # gradients are sums of whole parameters (zero 0, and 1 until the last micro-batch) or of the rank's shard
@@ -190,7 +194,7 @@ class RankMemory:
         frozen = role.adapters > 0
         experts = 0 if frozen else self.experts
         shard = a * (trained / self.shards + experts)
-        before = np.where(number > 1, np.where(settings.zero <= 1, a * (trained + experts), shard), 0)
+        before = np.where(num_micro_batches > 1, np.where(settings.zero <= 1, a * (trained + experts), shard), 0)
         gathered = self._gathered()
         root = np.where((settings.zero > 0) & (not frozen), self.ends, 0)
         layer = role.adapters if frozen else self.layer
@@ -224,12 +228,12 @@ class RankMemory:
 
     def pinned_activations(self, work: Workload) -> Parts:
         """Return bytes of pinned host memory that activations take in a training call."""
-        tokens, number = _micro_batches(work, self.settings)
-        kept = self.layers * self.kept() * self._micro_batches_in_flight(number)
+        tokens, num_micro_batches = _micro_batches(work, self.settings)
+        kept = self.layers * self.kept_activations() * self._micro_batches_in_flight(num_micro_batches)
         return {"activations": self.role.itemsize * tokens * kept * (self.role.activation_offload and not self.role.on_host)}
 
     def infer(self, work: Workload) -> Parts:
-        """Return bytes beside :meth:`held` in a forward pass of all rows."""
+        """Return bytes beside :meth:`resident` in a forward pass of all rows."""
         tokens, _ = _micro_batches(work, self.settings)
         layer = self.role.itemsize * tokens * self._forward() + self._merging()
         passing = np.maximum(layer, self._head(work, tokens, backward=False))
@@ -239,7 +243,7 @@ class RankMemory:
         """Return bytes beside the weights in the layout of generation, those of one row, and those of all rows in flight.
 
         The parts are the call's work, and the smallest cache that suffices. A row has keys, values and states of the longest row.
-        On a GPU the cache and what is held take at most ``gpu_memory_utilization`` of its memory. On CPUs a cache takes at most
+        On a GPU the cache and what is resident take at most ``gpu_memory_utilization`` of its memory. On CPUs a cache takes at most
         that share of the free memory, and the rest must hold the other parts.
         """
         shape = self.shape
@@ -254,17 +258,17 @@ class RankMemory:
         texts = rows * (8 * work.longest + 8 * work.responses[-1])
         cached = shape.cached(settings.tp, 1 + role.on_host)  # the C++ kernels have pages of values, whatever the model
         page = self.layers * cached * role.itemsize * config.page_size
-        state = 4 * self.layers * shape.state / settings.tp
+        state = 4 * self.layers * shape.row_state / settings.tp
         row = page * np.ceil((work.longest - 1) / config.page_size) + state
         all_rows = row * in_flight if config.num_pages is None else page * config.num_pages + state * in_flight
-        absorbed = 3 * shape.kv_heads * shape.entry / settings.tp  # queries twice and their outputs, as wide as an entry
-        numbers = np.maximum(self._forward(), 4 * self.hidden + self.queries + 2 * shape.entry + absorbed)
-        decoding = TEMPORARY_STATES * 4 * in_flight * shape.state / settings.tp
+        absorbed = 3 * shape.kv_heads * shape.cache_entry / settings.tp  # queries twice and their outputs, as wide as an entry
+        numbers = np.maximum(self._forward(), 4 * self.hidden + self.queries + 2 * shape.cache_entry + absorbed)
+        decoding = TEMPORARY_STATES * 4 * in_flight * shape.row_state / settings.tp
         parts = {"work": np.maximum(role.itemsize * batch * numbers, decoding) + logits + texts}
         cache = least_cache(total(parts), row, all_rows, config, role.on_host)
         return parts | {"cache": cache}, row, all_rows
 
-    def whole_layer(self) -> Any:
+    def layer_activations(self) -> Any:
         """Return the numbers that the operations of a layer keep for a token's backward pass, see ``docs/parallelism.md``."""
         gathered = np.where(self.rows > 1, 0, 2 * self.hidden)  # slices are gathered again instead
         return (
@@ -272,14 +276,14 @@ class RankMemory:
             + gathered
             + 3 * (self.queries + self.keys + self.columns)
             + 2 * self.to_experts
-            + (self.gates + self.mixing)
+            + (self.gate_columns + self.mixer_floats)
         )
 
-    def kept(self) -> Any:
+    def kept_activations(self) -> Any:
         """Return the numbers that a layer keeps for a token with the settings' levels of checkpointing."""
         residual = self.hidden / self.rows
-        selective = 2 * residual + self.entered + 2 * (self.columns - self.mixed) + self.gates
-        return np.choose(self.settings.checkpointing, [self.whole_layer(), selective, residual + 0 * self.columns])
+        selective = 2 * residual + self.first_product_outputs + 2 * (self.columns - self.expert_columns) + self.gate_columns
+        return np.choose(self.settings.checkpointing, [self.layer_activations(), selective, residual + 0 * self.columns])
 
     def _weights(self) -> Any:
         """Return bytes of weights between calls, wherever they lie."""
@@ -308,21 +312,21 @@ class RankMemory:
             role.itemsize * ((self.params - quantized) / self.shards + self.experts) + (role.bits / 8 + 4 / BLOCK) * quantized
         )
 
-    def _micro_batches_in_flight(self, number: Any) -> Any:
-        """Return the micro-batches, of ``number``, whose activations the stage holds at a time."""
+    def _micro_batches_in_flight(self, num_micro_batches: Any) -> Any:
+        """Return the number of micro-batches whose activations the stage keeps at a time."""
         pp, vpp = self.settings.pp, self.role.vpp
         if vpp == 1:
-            return np.minimum(pp - self.stage, number)
-        return np.minimum(2 * (pp - 1 - self.stage) + (vpp - 1) * pp + 1, number * vpp) / vpp
+            return np.minimum(pp - self.stage, num_micro_batches)
+        return np.minimum(2 * (pp - 1 - self.stage) + (vpp - 1) * pp + 1, num_micro_batches * vpp) / vpp
 
     def _gathered(self) -> Any:
         """Return bytes of weights that ZeRO gathers beside the shard: all, or with stage 3 the root's, two layers', and FSDP2's
         buffer for the larger."""
         layer = self.layer - self.role.quantized / self.settings.tp
         everything = self.layers * layer + self.ends
-        some = self.ends + 2 * layer + np.maximum(self.ends, layer)
+        root_and_layers = self.ends + 2 * layer + np.maximum(self.ends, layer)
         stage = np.where(self.shards > 1, self.settings.zero, 0)
-        return self.role.itemsize * np.choose(stage, [0 * everything, everything, everything, some])
+        return self.role.itemsize * np.choose(stage, [0 * everything, everything, everything, root_and_layers])
 
     def _merging(self) -> Any:
         """Return bytes of a matrix merged with its adapters, which CPUs do in fp32; also of its dequantized values if it is
@@ -333,8 +337,8 @@ class RankMemory:
     def _forward(self) -> Any:
         """Return the numbers that a layer's forward pass has for a token at a time."""
         mlp = 3 * self.columns + 2 * self.to_experts + self.exchanged
-        mixing = 3 * self.queries + 3 * self.keys + self.mixing / 2
-        return 4 * self.hidden + self.queries + 2 * self.keys + self.gates + np.maximum(mlp, mixing)
+        mixing = 3 * self.queries + 3 * self.keys + self.mixer_floats / 2
+        return 4 * self.hidden + self.queries + 2 * self.keys + self.gate_columns + np.maximum(mlp, mixing)
 
     def _head(self, work: Workload, tokens: Any, backward: bool) -> Any:
         """Return bytes of the head: hidden states of response tokens, a chunk of logits, and backward the gradients of both and of
@@ -348,35 +352,35 @@ class RankMemory:
         return np.where(self.vocab > 1, hidden + 4 * chunk * copies, 2 * hidden) + weight
 
 
-def least_cache(others: Any, row: Any, all_rows: Any, config: GenerationConfig, on_host: bool) -> Any:
-    """Return bytes of the smallest cache beside ``others``: enough for the longest row. On CPUs the generator takes a share of the
-    free memory, so the cache grows until ``others`` fit into the rest."""
+def least_cache(other_bytes: Any, row: Any, all_rows: Any, config: GenerationConfig, on_host: bool) -> Any:
+    """Return bytes of the smallest cache beside ``other_bytes``: enough for the longest row. On CPUs the generator takes a share of the
+    free memory, so the cache grows until ``other_bytes`` fit into the rest."""
     share = config.memory_share(on_host)
     if config.num_pages is not None:
         return all_rows
     if not on_host:
         return row
-    free = np.maximum(row / share, np.minimum(others / max(1 - share, 1e-9), all_rows + others))
-    return np.maximum(free - others, row)
+    free = np.maximum(row / share, np.minimum(other_bytes / max(1 - share, 1e-9), all_rows + other_bytes))
+    return np.maximum(free - other_bytes, row)
 
 
-def weights_for_generation(home: RankMemory, there: RankMemory, config: GenerationConfig, beside: bool) -> Any:
+def weights_for_generation(home: RankMemory, generation: RankMemory, config: GenerationConfig, beside: bool) -> Any:
     """Return bytes of generation weights on a home's own ranks, beside the training weights, and of NCCL's buffers that bring them;
     0 if both layouts are the same.
 
     They are the generation shard and one bucket, less the training shard, which becomes a part of it unless it stays ``beside``.
-    ``home``, ``there``: the rank in the layout of training and of generation.
+    ``home``, ``generation``: the rank in the layout of training and of generation.
     """
     role = home.role
     resident = role.itemsize * (home.params / home.shards + home.experts)
-    shard = role.itemsize * there.params
-    same_grid = (home.settings.pp == there.settings.pp) & (home.settings.tp == there.settings.tp)
+    shard = role.itemsize * generation.params
+    same_grid = (home.settings.pp == generation.settings.pp) & (home.settings.tp == generation.settings.tp)
     same = same_grid & (home.shards == 1) & (home.settings.ep == 1)
     if config.buffers == "offload" and not role.on_host:
         beside = False
-    bucket = np.minimum(np.maximum(SHARD_BUCKET, role.itemsize * there.largest), shard)
+    bucket = np.minimum(np.maximum(SHARD_BUCKET, role.itemsize * generation.largest), shard)
     # other stages' layers come by messages; their buffers stay
-    messages = np.where(home.settings.pp != there.settings.pp, NCCL_PEER * (np.minimum(home.settings.size, 8) - 1), 0)
+    messages = np.where(home.settings.pp != generation.settings.pp, NCCL_PEER * (np.minimum(home.settings.size, 8) - 1), 0)
     messages = messages * (not role.on_host)
     if role.adapters:  # merged weights lie beside the others
         return np.maximum(resident, shard) + np.where(same, 0, bucket) + messages

@@ -78,7 +78,7 @@ def place_roles(
         raise ValueError(
             f"placement.speeds has {len(config.speeds)} numbers, this job has {world_size} ranks; give one for each, or none"
         )
-    pools = {name: _checked(f"placement.pools.{name}", name, ranks, world_size) for name, ranks in config.pools.items()}
+    pools = {name: _checked_pool(f"placement.pools.{name}", name, ranks, world_size) for name, ranks in config.pools.items()}
     if "all" in pools and len(pools["all"].ranks) < world_size:
         raise ValueError(f"placement.pools.all={config.pools['all']}: the pool of all ranks is called so; use another name")
     for key, name in named.items():
@@ -107,11 +107,11 @@ def place_roles(
 
 
 def _check_ratios(config: PlacementConfig, named: Mapping[str, str | None], roles: Roles) -> None:
-    known = _placeable(roles)
+    placeable = _placeable(roles)
     for name in config.ratios:
-        if name not in known:
-            hint = nearest(name, known) or ";"
-            raise ValueError(f"placement.ratios.{name}: no such role or call{hint} there are {', '.join(known)}")
+        if name not in placeable:
+            hint = nearest(name, placeable) or ";"
+            raise ValueError(f"placement.ratios.{name}: no such role or call{hint} there are {', '.join(placeable)}")
         placed = next((key for key in (name.split(".")[0], _key(name)) if named.get(key) is not None), None)
         if placed is not None:
             raise ValueError(f"placement.ratios.{name}: models.{placed} says by itself where it runs; leave one of them out")
@@ -137,12 +137,12 @@ def _by_strategy(
         raise ValueError(
             f"{where} returned {type(assignment).__name__}; its place() must return an Assignment (rlhf_spmd.planner.cluster)"
         )
-    known = _placeable(roles)
+    placeable = _placeable(roles)
     ranks_of = {name: tuple(ranks) for name, ranks in (*assignment.roles.items(), *assignment.calls.items())}
     for name in ranks_of:
-        if name not in known:
+        if name not in placeable:
             raise ValueError(
-                f"{where} places {name!r}, which is no role and no call that may run elsewhere; there are {', '.join(known)}"
+                f"{where} places {name!r}, which is no role and no call that may run elsewhere; there are {', '.join(placeable)}"
             )
     for role in roles:
         if role not in assignment.roles:
@@ -151,14 +151,16 @@ def _by_strategy(
     for name, ratio in cluster.ratios.items():
         ranks = ranks_of.get(name, ())
         if abs(len(ranks) - ratio * cluster.size) >= step:
-            beside = " and ".join(other for other, others in ranks_of.items() if others == ranks and other != name)
+            beside = " and ".join(other for other, other_ranks in ranks_of.items() if other_ranks == ranks and other != name)
             raise ValueError(
                 f"placement.ratios.{name}={ratio:g} of {cluster.size} ranks is {ratio * cluster.size:g}, but {where} gives it "
                 f"{len(ranks)}{f', together with {beside}' if beside else ''}; change the ratio or leave it out"
             )
-    pool_names = {ranks: "+".join(name for name, others in ranks_of.items() if others == ranks) for ranks in ranks_of.values()}
+    pool_names = {
+        ranks: "+".join(name for name, name_ranks in ranks_of.items() if name_ranks == ranks) for ranks in ranks_of.values()
+    }
     pool_names[cluster.everyone] = "all"
-    pools = {_key(name): _checked(where, pool_names[ranks], ranks, cluster.size) for name, ranks in ranks_of.items()}
+    pools = {_key(name): _checked_pool(where, pool_names[ranks], ranks, cluster.size) for name, ranks in ranks_of.items()}
     return {key: pool for key, pool in pools.items() if named.get(key) is None}
 
 
@@ -172,7 +174,7 @@ def _placeable(roles: Roles) -> list[str]:
     return [*roles, *(f"{role}.{method}" for role, facts in roles.items() for method in facts.calls)]
 
 
-def _checked(where: str, name: str, ranks: Sequence[int], world_size: int) -> ResourcePool:
+def _checked_pool(where: str, name: str, ranks: Sequence[int], world_size: int) -> ResourcePool:
     outside = [rank for rank in ranks if not 0 <= rank < world_size]
     if outside:
         raise ValueError(f"{where}: rank {outside[0]} does not exist; this job has ranks 0 to {world_size - 1}")

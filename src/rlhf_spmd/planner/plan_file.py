@@ -55,6 +55,7 @@ class PlacedCall:
 
     @property
     def rank_range(self) -> RankRange:
+        """Return ``ranks`` as a range."""
         first, _, last = self.ranks.partition("-")
         return RankRange(int(first), int(last or first) - int(first) + 1)
 
@@ -74,7 +75,7 @@ class PlacedCall:
     )
 
     def check(self, where: str) -> None:
-        """Raises ValueError."""
+        """Raise ValueError if ``zero_size`` does not fit."""
         check_zero_size(self.zero, self.zero_size, self.dp * self.cp, where)
 
 
@@ -90,6 +91,7 @@ class PlanFile:
     step_seconds: float = 0.0
 
     def to_yaml(self) -> str:
+        """Return the text of ``plan.yaml``."""
         default = PlacedCall("0")
         always = ("ranks", "pp", "tp", "dp")
         calls = {}
@@ -133,8 +135,8 @@ def _pool(ranks: RankRange) -> str:
 
 
 def _layout(call: PlacedCall) -> dict[str, Any]:
-    more = {"cp": call.cp, "ep": call.ep}
-    return {"pp": call.pp, "tp": call.tp, "dp": call.dp} | {axis: size for axis, size in more.items() if size > 1}
+    extra_axes = {"cp": call.cp, "ep": call.ep}
+    return {"pp": call.pp, "tp": call.tp, "dp": call.dp} | {axis: size for axis, size in extra_axes.items() if size > 1}
 
 
 def _sharded(home: PlacedCall) -> dict[str, Any]:
@@ -209,11 +211,11 @@ def _planned_role(section: Mapping[str, Any], planned: Mapping[str, Any]) -> dic
     for key in ("optim", "generation"):
         merged[key] = {**(section.get(key) or {}), **planned.get(key, {})}
     if "generation" in planned:
-        at_home = "pp" in planned["generation"]
-        if not at_home:
+        on_home_ranks = "pp" in planned["generation"]
+        if not on_home_ranks:
             merged["generation"] = _without(merged["generation"], "pp", "tp")
         if merged["generation"].get("ep", 1) != 1:  # all ranks that share a model in generation share its experts
-            grid = merged["generation"] if at_home else merged["calls"]["generate_sequences"]["layout"]
+            grid = merged["generation"] if on_home_ranks else merged["calls"]["generate_sequences"]["layout"]
             merged["generation"] |= {"ep": grid["tp"]}
     if not merged["offload"]:
         merged.pop("prefetch", None)
@@ -223,7 +225,7 @@ def _planned_role(section: Mapping[str, Any], planned: Mapping[str, Any]) -> dic
 
 
 def check_ranks(path: str | None, world_size: int) -> None:
-    """Raises ConfigError if the plan is for another number of ranks."""
+    """Raise ConfigError if the plan is for another number of ranks."""
     if path is not None and (plan := read_plan(path)).ranks != world_size:
         raise ConfigError(
             f"plan={path} is for {plan.ranks} ranks, this job has {world_size}; start as many, or plan again with cluster.nodes and "

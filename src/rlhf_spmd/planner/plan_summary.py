@@ -65,7 +65,10 @@ class PlanSummary:
     configured: PlanResult | str | None
 
     def to_json(self) -> dict[str, Any]:
-        """``memory_gb``: GiB of the fullest rank in its largest call, of ``room_gb``. ``hours``: of the whole run."""
+        """Return the summary as JSON.
+
+        ``memory_gb``: GiB of the fullest rank in its largest call, of ``room_gb``. ``hours``: of the entire run.
+        """
         planned = self.planned
         search = self.planned.search
         seconds = self.planned.seconds

@@ -45,7 +45,7 @@ class ModelCall:
 
     ``name``: ``role.call``. ``method``: as the configuration names it. ``after``: calls that must have ended, by their indices.
     ``settings``: what memory depends on, as configured. ``dealt``: groups or rows that go to its replicas. ``captures``: on
-    replicas of one rank, decode steps can be CUDA graphs. ``home`` and ``at_home``: as of :class:`CallNode`. ``cp``: as
+    replicas of one rank, decode steps can be CUDA graphs. ``home`` and ``shares_home``: as of :class:`CallNode`. ``cp``: as
     configured; it is not searched.
     """
 
@@ -63,22 +63,22 @@ class ModelCall:
     dealt: int
     captures: bool = False
     home: bool = False
-    at_home: bool = False
+    shares_home: bool = False
     cp: int = 1
 
     @property
     def expert_ranks(self) -> list[int]:
-        """The numbers of ranks that are tried to share the experts."""
+        """Return the numbers of ranks that are tried to share the experts."""
         return [1] if self.spec.experts is None or self.kind == "generate" else divisors(self.spec.experts.count)
 
     @property
-    def shares_whole_experts(self) -> bool:
-        """True if the ranks of tp share the experts in generation."""
+    def shares_experts(self) -> bool:
+        """Return True if the ranks of tp share the experts in generation."""
         return self.kind == "generate" and self.generation.ep > 1
 
     def check_cut(self, pp: int, tp: int, cp: int, ep: int, where: str) -> None:
-        """Raises ValueError if the model cannot be cut so."""
-        shared = self.shares_whole_experts
+        """Raise ValueError if the model cannot be cut so."""
+        shared = self.shares_experts
         check_layout(self.spec, where, pp, tp, cp=cp, ep=tp if shared else ep, expert_parallel_generation=shared)
 
 
@@ -125,26 +125,28 @@ class ProblemBuilder:
     fixed: PlanFile | None = None
 
     def problem(self) -> Problem:
-        """Raises ValueError if a call has no layout, or the fixed plan has a layout that cannot be."""
-        machine, nodes = self.machine, dict[int, CallNode]()
-        for number, call in enumerate(self.calls):
-            if call.at_home:
+        """Return the problem. Raises ValueError if a call has no layout, or the fixed plan has a layout that cannot be."""
+        machine, call_nodes = self.machine, dict[int, CallNode]()
+        for index, call in enumerate(self.calls):
+            if call.shares_home:
                 continue
-            tied = [i for i, other in enumerate(self.calls) if call.home and other.at_home and other.role == call.role]
-            together = [number, *tied]
+            tied = [i for i, other in enumerate(self.calls) if call.home and other.shares_home and other.role == call.role]
+            together = [index, *tied]
             for i, options in zip(together, self._options([self.calls[i] for i in together]), strict=True):
-                one_call = self.calls[i]
-                nodes[i] = CallNode(one_call.name, one_call.role, one_call.after, options, one_call.home, one_call.at_home)
+                tied_call = self.calls[i]
+                call_nodes[i] = CallNode(
+                    tied_call.name, tied_call.role, tied_call.after, options, tied_call.home, tied_call.shares_home
+                )
         reserve = memory.HOST_RESERVE if machine.device.on_host else memory.RESERVE
         return Problem(
-            tuple(nodes[i] for i in range(len(self.calls))),
-            machine.local_size,
-            tuple(amount - reserve for amount in machine.memory),
-            {call.role: call.shape.params * machine.device.itemsize for call in self.calls},
-            machine.device.link,
-            machine.network,
-            self.ahead,
-            frozenset(i for i, call in enumerate(self.calls) if call.kind == "generate" and call.settings.trained),
+            calls=tuple(call_nodes[i] for i in range(len(self.calls))),
+            local_size=machine.local_size,
+            memory=tuple(amount - reserve for amount in machine.memory),
+            weights={call.role: call.shape.params * machine.device.itemsize for call in self.calls},
+            link=machine.device.link,
+            network=machine.network,
+            ahead=self.ahead,
+            generating=frozenset(i for i, call in enumerate(self.calls) if call.kind == "generate" and call.settings.trained),
         )
 
     def _options(self, tied: Sequence[ModelCall]) -> list[tuple[Option, ...]]:
@@ -168,15 +170,16 @@ class ProblemBuilder:
                 continue
             settings = self._searched_settings(call, grids)
             for offload, optim_offload in offloads:
-                for known, more in zip(options, self._described(tied, settings, offload, optim_offload), strict=True):
-                    known += more
+                described = self._described(tied, settings, offload, optim_offload)
+                for call_options, new_options in zip(options, described, strict=True):
+                    call_options += new_options
         if not options[0]:
             raise ValueError(
                 f"no layout of {call.name} on up to {self.machine.size} ranks fits its model and rows: {call.work.rows} rows in "
                 f"{call.work.mini_batches} mini-batches, {call.spec.num_hidden_layers} layers, "
                 f"{call.spec.num_attention_heads} heads"
             )
-        return [tuple(known) for known in options]
+        return [tuple(call_options) for call_options in options]
 
     def _described(
         self, tied: Sequence[ModelCall], settings: CallSettings, offload: bool, optim_offload: bool
@@ -186,55 +189,80 @@ class ProblemBuilder:
         role = self._role(call, offload, optim_offload)
         offloads = {"offload": offload, "optim_offload": optim_offload}
         estimates = [self._estimate(other, settings, role) for other in tied]
-        held = np.zeros(len(settings))
+        resident = np.zeros(len(settings))
         if call.home:
-            held = memory.fullest(call.shape, settings, role, RankMemory.held)
+            resident = memory.fullest(call.shape, settings, role, RankMemory.resident)
         indices = list(range(len(settings)))
         if self.fixed is None:
             seconds = np.sum([estimate.seconds for estimate in estimates], axis=0)
-            active = np.max([estimate.active for estimate in estimates], axis=0)
+            call_bytes = np.max([estimate.call_bytes for estimate in estimates], axis=0)
             ep = settings.ep * (not call.home)  # a home takes its best ep, which movable calls must meet
             layouts_of = np.stack([settings.pp, settings.tp, ep, np.asarray(STORAGE)[settings.zero]], axis=1)
-            indices = sorted(best_of(np.stack([seconds, held, active], axis=1).tolist(), list(map(tuple, layouts_of.tolist()))))
+            indices = sorted(
+                best_of(np.stack([seconds, resident, call_bytes], axis=1).tolist(), list(map(tuple, layouts_of.tolist())))
+            )
             if call.home:
                 pinned = memory.fullest(call.shape, settings, role, RankMemory.pinned)
                 indices = [i for i in indices if self.machine.local_size * pinned[i] <= self.machine.host_memory]
         options = []
         for other, estimate in zip(tied, estimates, strict=True):
-            number, _ = other.work.micro_batches(other.work.rows / other.work.mini_batches, settings)
-            numbers = [array.tolist() for array in (held, *estimate, number)]
+            micro_batches, _ = other.work.micro_batches(other.work.rows / other.work.mini_batches, settings)
+            arrays = {**estimate._asdict(), "resident": resident, "micro_batches": micro_batches}
+            columns = {name: array.tolist() for name, array in arrays.items()}
             options.append(
-                tuple(self._option(other, settings.one(i) | offloads, *(values[i] for values in numbers)) for i in indices)
+                tuple(
+                    self._option(
+                        other,
+                        settings.alternative(i) | offloads,
+                        {name: values[i] for name, values in columns.items()},
+                    )
+                    for i in indices
+                )
             )
         return options
 
-    def _option(
-        self, call: ModelCall, one: dict[str, Any], held: float, seconds: float, active: float, cache: float, number: float
-    ) -> Option:
-        """Return the option of one alternative. ``number``: micro-batches of a mini-batch on each replica."""
+    def _option(self, call: ModelCall, setting: Mapping[str, Any], estimate: Mapping[str, float]) -> Option:
+        """Return the option of one alternative.
+
+        ``setting``: its :meth:`CallSettings.alternative`, with offloads. ``estimate``: values of ``resident``, of :class:`_Estimate`,
+        and ``micro_batches`` of a mini-batch on each replica.
+        """
         generates = call.kind == "generate"
-        level: Any = CHECKPOINTING[one["checkpointing"]]
+        level: Any = CHECKPOINTING[setting["checkpointing"]]
+        pp, tp, dp, cp = (setting[axis] for axis in ("pp", "tp", "dp", "cp"))
         placed = PlacedCall(
-            "0",
-            one["pp"],
-            one["tp"],
-            one["dp"],
-            one["cp"],
-            one["ep"],
-            call.home,
-            one["zero"],
-            one["zero_size"] or None,
-            bool(one["sequence_parallel"]),
-            level,
-            one["offload"],
-            one["optim_offload"],
-            one["max_num_seqs"] if generates else None,
-            graphs=generates and bool(one["graphs"]),
-            micro_batches=1 if generates else int(number),
+            ranks="0",
+            pp=pp,
+            tp=tp,
+            dp=dp,
+            cp=cp,
+            ep=setting["ep"],
+            home=call.home,
+            zero=setting["zero"],
+            zero_size=setting["zero_size"] or None,
+            sequence_parallel=bool(setting["sequence_parallel"]),
+            activation_checkpointing=level,
+            offload=setting["offload"],
+            optim_offload=setting["optim_offload"],
+            max_num_seqs=setting["max_num_seqs"] if generates else None,
+            graphs=generates and bool(setting["graphs"]),
+            micro_batches=1 if generates else int(estimate["micro_batches"]),
         )
-        size = one["pp"] * one["tp"] * one["dp"] * one["cp"]
-        layout = size, one["pp"], one["tp"], seconds, held, active, one["zero"], one["zero_size"], one["ep"]
-        return Option(*layout, call.kind == "infer", call.shares_whole_experts, cache, placed)
+        return Option(
+            size=pp * tp * dp * cp,
+            pp=pp,
+            tp=tp,
+            seconds=estimate["seconds"],
+            resident=estimate["resident"],
+            call_bytes=estimate["call_bytes"],
+            zero=setting["zero"],
+            zero_size=setting["zero_size"],
+            ep=setting["ep"],
+            in_place=call.kind == "infer",
+            expert_parallel_generation=call.shares_experts,
+            cache=estimate["cache"],
+            settings=placed,
+        )
 
     def _role(self, call: ModelCall, offload: bool, optim_offload: bool) -> RoleSettings:
         device = self.machine.device
@@ -267,7 +295,7 @@ class ProblemBuilder:
         elif call.kind == "generate":
             rows = max(call.work.rows // min(dp for _, _, dp in grids), 1)
             limit = min(rows, call.generation.max_num_batched_tokens)
-            options |= {"max_num_seqs": sorted({min(number, limit) for number in IN_FLIGHT})}
+            options |= {"max_num_seqs": sorted({min(rows_in_flight, limit) for rows_in_flight in IN_FLIGHT})}
         elif call.home:
             options |= {"zero": (0, 3)}
         elif call.settings.trained:
@@ -284,8 +312,8 @@ class ProblemBuilder:
     def _captured(self, call: ModelCall, settings: CallSettings) -> CallSettings:
         """Return the settings with CUDA graphs where decode steps of a call can be captured."""
         device = self.machine.device
-        can = call.captures and not device.on_host and (call.spec.experts is None or device.groups_experts)
-        if call.kind == "generate" and can and not call.generation.enforce_eager:
+        captures = call.captures and not device.on_host and (call.spec.experts is None or device.groups_experts)
+        if call.kind == "generate" and captures and not call.generation.enforce_eager:
             return settings.set(graphs=settings.pp == 1)
         return settings
 
@@ -303,22 +331,24 @@ class ProblemBuilder:
             )
             if self.fixed is not None and self.fixed.calls[call.name].gpu_memory_utilization is None:  # the configuration's
                 share, limit = config.memory_share(device.on_host), min(self.machine.memory)
-                room = share * (limit - needs) if device.on_host else share * limit - needs - self._resident(call, settings)
+                room = (
+                    share * (limit - needs) if device.on_host else share * limit - needs - self._resident_bytes(call, settings)
+                )
                 cache = np.minimum(cache, np.maximum(room, 0))
             return _Estimate(self.times.generate_seconds(shape, work, settings, cache), needs + cache, cache + none)
-        params = shape.own_params(settings)
+        params = shape.rank_params(settings)
         transferred = device.itemsize * params * role.offload
         if call.kind == "train":
-            active = memory.fullest(shape, settings, role, lambda rank: rank.train(work))
+            call_bytes = memory.fullest(shape, settings, role, lambda rank: rank.train(work))
             seconds = self.times.train_seconds(shape, work, settings)
             if role.optim_offload:
                 transferred = transferred + 2 * role.states * params * work.mini_batches * work.epochs
         else:
-            active = memory.fullest(shape, settings, role, lambda rank: rank.infer(work))
+            call_bytes = memory.fullest(shape, settings, role, lambda rank: rank.infer(work))
             seconds = self.times.infer_seconds(shape, work, settings)
-        return _Estimate(seconds + transferred / device.host_link, buffers + active, none)
+        return _Estimate(seconds + transferred / device.host_link, buffers + call_bytes, none)
 
-    def _resident(self, call: ModelCall, settings: CallSettings) -> Any:
+    def _resident_bytes(self, call: ModelCall, settings: CallSettings) -> Any:
         """Return bytes of weights and states on the ranks of a generate call of the fixed plan: the weights that it generates with,
         and what homes hold there. Its own role's weights become those that it generates with."""
         assert self.fixed is not None
@@ -328,15 +358,15 @@ class ProblemBuilder:
             placed = self.fixed.calls[home.name]
             if ranks.overlaps(placed.rank_range):
                 role = self._role(home, placed.offload or home.role == call.role, placed.optim_offload)
-                resident = resident + memory.fullest(home.shape, self._fixed_settings(home), role, RankMemory.held)
+                resident = resident + memory.fullest(home.shape, self._fixed_settings(home), role, RankMemory.resident)
         return resident
 
 
 class _Estimate(NamedTuple):
-    """Of a call with settings [n]: seconds, bytes beside what is held, and those of them that a cache takes."""
+    """Of a call with settings [n]: seconds, bytes beside what is resident, and those of them that a cache takes."""
 
     seconds: np.ndarray
-    active: np.ndarray
+    call_bytes: np.ndarray
     cache: np.ndarray
 
 
@@ -352,7 +382,7 @@ class PlanResult:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, as the file has them."""
+        """Return the seconds of a step, as the file has them."""
         return self.file.step_seconds
 
 
@@ -397,29 +427,33 @@ def to_file(
 ) -> PlanFile:
     """Return ``plan`` with its predictions. ``algorithm``: settings of that section."""
     placed = {}
-    for number, call in enumerate(builder.calls):
-        node, choice = problem.calls[number], plan[number]
-        option = node.options[choice.option]
-        moved = 0.0 if node.home or node.at_home else problem.move(node, plan[problem.homes[node.role]], choice)[1]
-        held = _most_held(problem, plan, choice.rank_range)
+    for index, call in enumerate(builder.calls):
+        call_node, choice = problem.calls[index], plan[index]
+        option = call_node.options[choice.option]
+        copied = 0.0  # bytes of a copy of the weights
+        if not call_node.home and not call_node.shares_home:
+            _, copied = problem.weight_copy_cost(call_node, plan[problem.homes[call_node.role]], choice)
+        resident = _most_resident(problem, plan, choice.rank_range)
         configured = builder.fixed is not None and builder.fixed.calls[call.name].gpu_memory_utilization is None
         planned = call.kind == "generate" and not configured
-        share = _memory_share(builder.machine, problem, held + moved, option) if planned else None
-        start, end = schedule.spans[number]
+        share = _memory_share(builder.machine, problem, resident + copied, option) if planned else None
+        start, end = schedule.spans[index]
         placed[call.name] = replace(
             option.settings,
             ranks=str(choice.rank_range),
             gpu_memory_utilization=share,
             start=round(start, 4),
             seconds=round(end - start, 4),
-            memory_gb=round((held + option.active + moved) / GIB, 2),
+            memory_gb=round((resident + option.call_bytes + copied) / GIB, 2),
         )
     return PlanFile(builder.machine.size, builder.machine.local_size, algorithm, placed, round(schedule.seconds, 4))
 
 
-def _most_held(problem: Problem, plan: Plan, ranks: RankRange) -> float:
+def _most_resident(problem: Problem, plan: Plan, ranks: RankRange) -> float:
     """Return the bytes that homes hold on the fullest of ``ranks``."""
-    homes = [(plan[home].rank_range, problem.calls[home].options[plan[home].option].held) for home in problem.homes.values()]
+    homes = [
+        (plan[home].rank_range, problem.calls[home].options[plan[home].option].resident) for home in problem.homes.values()
+    ]
     edges = {ranks.first, *(edge for home, _ in homes for edge in (home.first, home.end))}
     return max(sum(size for home, size in homes if rank in home.ranks) for rank in sorted(edges) if rank in ranks.ranks)
 
@@ -430,6 +464,6 @@ def _memory_share(machine: Machine, problem: Problem, resident: float, option: O
         share = option.cache * CACHE_MARGIN / max(min(problem.memory) - resident, 1.0)
     else:
         # not less than the default: nothing else of this process needs memory meanwhile
-        share = (resident + option.active + (CACHE_MARGIN - 1) * option.cache) / min(machine.memory)
+        share = (resident + option.call_bytes + (CACHE_MARGIN - 1) * option.cache) / min(machine.memory)
         share = max(share, GenerationConfig().memory_share(on_host=False))
     return round(min(max(share, 0.05), 0.95), 3)

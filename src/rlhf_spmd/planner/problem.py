@@ -4,8 +4,8 @@
 - A *plan* gives every call a range of ranks and one of its options (a :class:`Choice`), as ReaL's execution plan (section 4).
 - A role's *home* is where its weights and optimizer stay between calls: the ranks and option of one of its calls.
 - A call is *tied* if it must run at its role's home, and *movable* if it may run on other ranks or in another layout. A movable call
-  gets a copy of the weights for its duration, which takes seconds and bytes (:meth:`Problem.move`).
-- *held* bytes are those that a home needs during the whole step; *active* bytes are needed in addition while a call runs.
+  gets a copy of the weights for its duration, which takes seconds and bytes (:meth:`Problem.weight_copy_cost`).
+- *resident* bytes are those that a home needs during the entire step; *call bytes* are needed in addition while a call runs.
 
 For example: ``actor.update`` trains on ranks 0-7 and is the actor's home; ``actor.generate`` is movable and may run on ranks 4-7 with
 another tp. :func:`simulate` is ReaL's algorithm 1; each rank runs its calls in the order of the script.
@@ -39,9 +39,11 @@ class RankRange:
 
     @property
     def end(self) -> int:
+        """Return the rank behind the last one."""
         return self.first + self.count
 
     def overlaps(self, other: RankRange) -> bool:
+        """Return True if the ranges have ranks in common."""
         return self.first < other.first + other.count and other.first < self.first + self.count
 
     def __str__(self) -> str:
@@ -56,9 +58,9 @@ WeightLayout = tuple[int, int, int, int, int]  # how weights lie: pp, tp, STORAG
 class Option:
     """One way to run a call on ``size`` ranks.
 
-    - held: bytes on each rank during the whole step; counts only at the role's home
-    - active: bytes more on each rank while the call runs, without copies of weights, which :meth:`Problem.move` counts
-    - cache: the part of ``active`` that a KV cache takes
+    - resident: bytes on each rank during the entire step; counts only at the role's home
+    - call_bytes: bytes more on each rank while the call runs, without copies of weights, which :meth:`Problem.weight_copy_cost` counts
+    - cache: the part of ``call_bytes`` that a KV cache takes
     - zero, zero_size: ZeRO stage, and ranks that share one copy of the weights; 0: all replicas. ep: ranks that share the experts
     - in_place: at home, the call uses the weights in the home's layout, so ``zero`` must be the home's
     - expert_parallel_generation: ranks of tp share the experts, so that weights are copied, and stay beside, in the home's layout too
@@ -69,8 +71,8 @@ class Option:
     pp: int
     tp: int
     seconds: float
-    held: float
-    active: float
+    resident: float
+    call_bytes: float
     zero: int = 0
     zero_size: int = 0
     ep: int = 1
@@ -81,6 +83,7 @@ class Option:
 
     @property
     def layout(self) -> WeightLayout:
+        """Return how the weights lie."""
         return self.pp, self.tp, STORAGE[self.zero], self.zero_size, self.ep
 
 
@@ -90,7 +93,7 @@ class CallNode:
 
     - after: the indices of calls that must have ended, all smaller than its own
     - home: this call is its role's home. One call per role is: the first that trains, or the first if none trains
-    - at_home: another call that is tied to the home, with the option of the same index
+    - shares_home: the call is tied to the home, with the option of the same index
 
     A call that is neither is movable.
     """
@@ -100,7 +103,7 @@ class CallNode:
     after: frozenset[int]
     options: tuple[Option, ...]
     home: bool = False
-    at_home: bool = False
+    shares_home: bool = False
 
 
 class Choice(NamedTuple):
@@ -138,63 +141,72 @@ class Problem:
     def __post_init__(self) -> None:
         homes = [call.role for call in self.calls if call.home]
         assert sorted(homes) == sorted({call.role for call in self.calls}), f"one home for each role, not {homes}"
-        for node, call in enumerate(self.calls):
+        for call_index, call in enumerate(self.calls):
             home = self.calls[self.homes[call.role]]
-            assert call.options and all(before < node for before in call.after), f"{call.name}: options, and calls before it"
+            assert call.options and all(before < call_index for before in call.after), (
+                f"{call.name}: options, and calls before it"
+            )
             same = [o.size for o in call.options] == [o.size for o in home.options]
-            assert not call.at_home or same, f"{call.name}: as {home.name}"
+            assert not call.shares_home or same, f"{call.name}: as {home.name}"
 
     @property
     def size(self) -> int:
+        """Return the number of ranks."""
         return len(self.memory)
 
     @cached_property
     def memory_runs(self) -> list[tuple[RankRange, float]]:
-        """Ranges of ranks with equal memory, and their memory."""
+        """Return ranges of ranks with equal memory, and their memory."""
         memory = self.memory
         starts = [rank for rank in range(self.size) if rank == 0 or memory[rank] != memory[rank - 1]]
         return [(RankRange(a, b - a), memory[a]) for a, b in pairwise([*starts, self.size])]
 
     @cached_property
     def options_by_size(self) -> list[dict[int, list[int]]]:
-        """For each call: number of ranks -> the indices of its options on so many."""
+        """Return for each call: number of ranks -> the indices of its options on so many."""
         by_size: list[dict[int, list[int]]] = [{} for _ in self.calls]
-        for numbers, call in zip(by_size, self.calls, strict=True):
-            for number, option in enumerate(call.options):
-                numbers.setdefault(option.size, []).append(number)
+        for indices, call in zip(by_size, self.calls, strict=True):
+            for index, option in enumerate(call.options):
+                indices.setdefault(option.size, []).append(index)
         return by_size
 
     @cached_property
-    def least_held(self) -> dict[str, float]:
-        """Role -> the fewest held bytes, summed over its ranks."""
-        return {role: min(o.held * o.size for o in self.calls[node].options) for role, node in self.homes.items()}
+    def least_resident(self) -> dict[str, float]:
+        """Return role -> the fewest resident bytes, summed over its ranks."""
+        return {
+            role: min(o.resident * o.size for o in self.calls[call_index].options) for role, call_index in self.homes.items()
+        }
 
     @cached_property
     def homes(self) -> dict[str, int]:
-        """Role -> index of the call that is its home."""
-        return {call.role: node for node, call in enumerate(self.calls) if call.home}
+        """Return role -> index of the call that is its home."""
+        return {call.role: call_index for call_index, call in enumerate(self.calls) if call.home}
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
-        """Role -> its home and the calls that are ``at_home``."""
-        nodes = list(enumerate(self.calls))
+        """Return role -> its home and the calls that share it."""
+        indexed_calls = list(enumerate(self.calls))
         return {
-            role: tuple(node for node, call in nodes if call.role == role and (call.home or call.at_home))
+            role: tuple(
+                call_index for call_index, call in indexed_calls if call.role == role and (call.home or call.shares_home)
+            )
             for role in self.homes
         }
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
-        """Indices of the movable calls."""
-        return tuple(node for node, call in enumerate(self.calls) if not call.home and not call.at_home)
+        """Return the indices of the movable calls."""
+        return tuple(call_index for call_index, call in enumerate(self.calls) if not call.home and not call.shares_home)
 
     def on_one_host(self, *ranges: RankRange) -> bool:
+        """Return True if all ranks of these ranges are on the same host."""
         return len({rank // self.local_size for ranks in ranges for rank in (ranks.first, ranks.end - 1)}) == 1
 
     def home_layout(self, role: str, home: Choice) -> WeightLayout:
+        """Return how the weights of a role lie at its home."""
         return self.calls[self.homes[role]].options[home.option].layout
 
-    def move(self, call: CallNode, home: Choice, choice: Choice) -> tuple[float, float]:
+    def weight_copy_cost(self, call: CallNode, home: Choice, choice: Choice) -> tuple[float, float]:
         """Return seconds, and bytes on each rank of the call, for the weights that come from ``home``.
 
         - Same ranks, same layout: nothing moves.
@@ -207,10 +219,12 @@ class Problem:
         """
         same_ranks, near = home.rank_range == choice.rank_range, self.on_one_host(home.rank_range, choice.rank_range)
         layout = self.home_layout(call.role, home) if same_ranks else None
-        return self.moved(call.role, layout, home.rank_range.count, call.options[choice.option], near)
+        return self.weight_copy_cost_between(call.role, layout, home.rank_range.count, call.options[choice.option], near)
 
-    def moved(self, role: str, layout: WeightLayout | None, holders: int, option: Option, near: bool) -> tuple[float, float]:
-        """Return :meth:`move`'s seconds and bytes, from what they depend on.
+    def weight_copy_cost_between(
+        self, role: str, layout: WeightLayout | None, holders: int, option: Option, near: bool
+    ) -> tuple[float, float]:
+        """Return :meth:`weight_copy_cost`'s seconds and bytes, from what they depend on.
 
         ``layout``: the home's if the ranks are the same, else None. ``holders``: number of the home's ranks; between different
         ranks only this number matters, and the search relies on that. ``near``: all ranks are on one host.
@@ -222,10 +236,10 @@ class Problem:
         shard = self.weights[role] / (option.pp * option.tp)
         if layout:
             pp, tp, zero, zero_size, ep = layout
-            here = max(pp * tp * zero_size if zero_size else holders if zero else pp * tp, pp * tp * ep)
+            num_shards = max(pp * tp * zero_size if zero_size else holders if zero else pp * tp, pp * tp * ep)
             if not (option.in_place or option.expert_parallel_generation) and pp % option.pp == 0 and tp % option.tp == 0:
-                shard -= self.weights[role] / here
-            near = near or here <= self.local_size
+                shard -= self.weights[role] / num_shards
+            near = near or num_shards <= self.local_size
         sent = shard * option.size / holders
         return max(shard, sent) / (self.link if near else self.network), shard
 
@@ -248,6 +262,7 @@ class Schedule:
 
     @property
     def fits(self) -> bool:
+        """Return True if no rank exceeds its memory."""
         return self.excess <= 1e-9  # for rounding
 
 
@@ -255,7 +270,7 @@ def simulate(problem: Problem, plan: Plan) -> Schedule:
     """Return when the calls of a plan run, and what each rank needs."""
     seconds = []
     needs = []
-    held = []
+    resident = []
     for call, choice in zip(problem.calls, plan, strict=True):
         option, home = call.options[choice.option], plan[problem.homes[call.role]]
         assert option.size == choice.rank_range.count, (
@@ -263,39 +278,39 @@ def simulate(problem: Problem, plan: Plan) -> Schedule:
         )
         transfer, copied = 0.0, 0.0  # seconds and bytes of weights that come from the home
         if call.home:
-            held.append((choice.rank_range, option.held))
-        elif call.at_home:
+            resident.append((choice.rank_range, option.resident))
+        elif call.shares_home:
             assert choice == home, f"{call.name}: runs at home"
         else:
-            transfer, copied = problem.move(call, home, choice)
+            transfer, copied = problem.weight_copy_cost(call, home, choice)
         seconds.append(option.seconds + transfer)
-        needs.append((choice.rank_range, option.active + copied))
-    nodes = range(len(plan))
-    starts, period = start_times(problem, nodes, [choice.rank_range for choice in plan], seconds)
-    peaks = rank_peaks(problem.size, held, needs)
+        needs.append((choice.rank_range, option.call_bytes + copied))
+    call_indices = range(len(plan))
+    starts, period = start_times(problem, call_indices, [choice.rank_range for choice in plan], seconds)
+    peaks = rank_peaks(problem.size, resident, needs)
     excess = max(peak / memory - 1 for peak, memory in zip(peaks, problem.memory, strict=True))
-    return Schedule(tuple((starts[i], starts[i] + seconds[i]) for i in nodes), period, peaks, max(excess, 0.0))
+    return Schedule(tuple((starts[i], starts[i] + seconds[i]) for i in call_indices), period, peaks, max(excess, 0.0))
 
 
 def rank_peaks(
-    size: int, held: Sequence[tuple[RankRange, float]], needs: Sequence[tuple[RankRange, float]]
+    size: int, resident: Sequence[tuple[RankRange, float]], needs: Sequence[tuple[RankRange, float]]
 ) -> tuple[float, ...]:
-    """Return bytes on each rank: the sum of what is held on it, plus the largest need."""
-    cuts = sorted({0, size, *(edge for ranks, _ in (*held, *needs) for edge in (ranks.first, ranks.end))})
+    """Return bytes on each rank: the sum of what is resident on it, plus the largest need."""
+    cuts = sorted({0, size, *(edge for ranks, _ in (*resident, *needs) for edge in (ranks.first, ranks.end))})
     peaks: list[float] = []
     for first, end in pairwise(cuts):
-        kept = sum(amount for ranks, amount in held if ranks.first <= first < ranks.end)
+        resident_bytes = sum(amount for ranks, amount in resident if ranks.first <= first < ranks.end)
         largest = max((amount for ranks, amount in needs if ranks.first <= first < ranks.end), default=0.0)
-        peaks += [kept + largest] * (end - first)
+        peaks += [resident_bytes + largest] * (end - first)
     return tuple(peaks)
 
 
 def start_times(
-    problem: Problem, nodes: Sequence[int], ranges: Sequence[RankRange | None], seconds: Sequence[float]
+    problem: Problem, call_indices: Sequence[int], ranges: Sequence[RankRange | None], seconds: Sequence[float]
 ) -> tuple[list[float], float]:
-    """Return starts of all calls (0 for calls outside ``nodes``), and the seconds of a step.
+    """Return starts of all calls (0 for calls outside ``call_indices``), and the seconds of a step.
 
-    ``nodes`` ascend and wait only for each other. A call without ranks takes time but occupies none; then both results are
+    ``call_indices`` ascend and wait only for each other. A call without ranks takes time but occupies none; then both results are
     lower bounds.
     """
     if problem.ahead:
@@ -303,18 +318,18 @@ def start_times(
     starts, ends = [0.0] * len(problem.calls), [0.0] * len(problem.calls)
     last = 0.0
     done: list[int] = []
-    for node in nodes:
+    for call_index in call_indices:
         start = 0.0
-        ranks = ranges[node]
-        after = problem.calls[node].after
+        ranks = ranges[call_index]
+        after = problem.calls[call_index].after
         for earlier in done:
             if ends[earlier] > start:
                 other = ranges[earlier]
                 if earlier in after or (ranks is not None and other is not None and ranks.overlaps(other)):
                     start = ends[earlier]
-        done.append(node)
-        starts[node], ends[node] = start, start + seconds[node]
-        last = max(last, ends[node])
+        done.append(call_index)
+        starts[call_index], ends[call_index] = start, start + seconds[call_index]
+        last = max(last, ends[call_index])
     return starts, last
 
 
@@ -343,9 +358,9 @@ def _steady_state(problem: Problem, ranges: Sequence[RankRange | None], seconds:
         cycle = [moved]
         while cause[cycle[-1]] != moved:
             cycle.append(cause[cycle[-1]])
-        pairs = [(cause[node], node) for node in cycle]
+        pairs = [(cause[call_index], call_index) for call_index in cycle]
         around = sum(min(steps for *ends, steps in edges if tuple(ends) == pair) for pair in pairs)
-        slower = sum(seconds[node] for node in cycle) / around
+        slower = sum(seconds[call_index] for call_index in cycle) / around
         if slower <= period:  # by no more than rounding
             return starts, period
         period = slower
@@ -357,12 +372,12 @@ def _waits(problem: Problem, ranges: Sequence[RankRange | None]) -> list[tuple[i
     A call needs the weights of the step before; one of ``generating`` needs those of the step ``ahead`` + 1 before.
     """
     edges = []
-    for node, call in enumerate(problem.calls):
-        edges += [(before, node, 0) for before in sorted(call.after)]
-        lag = problem.ahead + 1 if node in problem.generating else 1
-        edges += [(train, node, lag) for train in problem.tied[call.role] if train != node]
-        for before in range(node):
-            ranks, other = ranges[node], ranges[before]
+    for call_index, call in enumerate(problem.calls):
+        edges += [(before, call_index, 0) for before in sorted(call.after)]
+        lag = problem.ahead + 1 if call_index in problem.generating else 1
+        edges += [(train, call_index, lag) for train in problem.tied[call.role] if train != call_index]
+        for before in range(call_index):
+            ranks, other = ranges[call_index], ranges[before]
             if ranks is not None and other is not None and ranks.overlaps(other):
-                edges += [(before, node, 0), (node, before, 1)]
+                edges += [(before, call_index, 0), (call_index, before, 1)]
     return edges

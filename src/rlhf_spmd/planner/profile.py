@@ -52,10 +52,10 @@ class LayerTimes:
 
 def sizes_of(shape: ModelShape) -> str:
     """Return the key of a model's times: models with equal keys have layers that take equal times."""
-    latent = f"-{shape.entry}-{shape.q_rank}" if shape.entry else ""
-    experts = f"-e{shape.mixed:g}-{shape.experts:g}" if shape.experts else ""
-    linear = f"-d{shape.gates:g}-{shape.state:g}" if shape.gates else ""
-    sizes = f"{shape.hidden}-{shape.queries}-{shape.keys}-{shape.intermediate}-{shape.vocab}-{shape.outputs}"
+    latent = f"-{shape.cache_entry}-{shape.q_rank}" if shape.cache_entry else ""
+    experts = f"-e{shape.expert_columns:g}-{shape.experts:g}" if shape.experts else ""
+    linear = f"-d{shape.gate_columns:g}-{shape.row_state:g}" if shape.gate_columns else ""
+    sizes = f"{shape.hidden}-{shape.queries}-{shape.keys}-{shape.intermediate}-{shape.vocab}-{shape.head_outputs}"
     return f"{sizes}{latent}{experts}{linear}"
 
 
@@ -77,7 +77,7 @@ class Profile:
     layers: tuple[LayerTimes, ...]
 
     def check_ranks(self, size: int, key: str) -> None:
-        """Raises ValueError if one rank measured, which cannot measure links, and the plan is for several."""
+        """Raise ValueError if one rank measured, which cannot measure links, and the plan is for several."""
         if self.size == 1 < size:
             raise ValueError(
                 f"{key}: the profile is of one rank and has no times of links; profile with as many ranks as a host has"
@@ -109,8 +109,8 @@ class ProfileTimes:
         passes = self._passes("forward", shape, work, work.rows, settings)
         count, _ = work.micro_batches(work.rows, settings)
         params = shape.stage_params(settings.pp, settings.tp) - shape.stage_experts(settings)
-        slower = self._slower(settings.dp_shard, settings.tp)
-        return passes + ((settings.zero == 3) & (settings.dp_shard > 1)) * count * self.profile.zero_forward * params * slower
+        slowdown = self._slowdown(settings.dp_shard, settings.tp)
+        return passes + ((settings.zero == 3) & (settings.dp_shard > 1)) * count * self.profile.zero_forward * params * slowdown
 
     def train_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray:
         """Return seconds [n] of all mini-batches and epochs: passes, sums of gradients, updates."""
@@ -121,10 +121,10 @@ class ProfileTimes:
         expert_sums = self._sums(experts / settings.ep, settings.dp * settings.cp // settings.ep, settings.tp * settings.ep)
         sums = self._sums(params / shards, settings.dp_replicate, settings.tp * shards)
         count, _ = work.micro_batches(work.rows / work.mini_batches, settings)
-        slower = np.asarray(self.profile.zero)[settings.zero] * self._slower(shards, settings.tp)
-        sliced = slower * params * np.where(settings.zero >= 2, count, 1)
+        slowdown = np.asarray(self.profile.zero)[settings.zero] * self._slowdown(shards, settings.tp)
+        sliced = slowdown * params * np.where(settings.zero >= 2, count, 1)
         over_dp = np.where(shards > 1, sliced, 0.0) + sums + expert_sums
-        return steps * (passes + over_dp + self.profile.update * shape.own_params(settings))
+        return steps * (passes + over_dp + self.profile.update * shape.rank_params(settings))
 
     def generate_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Any = None) -> np.ndarray:
         """Return seconds [n] of a prefill for each group, and of decoding in waves of ``max_num_seqs`` rows on each replica."""
@@ -140,7 +140,7 @@ class ProfileTimes:
 
     def _sums(self, numel: np.ndarray, copies: np.ndarray, apart: np.ndarray) -> np.ndarray:
         """Return seconds [n] of summing so many fp32 gradients over ``copies`` ranks, one every ``apart``."""
-        sent = 2 * 4 * numel * (copies - 1) / copies * self._slower(copies, apart) / self.profile.device.link
+        sent = 2 * 4 * numel * (copies - 1) / copies * self._slowdown(copies, apart) / self.profile.device.link
         return np.where((copies > 1) & (numel > 0), sent + self.profile.latency, 0.0)
 
     def _exchanges(self, shape: ModelShape, settings: CallSettings, tokens: np.ndarray) -> Any:
@@ -150,11 +150,11 @@ class ProfileTimes:
         exchanges = (settings.ep, 2 * shape.expert_rows * shape.hidden), (settings.cp, 2 * (shape.queries + shape.keys) / tp)
         for ranks, numbers in exchanges:
             size = tokens * numbers * self.profile.device.itemsize * (ranks - 1) / ranks
-            sent = size * self._slower(ranks, tp) / self.profile.device.link
+            sent = size * self._slowdown(ranks, tp) / self.profile.device.link
             total = total + np.where(ranks > 1, sent + 2 * self.profile.latency, 0.0)
         return total
 
-    def _slower(self, ranks: np.ndarray, apart: np.ndarray) -> np.ndarray:
+    def _slowdown(self, ranks: np.ndarray, apart: np.ndarray) -> np.ndarray:
         """Return how many times as long as the measured one a ring takes that has ``ranks`` ranks, one every ``apart``, [n]. Between
         hosts it uses the network of all its devices in a host."""
         host, link = self.machine.local_size, self.profile.device.link
@@ -172,7 +172,7 @@ class ProfileTimes:
     def _passes(self, name: str, shape: ModelShape, work: Workload, rows: float, settings: CallSettings) -> np.ndarray:
         """Return seconds [n] of the pipeline's passes over so many rows."""
         count, micro_tokens = work.micro_batches(rows, settings)
-        tokens = work.computed(micro_tokens)
+        tokens = work.tokens_through_layers(micro_tokens)
         layer, ends = self._layer(name, shape, settings, tokens), self._layer(f"{name}_ends", shape, settings, micro_tokens)
         if name == "both":
             layer = layer + np.asarray(AGAIN)[settings.checkpointing] * self._layer("forward", shape, settings, tokens)

@@ -20,43 +20,34 @@ from rlhf_spmd.models.spec import ModelSpec
 class ModelShape:
     """Sizes of a decoder in elements.
 
-    ``queries`` and ``keys``: heads * head_dim of queries and of keys; values are like keys. ``intermediate``: columns of the
-    MLP that a token meets, in a mixture of experts those of all its experts; ``mixed``: those of mixtures among them. ``active``:
-    matrix weights of a layer that a token is multiplied with. ``layer``, ``embed``, ``head``: parameters of an average layer, of
-    the embedding, and behind the last layer. ``outputs``: numbers that the head makes for a token: the vocabulary's size, or 1 for
-    a value head. ``expert_rows``: rows that an average layer makes of a token for its experts; 0 without experts. ``entry``: numbers
-    that latent attention caches of a token; ``q_rank``: those that its queries come from. ``experts``: of ``layer``, what ep divides.
-
-    Where some layers have linear attention, ``queries`` and ``keys`` are averages over all. ``gates``: columns of the first product of
-    an average layer beside queries, keys and values. ``mixing``: fp32 numbers that it keeps of a token beside them. ``state``: fp32
-    numbers that it keeps of a row in generation. ``linear``: share of such layers. ``global_keys``, ``global_kv_heads``: of ``keys``
-    and ``kv_heads``, in an average layer, what layers with ``ModelSpec.global_heads`` have.
+    "Of a token" counts numbers, "of a layer" parameters; both are means over all layers where layers differ. Where some layers have
+    linear attention, the sizes of softmax attention are averaged over all layers, too.
     """
 
     layers: int
     hidden: int
-    queries: int
-    keys: int
+    queries: int  # of a token: heads * head_dim of the queries
+    keys: int  # of a token: heads * head_dim of the keys; values are like keys
     kv_heads: int
-    intermediate: int
+    intermediate: int  # columns of the MLP that a token meets; in a mixture of experts those of all its experts
     vocab: int
-    active: float
-    layer: float
-    embed: int
-    head: int
-    outputs: int
-    tied: bool
-    expert_rows: float = 0.0
-    entry: int = 0
-    q_rank: int = 0
-    experts: float = 0.0
-    gates: float = 0.0
-    mixing: float = 0.0
-    state: float = 0.0
-    mixed: float = 0.0
-    linear: float = 0.0
-    global_keys: float = 0.0
-    global_kv_heads: int = 1
+    matmul_weights: float  # of a layer: matrix weights that a token is multiplied with
+    layer: float  # parameters of a layer
+    embed: int  # parameters of the embedding
+    head: int  # parameters behind the last layer
+    head_outputs: int  # of a token: numbers that the head makes: the vocabulary's size, or 1 for a value head
+    tied: bool  # embedding and head are the same parameters
+    expert_rows: float = 0.0  # of a token: rows that a layer makes for its experts; 0 without experts
+    cache_entry: int = 0  # of a token: numbers that latent attention caches; 0 without it
+    q_rank: int = 0  # of a token: numbers that queries of latent attention come from
+    experts: float = 0.0  # of a layer: the parameters that ep divides
+    gate_columns: float = 0.0  # of a layer: columns of its first product beside queries, keys and values
+    mixer_floats: float = 0.0  # of a token: fp32 numbers that a layer keeps beside queries, keys and values
+    row_state: float = 0.0  # fp32 numbers that a layer keeps of a row in generation
+    expert_columns: float = 0.0  # those of ``intermediate`` in mixtures of experts
+    linear_share: float = 0.0  # share of the layers that have linear attention
+    global_keys: float = 0.0  # those of ``keys`` in layers with ``ModelSpec.global_heads``
+    global_kv_heads: int = 1  # KV heads of these layers
 
     def rank_keys(self, tp: Any) -> Any:
         """Return a rank's part of ``keys``. If tp exceeds the KV heads, ranks hold copies."""
@@ -66,16 +57,17 @@ class ModelShape:
     def cached(self, tp: Any, num_entries: int = 1) -> Any:
         """Return the numbers of a token and layer in a rank's cache. If tp exceeds the KV heads, ranks hold copies, as they do of
         entries. ``num_entries``: pages that hold an entry."""
-        return num_entries * self.entry if self.entry else 2 * self.rank_keys(tp)
+        return num_entries * self.cache_entry if self.cache_entry else 2 * self.rank_keys(tp)
 
-    def entered(self, tp: Any) -> Any:
-        """Return the numbers that a layer's first products make of a token on a rank, without ``gates``."""
-        if not self.entry:
+    def first_product_outputs(self, tp: Any) -> Any:
+        """Return the numbers that a layer's first products make of a token on a rank, without ``gate_columns``."""
+        if not self.cache_entry:
             return self.queries / tp + 2 * self.rank_keys(tp)
-        return self.entry + self.q_rank / np.where(self.q_rank == self.queries, tp, 1)
+        return self.cache_entry + self.q_rank / np.where(self.q_rank == self.queries, tp, 1)
 
     @property
     def params(self) -> float:
+        """Return the parameters of the model."""
         return self.layers * self.layer + self.embed + self.head
 
     def stage_params(self, pp: Any, tp: Any) -> Any:
@@ -86,11 +78,11 @@ class ModelShape:
         return (per_stage + ends) / tp
 
     def stage_experts(self, settings: CallSettings) -> np.ndarray:
-        """Return of :meth:`stage_params` the experts that ranks of ep share and ZeRO does not divide, [n]; 0 without ep."""
+        """Return the experts among :meth:`stage_params`, which ranks of ep share and ZeRO does not divide, [n]; 0 without ep."""
         return np.where(settings.ep > 1, np.ceil(self.layers / settings.pp) * self.experts / settings.tp, 0.0)
 
-    def own_params(self, settings: CallSettings) -> np.ndarray:
-        """Return of :meth:`stage_params` those that ZeRO and ep leave on a rank, [n]."""
+    def rank_params(self, settings: CallSettings) -> np.ndarray:
+        """Return those of :meth:`stage_params` that ZeRO and ep leave on a rank, [n]."""
         experts = self.stage_experts(settings)
         rest = self.stage_params(settings.pp, settings.tp) - experts
         return np.asarray(rest / settings.dp_shard + experts / settings.ep)
@@ -125,43 +117,45 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
     gates, delta = queries * spec.attention_gate, spec.delta
     linear = 0.0 if delta is None else delta.columns * (1 - share)
     out = 0.0 if delta is None else delta.value_heads * delta.value_dim * (1 - share)
-    columns = mixed = routers = rows = 0.0
+    columns = expert_columns = routers = rows = 0.0
     for layer in range(spec.num_hidden_layers):
         experts = spec.experts_of(layer)
         columns += spec.intermediate_size if experts is None else experts.width
-        mixed += 0 if experts is None else experts.width
+        expert_columns += 0 if experts is None else experts.width
         routers += 0 if experts is None else experts.routers
         rows += 0 if experts is None else experts.per_token
     columns, routers = columns / spec.num_hidden_layers, routers / spec.num_hidden_layers
     matrices = sum(layer_spec.attention_numel for layer_spec in attending) / spec.num_hidden_layers
-    active = matrices + spec.hidden_size * (linear + out + 3 * columns + routers)
-    outputs = 1 if head == "value" else spec.vocab_size if head in ("lm", "both") else 0
+    matmul_weights = matrices + spec.hidden_size * (linear + out + 3 * columns + routers)
+    head_outputs = 1 if head == "value" else spec.vocab_size if head in ("lm", "both") else 0
+    global_keys = sum(
+        math.prod(spec.global_heads or ()) for layer in range(spec.num_hidden_layers) if spec.has_global_heads(layer)
+    )
     return ModelShape(
-        spec.num_hidden_layers,
-        spec.hidden_size,
-        queries,
-        keys,
-        spec.num_key_value_heads,
-        int(columns),
-        spec.vocab_size,
-        active,
-        numel["layers"] / spec.num_hidden_layers,
-        numel["embed"],
-        numel.get("head", 0) + numel.get("norm", 0) + numel.get("value", 0),
-        outputs,
-        spec.tie_word_embeddings and head in ("lm", "both"),
-        rows / spec.num_hidden_layers,
-        0 if spec.latent is None else spec.latent.entry,
-        0 if spec.latent is None else spec.latent.q_rank or queries,
-        divided / spec.num_hidden_layers,
-        gates + linear,
-        2 * gates + (0.0 if delta is None else delta.kept * (1 - share)),
-        0.0 if delta is None else (delta.state + delta.channels * (delta.kernel - 1)) * (1 - share),
-        mixed / spec.num_hidden_layers,
-        1 - share,
-        sum(math.prod(spec.global_heads or ()) for layer in range(spec.num_hidden_layers) if spec.has_global_heads(layer))
-        / spec.num_hidden_layers,
-        spec.global_heads[0] if spec.global_heads else 1,
+        layers=spec.num_hidden_layers,
+        hidden=spec.hidden_size,
+        queries=queries,
+        keys=keys,
+        kv_heads=spec.num_key_value_heads,
+        intermediate=int(columns),
+        vocab=spec.vocab_size,
+        matmul_weights=matmul_weights,
+        layer=numel["layers"] / spec.num_hidden_layers,
+        embed=numel["embed"],
+        head=numel.get("head", 0) + numel.get("norm", 0) + numel.get("value", 0),
+        head_outputs=head_outputs,
+        tied=spec.tie_word_embeddings and head in ("lm", "both"),
+        expert_rows=rows / spec.num_hidden_layers,
+        cache_entry=0 if spec.latent is None else spec.latent.entry,
+        q_rank=0 if spec.latent is None else spec.latent.q_rank or queries,
+        experts=divided / spec.num_hidden_layers,
+        gate_columns=gates + linear,
+        mixer_floats=2 * gates + (0.0 if delta is None else delta.kept * (1 - share)),
+        row_state=0.0 if delta is None else (delta.state + delta.channels * (delta.kernel - 1)) * (1 - share),
+        expert_columns=expert_columns / spec.num_hidden_layers,
+        linear_share=1 - share,
+        global_keys=global_keys / spec.num_hidden_layers,
+        global_kv_heads=spec.global_heads[0] if spec.global_heads else 1,
     )
 
 
@@ -182,28 +176,32 @@ class Workload:
 
     @property
     def response(self) -> float:
+        """Return the tokens of an average response."""
         return sum(self.responses) / len(self.responses)
 
     @property
     def length(self) -> float:
-        """Tokens of an average row."""
+        """Return the tokens of an average row."""
         return self.prompt + self.response
 
     @property
     def longest(self) -> float:
+        """Return the tokens of a row with the longest response."""
         return self.prompt + self.responses[-1]
 
     def micro_batches(self, rows: float, settings: CallSettings) -> tuple[np.ndarray, np.ndarray]:
-        """Return the micro-batches of each replica, and the tokens of each on a rank, [n] both, if ``rows`` whole rows are dealt
-        evenly over dp."""
-        replica_rows = np.maximum(np.ceil(rows / settings.dp), 1)
-        number = np.ceil(replica_rows / np.maximum(settings.micro_tokens * settings.cp // self.length, 1))
-        return number, replica_rows * self.length / number / settings.cp
+        """Return the number of micro-batches of each replica, and the tokens of each on a rank, [n] both.
 
-    def computed(self, tokens: np.ndarray) -> np.ndarray:
+        ``rows`` rows are dealt evenly over dp.
+        """
+        replica_rows = np.maximum(np.ceil(rows / settings.dp), 1)
+        count = np.ceil(replica_rows / np.maximum(settings.micro_tokens * settings.cp // self.length, 1))
+        return count, replica_rows * self.length / count / settings.cp
+
+    def tokens_through_layers(self, tokens: np.ndarray) -> np.ndarray:
         """Return the tokens of a micro-batch that go through the layers: rows of a group have their prompt in common."""
-        together = np.clip(tokens / self.length, 1, self.group)
-        return tokens * (self.response + self.prompt / together) / self.length
+        sharing = np.clip(tokens / self.length, 1, self.group)
+        return tokens * (self.response + self.prompt / sharing) / self.length
 
 
 @dataclass(frozen=True)
@@ -235,17 +233,17 @@ class CallSettings:
 
     @property
     def size(self) -> np.ndarray:
-        """Ranks of the layout."""
+        """Return the ranks of the layout, [n]."""
         return self.pp * self.tp * self.dp * self.cp
 
     @property
     def dp_shard(self) -> np.ndarray:
-        """Neighbouring ranks of dp * cp that share one copy of what ZeRO shards, 1 without ZeRO."""
+        """Return the neighbouring ranks of dp * cp that share one copy of what ZeRO shards, 1 without ZeRO."""
         return np.where(self.zero > 0, np.where(self.zero_size > 0, self.zero_size, self.dp * self.cp), 1)
 
     @property
     def dp_replicate(self) -> np.ndarray:
-        """Copies of the model over dp * cp."""
+        """Return the copies of the model over dp * cp, [n]."""
         return self.dp * self.cp // self.dp_shard
 
     def take(self, index: Any) -> CallSettings:
@@ -257,7 +255,7 @@ class CallSettings:
         shape = self.pp.shape
         return replace(self, **{name: np.broadcast_to(np.asarray(x, dtype=np.int64), shape) for name, x in values.items()})
 
-    def one(self, index: int) -> dict[str, int]:
+    def alternative(self, index: int) -> dict[str, int]:
         """Return one alternative, field by field."""
         return {f.name: int(getattr(self, f.name)[index]) for f in fields(self)}
 
@@ -272,4 +270,5 @@ def call_settings(layouts: Sequence[tuple[int, int, int]], **options: Sequence[i
 
 
 def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]

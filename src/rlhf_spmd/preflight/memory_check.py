@@ -19,7 +19,7 @@ from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.device_setup import choose_device
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.planner.machine import GIB
-from rlhf_spmd.planner.memory import ERROR
+from rlhf_spmd.planner.memory import MEMORY_MODEL_ERROR
 from rlhf_spmd.preflight.disk import check_disk
 from rlhf_spmd.preflight.memory_estimate import CHECKPOINT_COPY, MemoryReport, StepFacts, measure, step_facts
 from rlhf_spmd.preflight.placing import lay_out
@@ -108,7 +108,7 @@ def _check_host(report: MemoryReport, memory: float, local_size: int, rank: int 
 
 
 def _host_remedy(report: MemoryReport) -> str:
-    at_once = f", or {BACKGROUND_SAVE}=false" * any(name.endswith(CHECKPOINT_COPY) for name in report.held)
+    at_once = f", or {BACKGROUND_SAVE}=false" * any(name.endswith(CHECKPOINT_COPY) for name in report.resident)
     return (
         "offload less (offload, optim.offload, activation_offload, generation.buffers and kv_cache), raise layout.zero, or use more "
         f"hosts with fewer ranks on each{at_once}"
@@ -134,7 +134,7 @@ def _verdict(needed: float, limit: float, line: str, remedy: Callable[[], str]) 
     exceeds it by more."""
     if needed <= limit:
         return None
-    if needed <= limit * (1 + ERROR):
+    if needed <= limit * (1 + MEMORY_MODEL_ERROR):
         return f"{line}; that may be too much"
     raise ValueError(f"{line}; {remedy()}")
 

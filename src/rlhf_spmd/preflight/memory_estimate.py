@@ -84,15 +84,15 @@ class MemoryReport:
     """Bytes that ranks need. Ranks with the same stages of the same models are one kind.
 
     - ranks: the ranks of each kind, ascending
-    - held: ``role part`` -> bytes [kinds] between calls
-    - active: ``role.method`` -> its parts, bytes [kinds] each, needed in addition to ``held`` while it runs
+    - resident: ``role part`` -> bytes [kinds] between calls
+    - call_bytes: ``role.method`` -> its parts, bytes [kinds] each, needed in addition to ``resident`` while it runs
     - shares: ``role.method`` -> the share of the memory that it may use, if it is limited
     - host: what ranks on GPUs pin in the memory of their hosts
     """
 
     ranks: tuple[np.ndarray, ...]
-    held: Mapping[str, np.ndarray]
-    active: Mapping[str, Mapping[str, np.ndarray]]
+    resident: Mapping[str, np.ndarray]
+    call_bytes: Mapping[str, Mapping[str, np.ndarray]]
     reserve: float
     shares: Mapping[str, float] = field(default_factory=dict)
     host: MemoryReport | None = None
@@ -100,14 +100,14 @@ class MemoryReport:
     @cached_property
     def peaks(self) -> np.ndarray:
         """Peak bytes [kinds], with the reserve."""
-        held = np.asarray(model.total(self.held) + np.zeros(len(self.ranks)))
-        return np.max([self.reserve + held, *(self._during(name) for name in self.active)], 0)
+        resident = np.asarray(model.total(self.resident) + np.zeros(len(self.ranks)))
+        return np.max([self.reserve + resident, *(self._during(name) for name in self.call_bytes)], 0)
 
     def _during(self, call: str) -> np.ndarray:
         """Return bytes [kinds] that a device must have so that the call has room in its share of it."""
-        active = np.asarray(model.total(self.active[call]))
-        used = model.total(self.held) + active
-        return np.maximum(self.reserve + used, np.where(active > 0, used / self.shares.get(call, 1.0), 0.0))
+        call_bytes = np.asarray(model.total(self.call_bytes[call]))
+        used = model.total(self.resident) + call_bytes
+        return np.maximum(self.reserve + used, np.where(call_bytes > 0, used / self.shares.get(call, 1.0), 0.0))
 
     def by_host(self, local_size: int) -> np.ndarray:
         """Return bytes [hosts]: the sums of their ranks' peaks."""
@@ -124,10 +124,10 @@ class MemoryReport:
 
     def largest(self, kind: int, count: int = 4) -> list[tuple[str, float]]:
         """Return the ``count`` largest parts at the peak of a kind of ranks: (words, bytes)."""
-        parts = [(name, size[kind]) for name, size in self.held.items()]
-        call = max(self.active, key=lambda name: self._during(name)[kind], default=None)
+        parts = [(name, size[kind]) for name, size in self.resident.items()]
+        call = max(self.call_bytes, key=lambda name: self._during(name)[kind], default=None)
         if call is not None:
-            parts += [(f"{call} {name}", size[kind]) for name, size in self.active[call].items()]
+            parts += [(f"{call} {name}", size[kind]) for name, size in self.call_bytes[call].items()]
             left = self._during(call)[kind] - self.reserve - sum(size for _, size in parts)
             parts += [(f"{call} left free by gpu_memory_utilization", left)] * bool(call in self.shares and left > 0)
         return sorted(parts, key=lambda part: -part[1])[:count]
@@ -162,42 +162,42 @@ def measure(plans: Mapping[str, RolePlan], step: StepFacts) -> MemoryReport:
         places |= {f"{role}.{method}": (call.pool, call.shape.layout) for method, call in plan.calls.items()}
     kinds, stages = _kinds(places)
     memories = {role: _RoleMemory(role, plan, step, places, stages) for role, plan in models.items()}
-    held = {name: size for memory in memories.values() for name, size in memory.held().items()}
-    active: dict[str, dict[str, np.ndarray]] = {}
+    resident = {name: size for memory in memories.values() for name, size in memory.resident().items()}
+    call_bytes: dict[str, dict[str, np.ndarray]] = {}
     for role, memory in memories.items():
         for call in step.graph.nodes:
             name = f"{role}.{call.spec.name}"
-            if call.role.name == role and name not in active and (parts := memory.active(call)):
-                active[name] = parts
-    _add_prefetched(memories, kinds, step, active)
+            if call.role.name == role and name not in call_bytes and (parts := memory.call_bytes(call)):
+                call_bytes[name] = parts
+    _add_prefetched(memories, kinds, step, call_bytes)
     shares = {f"{role}.{method}": share for role, memory in memories.items() for method, share in memory.shares().items()}
     host = None if step.on_host else _pinned(memories, kinds, step)
-    return MemoryReport(kinds, held, active, step.reserve, shares, host)
+    return MemoryReport(kinds, resident, call_bytes, step.reserve, shares, host)
 
 
 def _pinned(memories: Mapping[str, _RoleMemory], kinds: tuple[np.ndarray, ...], step: StepFacts) -> MemoryReport | None:
     """Return the host memory that ranks on GPUs pin; None if nothing is pinned."""
-    held = {name: size for memory in memories.values() for name, size in memory.pinned().items()}
-    active: dict[str, dict[str, np.ndarray]] = {}  # in one arena, which all calls share
+    resident = {name: size for memory in memories.values() for name, size in memory.pinned().items()}
+    call_bytes: dict[str, dict[str, np.ndarray]] = {}  # in one arena, which all calls share
     for call in step.graph.nodes:
         if call.role.name in memories and (parts := memories[call.role.name].pinned_by(call)):
-            active[f"{call.role.name}.{call.spec.name}"] = parts
-    is_pinned = any(size.any() for parts in (held, *active.values()) for size in parts.values())
-    return MemoryReport(kinds, held, active, BESIDE_GPU) if is_pinned else None
+            call_bytes[f"{call.role.name}.{call.spec.name}"] = parts
+    is_pinned = any(size.any() for parts in (resident, *call_bytes.values()) for size in parts.values())
+    return MemoryReport(kinds, resident, call_bytes, BESIDE_GPU) if is_pinned else None
 
 
 def _add_prefetched(
     memories: Mapping[str, _RoleMemory],
     kinds: Sequence[np.ndarray],
     step: StepFacts,
-    active: Mapping[str, dict[str, np.ndarray]],
+    call_bytes: Mapping[str, dict[str, np.ndarray]],
 ) -> None:
     """Add to each call the weights of the next call's role, if they are loaded while it computes."""
     early = {role: memory.weights() for role, memory in memories.items() if memory.config.prefetch}
     for kind, ranks in enumerate(kinds if early else ()):
         calls = [call for call in step.graph.nodes if ranks[0] in call.members.part_of]
         for call, following in pairwise(calls):
-            role, parts = following.role.name, active.get(f"{call.role.name}.{call.spec.name}")
+            role, parts = following.role.name, call_bytes.get(f"{call.role.name}.{call.spec.name}")
             if role in early and role != call.role.name and parts is not None:
                 parts.setdefault(f"beside {role} weights", np.zeros(len(kinds)))[kind] = early[role][kind]
 
@@ -263,10 +263,10 @@ class _RoleMemory:
         """Return ``parts`` with 0 bytes on ranks outside a place."""
         return {name: np.where(self.stages[place] >= 0, size, 0.0) for name, size in parts.items()}
 
-    def held(self) -> dict[str, np.ndarray]:
+    def resident(self) -> dict[str, np.ndarray]:
         """Return bytes that the role holds between calls."""
         home = self._at(self.role)
-        parts = home.held()
+        parts = home.resident()
         if self.config.generation.buffers == "keep" and self.plan.shape.generation is not None:
             parts["buffers"] = self._generation_weights()
         if self.step.on_host and self.role in self.step.copied:
@@ -275,7 +275,7 @@ class _RoleMemory:
         for method in self.plan.calls:
             place = f"{self.role}.{method}"
             if copies := self._copies(method):
-                weights = self._at(place, self.replica).held()["weights"]
+                weights = self._at(place, self.replica).resident()["weights"]
                 named |= self._inside(place, {f"{place} weights": copies * weights})
             if self.config.calls[method].delta:
                 named |= self._inside(self.role, {f"{self.role} as sent to {method}": self._resident_weights()})
@@ -301,7 +301,7 @@ class _RoleMemory:
         if call.spec.kind == "train" and self.settings.trained:
             return self._inside(self.role, self._at(self.role).pinned_activations(self.step.work(call)))
         if call.spec.kind == "generate" and self.config.generation.kv_cache == "offload":
-            return {"pages": self.active(call)["cache"]}
+            return {"pages": self.call_bytes(call)["cache"]}
         return {}
 
     def shares(self) -> dict[str, float]:
@@ -316,15 +316,15 @@ class _RoleMemory:
         return self._inside(self.role, {"weights": self._resident_weights()})["weights"]
 
     def _resident_weights(self) -> Any:
-        return self._at(self.role, self.replica).held()["weights"]
+        return self._at(self.role, self.replica).resident()["weights"]
 
     def _generation_weights(self) -> Any:
         beside = bool(getattr(self.plan.shape.generation, "consecutive", False))
         there = self._at(f"{self.role} generates")
         return model.weights_for_generation(self._at(self.role), there, self.config.generation, beside)
 
-    def active(self, call: CallRecord) -> dict[str, np.ndarray]:
-        """Return bytes beside what is held while a call runs; {} if it does not use the model."""
+    def call_bytes(self, call: CallRecord) -> dict[str, np.ndarray]:
+        """Return bytes beside what is resident while a call runs; {} if it does not use the model."""
         method = call.spec.name
         kind = call.spec.kind
         work = self.step.work(call)
@@ -333,7 +333,7 @@ class _RoleMemory:
         rank = self._at(place, self.replica if elsewhere else self.settings)
         parts = {"communicators": rank.communicators()}
         if elsewhere and not self._copies(method):  # otherwise they stay there
-            parts["weights"] = rank.held()["weights"]
+            parts["weights"] = rank.resident()["weights"]
         if kind == "train":
             return self._inside(place, parts | rank.train(work)) if rank.role.trained else {}
         if kind == "generate" or issubclass(self.plan.worker, JudgeWorker):
@@ -343,7 +343,7 @@ class _RoleMemory:
                 if self.config.generation.buffers != "keep":
                     parts["weights"] = self._generation_weights()
             elif rank.role.adapters:
-                parts["merged weights"] = rank.held()["weights"]
+                parts["merged weights"] = rank.resident()["weights"]
             return self._inside(place, parts | rank.generate(work, self.config.generation)[0])
         return self._inside(place, parts | rank.infer(work)) if kind == "infer" else {}
 

@@ -149,7 +149,7 @@ class LayerProfiler:
         role = RoleSettings(trained=True, itemsize=self.dtype.itemsize)
         for num_layers in MORE:
             rank = RankMemory(shape_of(_alike(spec, 0, num_layers), head), settings, role, 0)
-            parts = (*rank.held().values(), *rank.train(replace(self.work, mini_batches=1)).values())
+            parts = (*rank.resident().values(), *rank.train(replace(self.work, mini_batches=1)).values())
             if max(sum(parts)) + RESERVE < self.room:
                 return num_layers
         return 0

@@ -69,14 +69,14 @@ def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> 
                 _dealt(call),
                 _may_capture(plan),
                 # quantized weights are not copied to other ranks
-                at_home=same_method > 1 or kind == "train" or plan.config.lora.bits is not None,
+                shares_home=same_method > 1 or kind == "train" or plan.config.lora.bits is not None,
                 cp=1 if kind == "generate" else plan.config.layout.cp,
             )
         )
     for role in dict.fromkeys(call.role for call in calls):
         indices = [i for i, call in enumerate(calls) if call.role == role]
         home = next((i for i in indices if calls[i].kind == "train"), indices[0])
-        calls[home] = replace(calls[home], home=True, at_home=False)
+        calls[home] = replace(calls[home], home=True, shares_home=False)
     return calls
 
 

@@ -36,7 +36,7 @@ from rlhf_spmd.workers import (
     RoleClass,
 )
 from rlhf_spmd.workers.config import RoleConfig
-from rlhf_spmd.workers.optim_config import with_usual_rates
+from rlhf_spmd.workers.optim_config import with_role_rates
 from rlhf_spmd.workers.role_plan import RolePlan
 from rlhf_spmd.workers.router_replay import check_replay
 
@@ -263,7 +263,7 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
     if not worker.trained:
         refuse_changes(config.optim, default.optim, f"{where}.optim", "this role is not trained")
     else:
-        config = replace(config, optim=with_usual_rates(config.optim, worker.lr, worker.head_lr))
+        config = replace(config, optim=with_role_rates(config.optim, worker.lr, worker.head_lr))
     if config.router_replay != "disabled":
         check_replay(spec, issubclass(worker, ActorWorker), f"{where}.router_replay={config.router_replay}")
     check_rules(BALANCE_RULES, BalanceLoss(config.router_aux_loss_coef, spec, worker.trained), where)

@@ -217,7 +217,7 @@ class Checkpoints:
 
     def _load_workers(self, path: Path, state: Mapping[str, Any]) -> None:
         for role, worker in self.workers.items():
-            worker.model.version = self.controller.versions.newest(role)
+            worker.weights.version = self.controller.versions.newest(role)
             if not worker.member:
                 continue
             tensors = role_state(worker)
@@ -298,8 +298,8 @@ def load_older_weights(directory: Path, workers: Mapping[str, ModelWorker]) -> N
 def _async_replicas(workers: Mapping[str, ModelWorker]) -> Iterator[tuple[str, AsyncWeightReplica]]:
     for role, worker in workers.items():
         generating = worker.worker_of("generate_sequences")
-        if isinstance(generating, ModelWorker) and isinstance(generating.model, AsyncWeightReplica):
-            yield role, generating.model
+        if isinstance(generating, ModelWorker) and isinstance(generating.weights, AsyncWeightReplica):
+            yield role, generating.weights
 
 
 def _older(role: str, version: int) -> str:

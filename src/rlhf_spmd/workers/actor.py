@@ -28,12 +28,14 @@ from rlhf_spmd.workers.reference import ReferenceWorker
 from rlhf_spmd.workers.rollout_engine import build_generating
 from rlhf_spmd.workers.router_replay import ExpertRecords
 
+SamplingOverrides = Sequence[tuple[Reference, SamplingConfig]]  # rows, and the sampling that they use instead of the common one
+
 
 class ActorWorker(ModelWorker):
     trained = True
-    warned = False  # of environments that failed
+    warned = False  # that environments failed
 
-    def build_more(self) -> None:
+    def build_role(self) -> None:
         build = self.context
         if not build.environments:
             self.unused, self.absent = frozenset({"row"}), frozenset({MASK, "environment_reward", "observations"})
@@ -62,14 +64,13 @@ class ActorWorker(ModelWorker):
 
     def _is_exact(self, piece: FieldShard, version: int) -> bool:
         """Return True if these log-probs of a generate call equal those of a training forward with these weights, bit for bit."""
-        maker = piece.producer
-        if not (self.context.exact_rollouts and isinstance(maker, CallRecord) and maker.spec.kind == "generate"):
+        producer = piece.producer
+        if not (self.context.exact_rollouts and isinstance(producer, CallRecord) and producer.spec.kind == "generate"):
             return False
-        common = next(value for value in maker.args if isinstance(value, SamplingConfig))
-        special = next((value for value in maker.args if isinstance(value, (list, tuple))), ())
-        samplings = [sampling for rows, sampling in special if np.isin(piece.ids, rows.rows.row_ids).any()]
-        is_current = maker.role.name == self.name and maker.version == version
-        return is_current and all(s.log_prob_temperature == self.context.temperature for s in (common, *samplings))
+        sampling, overrides = generation_args(producer)
+        samplings = [sampling, *(other for rows, other in overrides if _has_rows(rows, piece.ids))]
+        is_current = producer.role.name == self.name and producer.version == version
+        return is_current and all(s.log_prob_temperature == self.context.temperature for s in samplings)
 
     @register(
         MICRO_DP,
@@ -86,11 +87,11 @@ class ActorWorker(ModelWorker):
         self,
         batch: Batch,
         sampling: SamplingConfig,
-        number: int,
+        global_step: int,
         num_groups: Sequence[int] | None = None,
-        special: Sequence[tuple[Reference, SamplingConfig]] = (),
+        sampling_overrides: SamplingOverrides = (),
     ) -> tuple[Batch, dict[str, Any]]:
-        """Generate a response for each row.
+        """Return a response to each row, and metrics.
 
         - ``response_ids``: ragged int64, with the stop token. ``rollout_log_probs``: ragged, at the sampling temperature; greedy rows
           have those of temperature 1. ``stopped``: bool [rows], false if the response was cut at its limit.
@@ -101,15 +102,15 @@ class ActorWorker(ModelWorker):
           ``environment_reward``: float64 [rows], nan where it failed; and ``observations``: ragged uint8, JSON of
           ``Completion.observations``.
 
-        ``number``: the step. A sample depends on seed, step, row id and position. ``special``: rows of each of these references use
+        A sample depends on seed, ``global_step``, row id and position. ``sampling_overrides``: rows of each of these references use
         temperature, top_p, top_k and min_p of its sampling, in the same batch as all others. ``num_groups`` (per replica): the call
-        ends when every replica has that many whole groups, and returns only their rows; the value ``groups`` names them. Unfinished
-        rows are kept and continue when they are asked for again.
+        ends when every replica has that many complete groups, and returns only their rows; the value ``groups`` names them.
+        Unfinished rows continue in the next call that has them.
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        requests = _requests(batch, sampling, special)
-        weights = self.controller.versions.generating_step(self.name, number)
+        requests = _requests(batch, sampling, sampling_overrides)
+        version = self.controller.versions.generating_step(self.name, global_step)
         generating = self.generating
         assert generating is not None
         with generating.generation_weights():
@@ -117,25 +118,25 @@ class ActorWorker(ModelWorker):
                 # with environments, a replica's first rank waits for their answers and ticks meanwhile
                 environments = self._environments(batch)
                 tick = generating.tick_together if environments is None else self.controller.tick
-                options = environments, weights, self._finished_groups(batch, requests)
-                completions = self.generator.generate(requests, sampling, sampling.seed, number, tick, *options)
+                options = environments, version, self._finished_groups(batch, requests)
+                completions = self.generator.generate(requests, sampling, sampling.seed, global_step, tick, *options)
                 report: dict[str, Any] = {}
             else:
-                wanted = num_groups[self.members(MICRO_DP).part_of[self.controller.rank]]
+                num_complete = num_groups[self.members(MICRO_DP).part_of[self.controller.rank]]
                 completions, groups = self.partial_rollouts.advance(
-                    requests, sampling, number, weights, wanted, generating.tick_together
+                    requests, sampling, global_step, version, num_complete, generating.tick_together
                 )
                 report = {"groups": groups}
         if "rollout_versions" not in self.absent:
-            stale = sum(int((completion.versions < number).sum()) for completion in completions)
+            stale = sum(int((completion.versions < global_step).sum()) for completion in completions)
             report["rollout/stale_fraction"] = [stale, sum(len(completion.token_ids) for completion in completions)]
         report |= generating.report() | self._count_failures(batch, completions)
         if not completions:
             return Batch(batch.row_ids[:0], batch.group_ids[:0], {}) if len(batch) else batch, report
-        return self._made(batch, completions), report | _episode_report(completions)
+        return self._completed_rows(batch, completions), report | _episode_report(completions)
 
-    def _made(self, batch: Batch, completions: Sequence[Completion]) -> Batch:
-        """Return the batch of ``completions``, at least one."""
+    def _completed_rows(self, batch: Batch, completions: Sequence[Completion]) -> Batch:
+        """Return the rows of ``batch`` that ``completions`` answer, at least one, with the fields of generation."""
         fields: dict[str, Field] = {
             "response_ids": ragged([c.token_ids for c in completions], torch.int64),
             "rollout_log_probs": ragged([c.log_probs for c in completions]),
@@ -159,10 +160,14 @@ class ActorWorker(ModelWorker):
         rollout_streamer = self.controller.rollout_streamer
         if rollout_streamer is None or not self.streams_rollouts:
             return None
-        begin = (lambda ended: rollout_streamer.begin(self._made(batch, ended))) if rollout_streamer.early else None
-        return FinishedGroups(
-            requests, rollout_streamer.num_chunks, lambda ended: rollout_streamer.send(self._made(batch, ended)), begin
-        )
+
+        def send(completions: Sequence[Completion]) -> None:
+            rollout_streamer.send(self._completed_rows(batch, completions))
+
+        def begin(completions: Sequence[Completion]) -> None:
+            rollout_streamer.begin(self._completed_rows(batch, completions))
+
+        return FinishedGroups(requests, rollout_streamer.num_chunks, send, begin if rollout_streamer.early else None)
 
     def _environments(self, batch: Batch) -> Environments | None:
         if not self.context.environments or not len(batch):
@@ -171,26 +176,28 @@ class ActorWorker(ModelWorker):
         return Environments(self.context.environments, rows, self.context.tokenizer, self.context.encoding)
 
     def _count_failures(self, batch: Batch, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Return the metric of rows whose environment failed; {} without environments. Raises EnvironmentFailure if they are too many.
+        """Return the metric of rows whose environment failed; {} without environments.
+
+        Raises EnvironmentFailure if they are too many.
 
         Collective over the pool: every rank of it must call, in program order.
         """
         configs = self.context.environments
         if not configs:
             return {}
-        of_row = {completion.row_id: completion.failure for completion in completions}
-        rows, order = (decode_json(batch["row"]) if len(batch) else []), [of_row[row] for row in batch.row_ids.tolist()]
-        failures = failures_by_name(configs, rows, order)
-        first = {name: [failure for failure in failures.get(name, ()) if failure is not None] for name in configs}
-        counts = torch.tensor([[len(first[name]), len(failures.get(name, ()))] for name in configs])
+        failure_of_row = {completion.row_id: completion.failure for completion in completions}
+        rows = decode_json(batch["row"]) if len(batch) else []
+        failures = failures_by_name(configs, rows, [failure_of_row[row] for row in batch.row_ids.tolist()])
+        texts_by_name = {name: [failure for failure in failures.get(name, ()) if failure is not None] for name in configs}
+        counts = torch.tensor([[len(texts_by_name[name]), len(failures.get(name, ()))] for name in configs])
         counts *= self.generator.mesh.replica.rank == 0  # all ranks of a replica have its rows
         totals = self.mesh.pool.all_reduce(counts.clone(), "control").tolist()
-        for (name, texts), (failed, num_rows) in zip(first.items(), totals, strict=True):
+        for (name, texts), (failed, num_rows) in zip(texts_by_name.items(), totals, strict=True):
             if texts:  # ranks where some failed end the run
                 check_failed_rows(configs[name], name, failed, num_rows, texts[0])
         failing = [name for name, (failed, _) in zip(configs, totals, strict=True) if failed]
         if failing and not self.warned:
-            self._warn_of_failures(failing[0], first[failing[0]])
+            self._warn_of_failures(failing[0], texts_by_name[failing[0]])
         return {"rollout/environment_failures": [int(counts[:, 0].sum())]}
 
     def _warn_of_failures(self, name: str, failures: Sequence[str]) -> None:
@@ -214,13 +221,13 @@ class ActorWorker(ModelWorker):
         return {f"{self.name}.{index}": pack(worker.partial_rollouts.state())}
 
     def restore_rollouts(self, states: Iterable[Tensor]) -> None:
-        """Take the rows that were in flight on all replicas. Each replica continues those that it is asked for."""
+        """Restore the rows that were in flight on all replicas. Each replica continues those of its next call."""
         worker = self.worker_of("generate_sequences")
         assert isinstance(worker, ActorWorker)
         if worker.member:
-            worker.partial_rollouts.take_back([unpack(state) for state in states])
+            worker.partial_rollouts.restore([unpack(state) for state in states])
 
-    def _known_log_probs(self, batch: Reference) -> Reference | None:
+    def _reusable_log_probs(self, batch: Reference) -> Reference | None:
         """Return the rollout's own log-probs, if they are wanted, or if a training forward would give the same bits. Else None.
 
         The next update then compares them with its own.
@@ -246,13 +253,14 @@ class ActorWorker(ModelWorker):
     @register(
         THREE_D,
         describe=_describe_log_probs,
-        known=_known_log_probs,
+        known=_reusable_log_probs,
         streams=True,
         report=_compare_log_probs,
     )
     def compute_log_prob(self, batch: Batch) -> Batch | None:
-        """``old_log_probs``: ragged [response tokens], from a training forward. Reports their distance from the generator's. With
-        ``router_replay=R2`` also ``routed_experts``, see :mod:`~rlhf_spmd.workers.router_replay`.
+        """Return ``old_log_probs``: ragged [response tokens], from a training forward. Reports their distance from the generator's.
+
+        With ``router_replay=R2`` also ``routed_experts``, see :mod:`~rlhf_spmd.workers.router_replay`.
 
         Nothing is computed if generation with these weights is exact. Then the generator's log-probs are the result.
         """
@@ -265,7 +273,7 @@ class ActorWorker(ModelWorker):
 
     @register(THREE_D, inputs=ROW_INPUTS, split_groups=True)
     def compute_loss(self, batch: Batch) -> dict[str, float]:
-        """Sum of the negative log-likelihood over this replica's response tokens (nats), and their number."""
+        """Return the sum of the negative log-likelihood over this replica's response tokens (nats), and their number."""
         log_probs = self.log_probs(batch, 1.0)
         if log_probs is None:
             return {"sum": 0.0, "tokens": 0}
@@ -302,14 +310,30 @@ def _episode_report(completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-def _requests(
-    batch: Batch, sampling: SamplingConfig, special: Sequence[tuple[Reference, SamplingConfig]] = ()
-) -> list[Request]:
-    """Return one request per row. A row's own limit counts up to the common one; 0 means that it has none."""
+def generation_args(call: CallRecord) -> tuple[SamplingConfig, SamplingOverrides]:
+    """Return the arguments ``sampling`` and ``sampling_overrides`` of a call of :meth:`ActorWorker.generate_sequences`.
+
+    A record has its arguments without names, so they are told apart by type. ``num_groups`` is a sequence of integers.
+    """
+    sampling = next(value for value in call.args if isinstance(value, SamplingConfig))
+    sequences = [value for value in call.args if isinstance(value, (list, tuple))]
+    return sampling, next((value for value in sequences if value and isinstance(value[0], tuple)), ())
+
+
+def _has_rows(rows: Reference, row_ids: np.ndarray) -> bool:
+    """Return True if some of ``row_ids`` are among the rows of a reference."""
+    return rows.rows is not None and bool(np.isin(row_ids, rows.rows.row_ids).any())
+
+
+def _requests(batch: Batch, sampling: SamplingConfig, sampling_overrides: SamplingOverrides = ()) -> list[Request]:
+    """Return one request per row. A row's limit of its own counts up to the common one; 0 means that it has none."""
     limit = sampling.max_response_length
     assert limit is not None
     overrides = {
-        row: settings.overrides for rows, settings in special if rows.rows is not None for row in rows.rows.row_ids.tolist()
+        row: settings.overrides
+        for rows, settings in sampling_overrides
+        if rows.rows is not None
+        for row in rows.rows.row_ids.tolist()
     }
     columns = [batch.row_ids, batch.group_ids]
     for name in ("max_response_length", "min_response_length"):

@@ -21,7 +21,7 @@ from rlhf_spmd.workers.objective import MASK, Rows, take_field
 
 @dataclass(frozen=True)
 class GlobalReduce:
-    """What a function knows beyond the rows of its rank.
+    """Reductions over all ranks, and the role's state, for a function that sees only the rows of its rank.
 
     ``sum`` and ``max`` reduce a tensor over all ranks; every rank must call. ``state``: the role's JSON, the same on every rank and
     part of checkpoints.
@@ -32,12 +32,12 @@ class GlobalReduce:
     state: dict[str, Any]
 
     def sums(self, **parts: Tensor) -> dict[str, Tensor]:
-        """Each part, of any shape, summed over all ranks in one message; float64, flat. Every rank must call."""
+        """Return each part, of any shape, summed over all ranks in one message; float64, flat. Every rank must call."""
         flat = [part.detach().double().reshape(-1) for part in parts.values()]
         return dict(zip(parts, self.sum(torch.cat(flat)).split([len(part) for part in flat]), strict=True))
 
     def ranges(self, **parts: Tensor) -> dict[str, float]:
-        """``<name>/max`` and ``<name>/min`` of each part over all ranks, in one message. Every rank must call."""
+        """Return ``<name>/max`` and ``<name>/min`` of each part over all ranks, in one message. Every rank must call."""
         ends = [[float(x.max()), -float(x.min())] if len(x) else [-math.inf, -math.inf] for x in parts.values()]
         extremes = self.max(torch.tensor(ends, dtype=torch.float64)).tolist()
         pairs = zip(parts, extremes, strict=True)
@@ -79,7 +79,9 @@ class ComputeWorker(Worker):
         outputs: tuple[str, ...] = (),
         keep_groups: bool = False,
     ) -> tuple[Batch, dict[str, float]]:
-        """Compute the fields ``outputs`` of rows from the fields ``inputs``. The call is named after ``function``.
+        """Return the rows with the fields ``outputs``, which ``function`` computes from ``inputs``, and its metrics.
+
+        The call is named after ``function``.
 
         Collective over the pool: every rank of it must call, in program order.
         """
@@ -108,7 +110,7 @@ class ComputeWorker(Worker):
 
     @register(RANK_ZERO, kind="control")
     def progress(self) -> dict[str, Any]:
-        """:meth:`state_dict`, for checkpoints."""
+        """Return the :meth:`state_dict`, for checkpoints."""
         return self.state_dict()
 
 

@@ -53,6 +53,7 @@ class ComputeConfig:
     attention: Literal["auto", "cpp", "torch"] = "auto"
 
     def torch_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the dtype on ``device``."""
         if self.dtype == "auto":
             return capabilities(device).dtype
         return DTYPES[self.dtype]

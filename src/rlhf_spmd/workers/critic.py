@@ -25,6 +25,6 @@ class CriticWorker(ScoreWorker):
 
     @register(THREE_D, inputs=ROW_INPUTS, outputs=("values",), split_groups=True, streams=True)
     def compute_values(self, batch: Batch) -> Batch | None:
-        """``values``: ragged [response tokens], the value before each token is emitted."""
+        """Return ``values``: ragged [response tokens], the value before each token is emitted."""
         result = self.infer(batch, response_values)
         return batch.with_fields(values=result) if result is not None else None

@@ -30,12 +30,12 @@ FORM = r"([ -](SXM\d|PCIe|PCIE|\d+GB|HBM\w+))*"
 
 
 def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> float:
-    """FLOPs of one forward pass over ``num_tokens`` tokens in sequences of ``mean_length``.
+    """Return the FLOPs of one forward pass over ``num_tokens`` tokens in sequences of ``mean_length``.
 
     Two per matrix weight and token (only the experts that a token uses), and causal attention: 2 * heads * head_dim * length per
     layer and token (half of the square), or less with a window; with linear attention three products of each head's state.
     """
-    weights = spec.vocab_size * spec.hidden_size
+    numel = spec.vocab_size * spec.hidden_size
     products = 0.0
     state = 0
     for layer in range(spec.num_hidden_layers):
@@ -45,21 +45,21 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
             columns = experts.routers + 3 * experts.width
         delta = spec.delta_of(layer)
         if delta is not None:
-            weights += spec.hidden_size * (delta.columns + delta.value_heads * delta.value_dim + columns)
+            numel += spec.hidden_size * (delta.columns + delta.value_heads * delta.value_dim + columns)
             state += 3 * delta.state
             continue
         layer_spec = spec.spec_for_layer(layer)
-        weights += layer_spec.attention_numel + spec.hidden_size * columns
+        numel += layer_spec.attention_numel + spec.hidden_size * columns
         seen = min(window or mean_length, mean_length)
         keys = seen * (1 - seen / (2 * mean_length)) if mean_length else 0.0  # that a query sees, on average
         value_dim = layer_spec.head_dim if spec.latent is None else spec.latent.value_dim
         products += spec.num_attention_heads * (layer_spec.head_dim + value_dim) * keys
-    return num_tokens * 2.0 * (weights + state + products)
+    return num_tokens * 2.0 * (numel + state + products)
 
 
 @cache
 def matmul_rate(device: torch.device, dtype: torch.dtype, local_size: int = 1) -> float:
-    """FLOP/s of square matrix products on this rank's device, the best of three: the peak for utilisation.
+    """Return FLOP/s of square matrix products on this rank's device, the best of three: the peak for utilisation.
 
     On CPUs it counts this process's own CPU time, times its cores (its threads, at most its share of the cores among ``local_size``
     ranks), so other processes do not lower the peak. It is measured once per process: that takes a quarter of a second on CPUs, and
@@ -79,17 +79,17 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, local_size: int = 1) -
 
 
 def rated_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of a GPU by its data sheet (RATED).
+    """Return FLOP/s of a GPU by its data sheet (RATED).
 
-    None on CPUs, for cards that are not in the table, for parts of a card (MIG), and in fp32 if TF32 is allowed.
+    It is None on CPUs, for cards that are not in the table, for parts of a card (MIG), and in fp32 if TF32 is allowed.
     """
     return rating_of(torch.cuda.get_device_name(device), dtype) if capabilities(device).streams else None
 
 
 def rating_of(name: str, dtype: torch.dtype) -> float | None:
-    """:func:`rated_flops` of a card with this driver name."""
+    """Return :func:`rated_flops` of a card with this driver name."""
     name = name.removeprefix("NVIDIA ")
-    fitting = [known for known in RATED if re.fullmatch(re.escape(known) + FORM, name)]
+    fitting = [card for card in RATED if re.fullmatch(re.escape(card) + FORM, name)]
     if not fitting or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
     half, single = RATED[max(fitting, key=len)]

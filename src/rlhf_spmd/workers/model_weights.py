@@ -44,6 +44,7 @@ class ModelWeights:
 
     @property
     def member(self) -> bool:
+        """Return True on ranks of the pool."""
         return self.mesh.member
 
     def build_engine(self, optim: OptimConfig | None, checkpointing: str, *, fill: bool, new_head: bool = False) -> None:
@@ -71,7 +72,7 @@ class ModelWeights:
             )
 
     def shards(self, spec: ModelSpec) -> Callable[[int, int], dict[str, ParamShard]]:
-        """(pp, tp) coordinate of the layout -> the parameters of a rank there, before ZeRO cuts out its rows."""
+        """Return a function: (pp, tp) of the layout -> the parameters of a rank at it, before ZeRO cuts out the rank's rows."""
         return partial(
             rank_shards, spec, self.head, self.shape.layout, lora=self.config.lora if self.config.lora.rank else None
         )
@@ -87,7 +88,7 @@ class ModelWeights:
         """
 
     def leave(self, call: CallRecord) -> None:
-        """Called after a call that used the weights.
+        """Settle the weights after a call that used them.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -110,7 +111,7 @@ class OwnedWeights(ModelWeights):
             optim = self.config.optim if self.trained else None
             self.build_engine(optim, self._checkpointing(), fill=True, new_head=self.new_head)
             if self.config.offload:
-                self.offloaded = Storages(held_tensors(self.engine))
+                self.offloaded = Storages(resident_tensors(self.engine))
                 self.offloaded.offload()
 
     def _checkpointing(self) -> str:
@@ -143,9 +144,9 @@ class OwnedWeights(ModelWeights):
             self.version = call.version + 1
         if self.offloaded is not None:
             changed = self.engine.trained_tensors() if call.spec.kind == "train" else {}
-            self.offloaded.offload(held_tensors(self.engine), changed.values())
+            self.offloaded.offload(resident_tensors(self.engine), changed.values())
 
 
-def held_tensors(engine: TrainEngine) -> list[Tensor]:
-    """Return what an engine holds between calls: local shards, and buffers, among them matrices in 4 or 8 bits."""
+def resident_tensors(engine: TrainEngine) -> list[Tensor]:
+    """Return the tensors that stay in memory between calls: local shards, and buffers, among them matrices in 4 or 8 bits."""
     return [*engine.local_tensors().values(), *(buffer for chunk in engine.chunks for buffer in chunk.buffers())]

@@ -36,9 +36,9 @@ from rlhf_spmd.workers.objective import (
     Rows,
     Totals,
     as_objectives,
+    compute_model_outputs,
     learnt_rows,
     log_prob_differences,
-    model_outputs,
     model_tokens,
     pack_rows,
     response_log_probs,
@@ -56,7 +56,7 @@ class ModelWorker(Worker):
 
     ``head``: "lm", "value" or "both". ``new_head``: a value head that the model's directory lacks starts at zero.
     ``lr``, ``head_lr``: where the configuration leaves them to the role, as in verl and TRL; None: as ``lr``.
-    ``model``: the weights that calls on this worker use: the role's own, or, in a worker of :attr:`replicas`, a replica of them.
+    ``weights``: the weights that calls on this worker use: the role's own, or, in a worker of :attr:`replicas`, a replica of them.
     """
 
     head: ClassVar[str] = "lm"
@@ -77,20 +77,20 @@ class ModelWorker(Worker):
         replica: WeightReplica | None = None,
         method: str | None = None,
     ) -> None:
-        """``replica``, ``method``: given for a worker that runs the calls of one method on their own pool and layout."""
+        """``replica`` and ``method`` are for a worker that runs the calls of one method on their own pool and layout."""
         super().__init__(context.controller, name, pool, shape)
         self.context, self.config, self.spec, self.method = context, config, spec, method
-        self.model: ModelWeights = replica or OwnedWeights(
+        self.weights: ModelWeights = replica or OwnedWeights(
             context, name, pool, shape, config, spec, self.head, self.trained, self.new_head
         )
-        self.mesh, self.device = self.model.mesh, self.model.device
+        self.mesh, self.device = self.weights.mesh, self.weights.device
         if self.member and spec is not None:
-            self.engine = self.model.engine
+            self.engine = self.weights.engine
             self.prefetches = replica is None and config.offload and config.prefetch
-        self.build_more()
+        self.build_role()
 
-    def build_more(self) -> None:
-        """Build what a subclass needs besides, at the end of construction: on every rank of the world, in program order."""
+    def build_role(self) -> None:
+        """Build what a role needs beside its weights, at the end of construction: on every rank of the world, in program order."""
 
     @property
     def replayed(self) -> tuple[str, ...]:
@@ -100,8 +100,8 @@ class ModelWorker(Worker):
     @property
     def owned(self) -> OwnedWeights:
         """Return the weights of a role, which are not a replica's."""
-        assert isinstance(self.model, OwnedWeights), f"{self.name}: the replica for {self.method} owns no weights"
-        return self.model
+        assert isinstance(self.weights, OwnedWeights), f"{self.name}: the replica for {self.method} owns no weights"
+        return self.weights
 
     def runs(self, method: str) -> bool:
         """Return True if calls of ``method`` run on this worker, not on a replica (or, in a replica, on the role's own worker)."""
@@ -113,32 +113,32 @@ class ModelWorker(Worker):
         Collective over the world: every rank of it must call, in program order.
         """
         is_ahead = self.controller.versions.ahead > 0 and self.trained and getattr(type(self), method).spec.kind == "generate"
-        weights = (AsyncWeightReplica if is_ahead else WeightReplica)(self.owned, method, pool, shape)
-        worker = type(self)(self.context, self.name, pool, shape, self.config, self.spec, weights, method)
+        replica = (AsyncWeightReplica if is_ahead else WeightReplica)(self.owned, method, pool, shape)
+        worker = type(self)(self.context, self.name, pool, shape, self.config, self.spec, replica, method)
         self.method_workers[method], worker.weight_sources = worker, self.pool.ranks
 
     def prefetch(self) -> None:
         self.owned.prefetch()
 
     def enter(self, call: CallRecord) -> None:
-        """Replicas receive the weights first. The owner resumes after its sends."""
+        """Prepare for a call. Replicas receive the weights first; the owner resumes after its sends."""
         for worker in self.method_workers.values():
-            assert isinstance(worker, ModelWorker) and isinstance(worker.model, WeightReplica)
-            worker.model.settle()
+            assert isinstance(worker, ModelWorker) and isinstance(worker.weights, WeightReplica)
+            worker.weights.settle()
         if call.spec.kind in USES_WEIGHTS:
-            self.model.enter(call)
+            self.weights.enter(call)
 
     def leave(self, call: CallRecord) -> None:
         if call.spec.kind in USES_WEIGHTS:
-            self.model.leave(call)
+            self.weights.leave(call)
 
     def micro_batches(
         self, batch: Batch, keep_groups: bool = False, least: float = 0.0
     ) -> tuple[list[list[int]], list[Packed], Totals]:
-        """Cut rows into packed micro-batches, equally many on every data-parallel rank.
+        """Return rows cut into packed micro-batches: the row positions of each, the micro-batches, and the mini-batch's global counts.
 
-        Rows of a group come together where that pays, because they share their prompt; with ``keep_groups`` always. ``least``: see
-        :func:`pack_rows`. Returns the row positions of each micro-batch, the micro-batches, and the mini-batch's global counts.
+        Every data-parallel rank gets equally many. Rows of a group come together where that pays, because they share their prompt; with
+        ``keep_groups`` always. ``least``: see :func:`pack_rows`.
 
         Collective over mesh.dp: every rank of it must call, in program order.
         """
@@ -166,7 +166,7 @@ class ModelWorker(Worker):
         lengths: Tensor | None = None,
         records: ExpertRecords | None = None,
     ) -> Ragged | None:
-        """Forward passes of all rows. Returns what ``head`` computes; None except on the last stage, and without rows.
+        """Return what ``head`` computes in forward passes of all rows; None except on the last stage, and without rows.
 
         ``head`` returns ``lengths`` [rows] numbers per row. By default that is one per response token of the model, and the tokens of
         environments get 0. ``records`` learns which experts the rows take.
@@ -206,7 +206,7 @@ class ModelWorker(Worker):
         kind="train",
         describe=lambda self, objective, *, mini_batch_size=None, epochs=1: Signature(
             f"update_{self.name}",
-            tuple(InputSpec((*each.row_inputs, *self.replayed), each.keep_groups) for each in as_objectives(objective)),
+            tuple(InputSpec((*part.row_inputs, *self.replayed), part.keep_groups) for part in as_objectives(objective)),
             mini_batch_size=mini_batch_size,
             epochs=epochs,
         ),
@@ -219,29 +219,30 @@ class ModelWorker(Worker):
         mini_batch_size: int | None = None,
         epochs: int = 1,
     ) -> dict[str, float]:
-        """Train: one optimizer step per epoch and mini-batch of ``mini_batch_size`` groups (prompts; None: all groups).
+        """Train, and return the mean statistics over the steps, the number of ``skipped_updates``, and ``ppo_kl`` of the first step.
+
+        There is an optimizer step per epoch and mini-batch of ``mini_batch_size`` groups (prompts; None: all groups).
 
         With several references and as many objectives, one step adds up their losses of a mini-batch. The groups of the first
-        reference determine the number of mini-batches. Returns the mean statistics over the steps, the number of
-        ``skipped_updates``, and ``ppo_kl`` of the first step.
+        reference determine the number of mini-batches.
 
         Collective over the pool: every rank of it must call, in program order.
         """
         objectives = as_objectives(objective)
         differences: list[Tensor] = []  # from log-probs of the same weights, before the first update
-        checked = differences if self.checks_rollouts else None
+        first_step_differences = differences if self.checks_rollouts else None
         reports = []
         for batches in steps:
-            reports.append(self._step(batches, objectives, checked))
-            checked = None
+            reports.append(self._step(batches, objectives, first_step_differences))
+            first_step_differences = None
         if not self.engine.weights_finite():
             raise FloatingPointError(f"the weights of {self.name} are not finite after its update; {self._remedy()}")
         named = [{name if "/" in name else f"{self.name}/{name}": x for name, x in report.items()} for report in reports]
         names = dict.fromkeys(name for report in named for name in report)
-        having = {name: [report[name] for report in named if name in report] for name in names}
-        means = {name: sum(values) / len(values) for name, values in having.items()}
+        values_by_name = {name: [report[name] for report in named if name in report] for name in names}
+        means = {name: sum(values) / len(values) for name, values in values_by_name.items()}
         skipped = f"{self.name}/skipped_updates"
-        means[skipped] = sum(having[skipped])
+        means[skipped] = sum(values_by_name[skipped])
         if (kl := f"{self.name}/ppo_kl") in named[0]:
             means[f"{kl}_first"] = named[0][kl]
         return means | log_prob_differences(torch.cat(differences)) if differences else means
@@ -249,20 +250,20 @@ class ModelWorker(Worker):
     def _step(
         self, batches: Sequence[Batch], objectives: Sequence[Objective], differences: list[Tensor] | None
     ) -> dict[str, float]:
-        """Make one optimizer step. Returns the statistics summed over micro-batches and data-parallel ranks, with those of the step.
+        """Make one optimizer step. Return the statistics summed over micro-batches and data-parallel ranks, with those of the step.
 
         Other stages than the last one return only the latter. ``differences`` receives the differences between the rollout's
         log-probs and these, if there should be none.
         """
         stats: dict[str, Tensor] = {}
         for batch, objective in zip(batches, objectives, strict=True):
-            _, packed, totals = self.micro_batches(learnt_rows(batch, objective.only), objective.keep_groups)
+            _, packed, totals = self.micro_batches(learnt_rows(batch, objective.learn_if), objective.keep_groups)
             if totals.rows:  # a shorter stream may have no rows in this mini-batch
                 loss = functools.partial(_loss, objective, totals, differences if objective is objectives[0] else None)
                 sums = self.engine.forward_backward(packed, loss, objective.weight / totals.rows)
                 for name, value in sums.items() if totals.tokens else ():  # without learnt rows there are no statistics
                     stats[name] = stats[name] + value if name in stats else value
-        if all(objective.names_loss for objective in objectives):
+        if all(objective.reports_loss_itself for objective in objectives):
             stats.pop("loss", None)
         summed: dict[str, float] = {}
         if self.mesh.last_stage and stats:
@@ -286,7 +287,7 @@ class ModelWorker(Worker):
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        _, packed, totals = self.micro_batches(learnt_rows(batch, objective.only), objective.keep_groups)
+        _, packed, totals = self.micro_batches(learnt_rows(batch, objective.learn_if), objective.keep_groups)
         loss = functools.partial(_loss, replace(objective, weight=1.0), totals, None)
         sums: dict[str, float] = {"rows": len(batch)}
         for value, stats in filter(None, self.engine.forward(packed, loss)):
@@ -309,10 +310,10 @@ def _loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the weighted loss of a micro-batch, and its statistics. ``differences``: see :meth:`ModelWorker._step`."""
     devices = {name: torch.device("cpu") if name in objective.on_cpu else hidden.device for name in objective.inputs}
-    fields = model_outputs(objective, decoder, hidden, micro)
+    fields = compute_model_outputs(objective, decoder, hidden, micro)
     fields |= {name: take_field(micro.extra, name, device) for name, device in devices.items()}
     if differences is not None and "old_log_probs" in fields:
         differences.append((fields["log_probs"].detach() - fields["old_log_probs"]).abs())
-    some = replace(totals, tokens=max(totals.tokens, 1))  # without learnt rows the loss is 0
-    value, stats = objective.evaluate(fields, Rows.of(micro.extra), some)
+    totals_or_one = replace(totals, tokens=max(totals.tokens, 1))  # without learnt rows the loss is 0
+    value, stats = objective.evaluate(fields, Rows.of(micro.extra), totals_or_one)
     return value * objective.weight, stats

@@ -49,9 +49,9 @@ Route = tuple[Slice, int, int]  # a slice, and the group indices of its sender a
 class Muon:
     """Updates the matrices of a stage's layers as Hugging Face stores them: fused q, k and v are three. Not embeddings and heads.
 
-    ``copies``: the ranks that hold the same rows. ``shard``: those that share one copy. ``shards_at``: tp rank -> its parameters,
-    before rows are cut out. ``experts``: whether to update what ep divides, or the rest; None: all. ``sizes``: parameter name -> the
-    most elements of it that a rank handles at a time: what it holds, or its share of the whole matrices.
+    ``copies``: the ranks that hold the same rows. ``shard``: those that share one copy. ``shards_of_tp``: tp rank -> its
+    parameters, before rows are cut out. ``experts``: whether to update what ep divides, or the rest; None: all. ``sizes``: parameter
+    name -> the most elements of it that a rank handles at a time: its shard, or its share of the complete matrices.
     """
 
     bucket = MATRIX_ELEMENTS
@@ -61,13 +61,13 @@ class Muon:
         copies: Group,
         shard: Group,
         tp: Group,
-        shards_at: Callable[[int], Mapping[str, ParamShard]],
+        shards_of_tp: Callable[[int], Mapping[str, ParamShard]],
         experts: bool | None = None,
     ) -> None:
         self._copies, self._shard, self._tp = copies, shard, tp
-        self._shards_at = cache(shards_at)
+        self._shards_of_tp = cache(shards_of_tp)
         self._boxes = cache(self._find_boxes)
-        first = {name: x for name, x in self._shards_at(0).items() if "layers." in name and len(x.shape) == 2}
+        first = {name: x for name, x in self._shards_of_tp(0).items() if "layers." in name and len(x.shape) == 2}
         first = {name: x for name, x in first.items() if experts in (None, x.by_expert)}
         self._shapes = {name: {box.name: box.shape for box in shard.boxes} for name, shard in first.items()}
         ranks, rows = copies.size * shard.size * tp.size, shard.size
@@ -84,8 +84,8 @@ class Muon:
         """Update parameters and states in place. Collective over dp and tp: every rank of them must call, in program order."""
         momenta = [state["momentum_buffer"] for state in states]
         torch._foreach_lerp_(momenta, grads, 1 - config.momentum)
-        both = zip(params, grads, momenta, strict=True)
-        steps = {name: torch.lerp(grad, kept, config.momentum).bfloat16() for name, grad, kept in both}  # Nesterov's
+        pairs = zip(params, zip(grads, momenta, strict=True), strict=True)
+        steps = {name: torch.lerp(*pair, config.momentum).bfloat16() for name, pair in pairs}  # Nesterov's
         self._orthogonalize(steps)
         torch._foreach_mul_(list(params.values()), 1 - lr * config.weight_decay)
         for name, orthogonal_step in steps.items():
@@ -95,7 +95,7 @@ class Muon:
                 params[name][local].add_(orthogonal_step[local], alpha=-lr * 0.2 * max(box.shape) ** 0.5)
 
     def _find_boxes(self, name: str, shard: int, tp: int) -> tuple[Box, ...]:
-        return zero_shards({name: self._shards_at(tp)[name]}, shard, self._shard.size)[name].boxes
+        return zero_shards({name: self._shards_of_tp(tp)[name]}, shard, self._shard.size)[name].boxes
 
     def _orthogonalize(self, steps: Tensors) -> None:
         """Replace this rank's part of each step by its orthogonalized values, in place."""
@@ -106,12 +106,14 @@ class Muon:
         names = {tensor: name for name in steps for tensor in self._shapes[name]}
         shapes = {tensor: self._shapes[name][tensor] for tensor, name in names.items()}
         owners = self._owners(shapes)
-        here = [Slice(shard.rank, tp.rank, box) for name in steps for box in self._boxes(name, shard.rank, tp.rank)]
-        parts = {piece: steps[names[piece.box.name]][piece.box.local_slices] for piece in here}
-        mine = {tensor: owner for tensor, owner in owners.items() if owner.copy == copies.rank}  # of this copy of the model
-        parts = exchange(tp, self._over_tp(names, mine), parts, device)
-        parts = exchange(shard, self._over_shard(names, mine), parts, device)
-        tensors = [tensor for tensor, owner in mine.items() if owner[1:] == (shard.rank, tp.rank)]
+        local_slices = [Slice(shard.rank, tp.rank, box) for name in steps for box in self._boxes(name, shard.rank, tp.rank)]
+        parts = {piece: steps[names[piece.box.name]][piece.box.local_slices] for piece in local_slices}
+        owners_in_copy = {
+            tensor: owner for tensor, owner in owners.items() if owner.copy == copies.rank
+        }  # of this copy of the model
+        parts = exchange(tp, self._over_tp(names, owners_in_copy), parts, device)
+        parts = exchange(shard, self._over_shard(names, owners_in_copy), parts, device)
+        tensors = [tensor for tensor, owner in owners_in_copy.items() if owner[1:] == (shard.rank, tp.rank)]
         matrices = {tensor: torch.empty(shapes[tensor], dtype=torch.bfloat16, device=device) for tensor in tensors}
         for piece, part in parts.items():
             matrices[piece.box.name][piece.box.global_slices] = part
@@ -145,29 +147,29 @@ class Muon:
                 yield from ((piece, holder, owner.tp) for piece in self._slices(names, tensor, self._shard.rank, holder))
 
     def _over_shard(self, names: Mapping[str, str], owners: MatrixOwners) -> Iterator[Route]:
-        """Then the slices of all tp ranks, to the owner's rank in the shard group."""
+        """Return the slices of all tp ranks that then go to the owner's rank in the shard group."""
         shard, tp = self._shard, self._tp
         for tensor, owner in owners.items():
             if owner.tp == tp.rank:
                 for holder in range(shard.size) if owner.shard == shard.rank else [shard.rank]:
-                    every = (piece for rank in range(tp.size) for piece in self._slices(names, tensor, holder, rank))
-                    yield from ((piece, holder, owner.shard) for piece in every)
+                    slices = (piece for rank in range(tp.size) for piece in self._slices(names, tensor, holder, rank))
+                    yield from ((piece, holder, owner.shard) for piece in slices)
 
     def _slices(self, names: Mapping[str, str], tensor: str, shard: int, tp: int) -> list[Slice]:
         return [Slice(shard, tp, box) for box in self._boxes(names[tensor], shard, tp) if box.name == tensor]
 
 
-def muons_of(mesh: Mesh, shards_at: Callable[[int], Mapping[str, ParamShard]]) -> list[Muon]:
+def muons_of(mesh: Mesh, shards_of_tp: Callable[[int], Mapping[str, ParamShard]]) -> list[Muon]:
     """Return one for all matrices of a mesh, or with experts in parallel one for what ZeRO divides and one for the experts.
-    ``shards_at`` as for :class:`Muon`."""
+    ``shards_of_tp`` as for :class:`Muon`."""
     if mesh.ep.size == 1:
-        return [Muon(mesh.dp_replicate, mesh.dp_shard, mesh.tp, shards_at)]
-    sides = (mesh.dp_replicate, mesh.dp_shard, False), (mesh.ep_copies, mesh.ep, True)
-    return [Muon(copies, shard, mesh.tp, shards_at, experts) for copies, shard, experts in sides]
+        return [Muon(mesh.dp_replicate, mesh.dp_shard, mesh.tp, shards_of_tp)]
+    groups = (mesh.dp_replicate, mesh.dp_shard, False), (mesh.ep_copies, mesh.ep, True)
+    return [Muon(copies, shard, mesh.tp, shards_of_tp, experts) for copies, shard, experts in groups]
 
 
 def assign_matrices(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
-    """Matrix -> the rank that orthogonalizes it: the most expensive first, each to the least loaded rank. Pure."""
+    """Return matrix -> the rank that orthogonalizes it: the most expensive first, each to the least loaded rank. Pure."""
     work = {tensor: math.prod(shape) * min(shape) for tensor, shape in shapes.items()}
     order = sorted(work, key=lambda tensor: -work[tensor])
     ranks_of = dict(zip(order, greedy_partition([work[tensor] for tensor in order], ranks), strict=True))
@@ -175,32 +177,32 @@ def assign_matrices(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[s
 
 
 def exchange(
-    group: Group, routes: Iterable[Route], parts_here: Mapping[Slice, Tensor], device: torch.device
+    group: Group, routes: Iterable[Route], local_parts: Mapping[Slice, Tensor], device: torch.device
 ) -> dict[Slice, Tensor]:
-    """Move slices along ``routes``, in one bfloat16 message per pair of ranks. Returns what this rank has afterwards.
+    """Move slices along ``routes``, in one bfloat16 message per pair of ranks. Return the slices of this rank afterwards.
 
     Collective over the ranks that take part. Two ranks must list what goes between them in the same order.
     """
-    after: dict[Slice, Tensor] = {}
+    arrived: dict[Slice, Tensor] = {}
     out, into = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Slice]](list)
-    for piece, giver, taker in routes:
-        if giver == taker == group.rank:
-            after[piece] = parts_here[piece]
-        elif giver == group.rank:
-            out[taker].append(parts_here[piece].reshape(-1))
-        elif taker == group.rank:
-            into[giver].append(piece)
-    sizes = {giver: [piece.box.numel for piece in pieces] for giver, pieces in into.items()}
-    coming = {giver: torch.empty(sum(numels), dtype=torch.bfloat16, device=device) for giver, numels in sizes.items()}
-    wait_all(group.start_exchange([(taker, torch.cat(parts)) for taker, parts in out.items()], [*coming.items()], LABEL))
-    for giver, pieces in into.items():
-        parts = coming[giver].split(sizes[giver])
-        after |= {piece: part.view(piece.box.size) for piece, part in zip(pieces, parts, strict=True)}
-    return after
+    for piece, sender, receiver in routes:
+        if sender == receiver == group.rank:
+            arrived[piece] = local_parts[piece]
+        elif sender == group.rank:
+            out[receiver].append(local_parts[piece].reshape(-1))
+        elif receiver == group.rank:
+            into[sender].append(piece)
+    sizes = {sender: [piece.box.numel for piece in pieces] for sender, pieces in into.items()}
+    buffers = {sender: torch.empty(sum(numels), dtype=torch.bfloat16, device=device) for sender, numels in sizes.items()}
+    wait_all(group.start_exchange([(receiver, torch.cat(parts)) for receiver, parts in out.items()], [*buffers.items()], LABEL))
+    for sender, pieces in into.items():
+        parts = buffers[sender].split(sizes[sender])
+        arrived |= {piece: part.view(piece.box.size) for piece, part in zip(pieces, parts, strict=True)}
+    return arrived
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Approximately the nearest matrix [m, n] with orthonormal rows or columns: torch's Muon step without momentum and scale."""
+    """Return approximately the nearest matrix [m, n] with orthonormal rows or columns: torch's Muon step without momentum and scale."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     param = torch.nn.Parameter(torch.zeros(wide.shape, dtype=torch.float32, device=matrix.device))
     param.grad = wide.float().contiguous()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class Rows:
 
     @staticmethod
     def of(batch: Batch) -> Rows:
+        """Return the rows of a batch."""
         has_tokens = len(batch) > 0 and "response_ids" in batch
         lengths = model_tokens(batch) if has_tokens else torch.zeros(len(batch), dtype=torch.int64)
         return Rows(batch.row_ids, batch.group_ids, lengths, batch[MASK] if has_tokens and MASK in batch else None)
@@ -51,12 +52,12 @@ class Rows:
         return len(self.row_ids)
 
     def per_token(self, values: Tensor) -> Ragged:
-        """``values`` [sum(lengths)] as a field of responses; the tokens of environments get 0."""
+        """Return ``values`` [sum(lengths)] as a field of responses, in which the tokens of environments get 0."""
         field = Ragged(values, self.lengths)
         return field if self.mask is None else field.spread(self.mask)
 
     def spread(self, per_row: Tensor) -> Tensor:
-        """Repeat a number of each row [rows] for each of its tokens: [sum(lengths)]."""
+        """Return a number of each row [rows] for each of its tokens: [sum(lengths)]."""
         return torch.repeat_interleave(per_row, on_device(self.lengths, per_row.device), output_size=int(self.lengths.sum()))
 
 
@@ -69,28 +70,28 @@ class Objective:
     """A loss, and what it is computed from.
 
     - ``inputs``: fields of the batch, per token or per row. ``on_cpu``: those of them that stay on the CPU.
-    - ``model``: results of the forward pass at ``temperature``: ``log_probs``, ``entropy``, ``values`` [tokens], and ``row_values``
-      [rows], the value head at a row's last token.
+    - ``model_outputs``: results of the forward pass at ``temperature``: ``log_probs``, ``entropy``, ``values`` [tokens], and
+      ``row_values`` [rows], the value head at a row's last token.
     - ``keep_groups``: all rows of a group are in one micro-batch.
-    - ``weight``: of this loss among several. ``names_loss``: the loss is already a statistic, so an update does not report it again
-      as ``<role>/loss``.
-    - ``only``: a field, bool [rows], that marks the rows to learn. An update counts no tokens of other rows.
+    - ``weight``: of this loss among several. ``reports_loss_itself``: the loss is already a statistic, so an update does not report it
+      again as ``<role>/loss``.
+    - ``learn_if``: a field, bool [rows], that marks the rows to learn. An update counts no tokens of other rows.
     """
 
     loss: RowsLoss
     inputs: tuple[str, ...] = ()
-    model: tuple[str, ...] = ("log_probs",)
+    model_outputs: tuple[str, ...] = ("log_probs",)
     temperature: float = 1.0
     keep_groups: bool = False
     weight: float = 1.0
     on_cpu: tuple[str, ...] = ()
-    names_loss: bool = False
-    only: str | None = None
+    reports_loss_itself: bool = False
+    learn_if: str | None = None
 
     @property
     def row_inputs(self) -> tuple[str, ...]:
-        """All fields of a row that an update needs."""
-        return (*ROW_INPUTS, *self.inputs, *([] if self.only is None else [self.only]))
+        """Return all fields of a row that an update needs."""
+        return (*ROW_INPUTS, *self.inputs, *([] if self.learn_if is None else [self.learn_if]))
 
     def evaluate(self, fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its statistics. Raises TypeError if ``loss`` returns something else."""
@@ -104,35 +105,47 @@ class Objective:
 
 
 def as_objectives(objectives: Objective | Sequence[Objective]) -> list[Objective]:
+    """Return one or several objectives as a list."""
     return [objectives] if isinstance(objectives, Objective) else list(objectives)
 
 
 def joint(*objectives: Objective) -> Objective:
     """Return one objective for several on the same rows: one forward pass, and the sum of their weighted losses."""
     first = objectives[0]
-    assert len({(objective.temperature, objective.keep_groups, objective.only) for objective in objectives}) == 1, "one pass"
+    assert len({(objective.temperature, objective.keep_groups, objective.learn_if) for objective in objectives}) == 1, (
+        "one pass"
+    )
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         parts = [(objective.weight, *objective.evaluate(fields, rows, totals)) for objective in objectives]
         statistics = {name: value for _, _, stats in parts for name, value in stats.items()}
         return torch.stack([weight * value for weight, value, _ in parts]).sum(), statistics
 
-    keys = "inputs", "model", "on_cpu"
-    inputs, model, on_cpu = (
-        tuple(dict.fromkeys(sum((getattr(objective, key) for objective in objectives), ()))) for key in keys
+    def union(fields: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for names in fields for name in names))
+
+    return Objective(
+        loss,
+        inputs=union(objective.inputs for objective in objectives),
+        model_outputs=union(objective.model_outputs for objective in objectives),
+        temperature=first.temperature,
+        keep_groups=first.keep_groups,
+        on_cpu=union(objective.on_cpu for objective in objectives),
+        learn_if=first.learn_if,
     )
-    return Objective(loss, inputs, model, first.temperature, first.keep_groups, on_cpu=on_cpu, only=first.only)
 
 
-def model_outputs(objective: Objective, decoder: Decoder, hidden: Tensor, micro: Packed) -> dict[str, Tensor]:
-    """Return the results of a forward pass that ``objective.model`` names."""
+def compute_model_outputs(objective: Objective, decoder: Decoder, hidden: Tensor, micro: Packed) -> dict[str, Tensor]:
+    """Return the results of a forward pass that ``objective.model_outputs`` names."""
     outputs: dict[str, Tensor] = {}
-    if "log_probs" in objective.model or "entropy" in objective.model:
-        log_probs, entropy = response_log_probs(decoder, hidden, micro, objective.temperature, "entropy" in objective.model)
+    if "log_probs" in objective.model_outputs or "entropy" in objective.model_outputs:
+        log_probs, entropy = response_log_probs(
+            decoder, hidden, micro, objective.temperature, "entropy" in objective.model_outputs
+        )
         outputs = {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
-    if "values" in objective.model:
+    if "values" in objective.model_outputs:
         outputs["values"] = response_values(decoder, hidden, micro)
-    if "row_values" in objective.model:
+    if "row_values" in objective.model_outputs:
         outputs["row_values"] = last_token_value(decoder, hidden, micro)
     return outputs
 
@@ -159,7 +172,7 @@ class Packed:
 
 
 def take_field(batch: Batch, name: str, device: torch.device) -> Tensor:
-    """A field for objectives: per row, or packed over the model's response tokens."""
+    """Return a field for objectives on ``device``: per row, or packed over the model's response tokens."""
     if not len(batch):
         return torch.empty(0, device=device)
     field = batch[name]
@@ -167,6 +180,7 @@ def take_field(batch: Batch, name: str, device: torch.device) -> Tensor:
 
 
 def sequence_lengths(batch: Batch) -> list[int]:
+    """Return the tokens of prompt and response of each row."""
     if not len(batch):
         return []
     total: Tensor = batch["prompt_ids"].lengths + batch["response_ids"].lengths
@@ -174,7 +188,7 @@ def sequence_lengths(batch: Batch) -> list[int]:
 
 
 def pack_rows(batch: Batch, device: torch.device, least: float = 0.0) -> Packed:
-    """Pack prompt and response of each row, one after the other, on ``device``; the other fields stay with the rows.
+    """Return prompt and response of each row, packed one after the other on ``device``; the other fields stay with the rows.
 
     Rows of one prompt share its tokens except the last one: the hidden states that are read, from there on, are each row's own. They
     share only if that saves more than the part ``least`` of all tokens, and where experts are given, only if they are the same.
@@ -193,10 +207,10 @@ def pack_rows(batch: Batch, device: torch.device, least: float = 0.0) -> Packed:
         if first == num_tokens:  # a new prompt
             parts.append(begin)
             num_tokens += len(begin)
-        num_own = len(prompt) - len(begin) + len(response)
+        num_unshared = len(prompt) - len(begin) + len(response)
         parts += [prompt[-1:], response]
-        token_index += [torch.arange(first, first + len(begin)), torch.arange(num_tokens, num_tokens + num_own)]
-        num_tokens += num_own
+        token_index += [torch.arange(first, first + len(begin)), torch.arange(num_tokens, num_tokens + num_unshared)]
+        num_tokens += num_unshared
     lengths, index_of_rows = batch["prompt_ids"].lengths + batch["response_ids"].lengths, torch.cat(token_index)
     tokens, shares = ragged(parts, torch.int64).values, len(index_of_rows) - num_tokens > least * len(index_of_rows)
     return Packed(
@@ -204,18 +218,18 @@ def pack_rows(batch: Batch, device: torch.device, least: float = 0.0) -> Packed:
     )
 
 
-def learnt_rows(batch: Batch, only: str | None) -> Batch:
-    """``batch``, with no response tokens of the model in rows where the field ``only``, bool [rows], is false."""
-    if only is None or not len(batch) or bool(batch[only].all()):
+def learnt_rows(batch: Batch, learn_if: str | None) -> Batch:
+    """Return ``batch`` with no response tokens of the model in rows where the field ``learn_if``, bool [rows], is false."""
+    if learn_if is None or not len(batch) or bool(batch[learn_if].all()):
         return batch
     lengths = batch["response_ids"].lengths
-    mask = torch.repeat_interleave(batch[only].bool(), lengths)
+    mask = torch.repeat_interleave(batch[learn_if].bool(), lengths)
     mask = mask & batch[MASK].values if MASK in batch else mask
     return batch.union(batch.with_fields(**{MASK: Ragged(mask, lengths)}))
 
 
 def model_tokens(batch: Batch) -> Tensor:
-    """Response tokens that the model drew, int64 [rows]: all tokens, or those of the mask if there is an environment."""
+    """Return the response tokens that the model drew, int64 [rows]: all tokens, or those of the mask if there is an environment."""
     counts: Tensor = batch[MASK].counts() if MASK in batch else batch["response_ids"].lengths
     return counts
 
@@ -249,18 +263,18 @@ def response_log_probs(
 
 def response_values(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
     """Return the value of the state before each response token of the model, [response tokens]."""
-    return _values_at(decoder, hidden, response_positions(micro))
+    return _values_of(decoder, hidden, response_positions(micro))
 
 
 def last_token_value(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
     """Return the value head on each row's last token, [rows]."""
     ends = micro.lengths.cumsum(0) - 1
-    return _values_at(decoder, hidden, ends if micro.token_index is None else micro.token_index[ends])
+    return _values_of(decoder, hidden, ends if micro.token_index is None else micro.token_index[ends])
 
 
-def _values_at(decoder: Decoder, hidden: Tensor, positions: Tensor) -> Tensor:
-    (values_there,) = at_tokens(hidden, positions, decoder.cp, lambda states, _: [values(decoder, states)])
-    return values_there
+def _values_of(decoder: Decoder, hidden: Tensor, positions: Tensor) -> Tensor:
+    (values_of_positions,) = at_tokens(hidden, positions, decoder.cp, lambda states, _: [values(decoder, states)])
+    return values_of_positions
 
 
 def drawn(batch: Batch, name: str) -> Tensor:

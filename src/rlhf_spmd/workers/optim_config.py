@@ -65,7 +65,7 @@ class OptimConfig:
             raise ValueError(f"{where}.name=adamw_8bit needs the library: pip install bitsandbytes")
 
 
-def with_usual_rates(config: OptimConfig, lr: float, head_lr: float | None) -> OptimConfig:
+def with_role_rates(config: OptimConfig, lr: float, head_lr: float | None) -> OptimConfig:
     """Return the settings with ``lr``, and this ``head_lr``, where they leave ``lr`` to the role."""
     return (
         config
@@ -85,7 +85,7 @@ def learning_rate(config: OptimConfig, step: int, total: int) -> float:
     Linear warm-up goes from lr / warmup to lr (starting at 0, the first step would do nothing). Then the schedule falls to
     min_lr_ratio * lr at ``total``, and stays there.
     """
-    assert config.lr is not None, "with_usual_rates gives each role its own"
+    assert config.lr is not None, "with_role_rates sets the learning rate of each role"
     warmup = warmup_steps(config, total)
     if step < warmup:
         return config.lr * (step + 1) / warmup

@@ -98,7 +98,7 @@ class EightBit:
         return wide
 
     def narrow(self, wide: Tensors, state: Tensors) -> None:
-        """The inverse of :meth:`widen`, written into ``state``. Restores the same bits."""
+        """Write the inverse of :meth:`widen` into ``state``, with the same bits as before it."""
         for key in self._narrow(state):
             values, table = wide[key].to(state[key].device).flatten(), self._table(key, state[key].device)
             blocks = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
@@ -112,7 +112,10 @@ class EightBit:
         return [key for key in SIGNED if key + SCALE in state and state[key].numel()]
 
     def _table(self, key: str, device: torch.device) -> Tensor:
-        """The numbers that bytes stand for. The map lacks -1; its least, -0.99, becomes -1, so a block's largest is its scale again."""
+        """Return the numbers that bytes stand for.
+
+        The map lacks -1. Its least, -0.99, becomes -1, so a block's largest is its scale again.
+        """
         table = self._maps[key].to(device, copy=True)
         if SIGNED[key]:
             table[0] = -1.0
@@ -143,12 +146,12 @@ class Optimizer:
         self.total_steps = total_steps
         self.step_count = 0
         self.skipped = 0
-        self._usual, self._eight_bit = AdamW(), EightBit() if config.name == "adamw_8bit" else None
+        self._adamw, self._eight_bit = AdamW(), EightBit() if config.name == "adamw_8bit" else None
         # (rule, whether it is a head) -> name -> elements in its buckets
         self._groups: dict[tuple[UpdateRule, bool], dict[str, int]] = {}
-        kept: dict[str, StateForms] = {}
+        forms_by_name: dict[str, StateForms] = {}
         for name, param in params.items():
-            rule: UpdateRule = self._eight_bit if self._eight_bit is not None and param.dim() > 1 else self._usual
+            rule: UpdateRule = self._eight_bit if self._eight_bit is not None and param.dim() > 1 else self._adamw
             size = param.numel()
             for muon in muons:
                 if name in muon.sizes:
@@ -156,17 +159,17 @@ class Optimizer:
             if size:
                 self._groups.setdefault((rule, name in heads), {})[name] = size
             dtype = accumulation_dtype(param.dtype) if config.master_weights else param.dtype
-            kept[name] = rule.state_forms(param.shape, dtype) | (
+            forms_by_name[name] = rule.state_forms(param.shape, dtype) | (
                 {"master": (param.shape, dtype)} if dtype != param.dtype else {}
             )
-        self._states = self._zeros(kept, next((param.device for param in params.values()), torch.device("cpu")))
+        self._states = self._zeros(forms_by_name, next((param.device for param in params.values()), torch.device("cpu")))
         self.refresh_masters(params)
 
-    def _zeros(self, kept: Mapping[str, StateForms], device: torch.device) -> dict[str, dict[str, Tensor]]:
-        forms = [form for forms_of in kept.values() for form in forms_of.values()]
+    def _zeros(self, forms_by_name: Mapping[str, StateForms], device: torch.device) -> dict[str, dict[str, Tensor]]:
+        forms = [form for forms_of in forms_by_name.values() for form in forms_of.values()]
         on_host = host_zeros(forms, device) if self.config.offload else None
         zeros = iter(on_host or [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in forms])
-        return {name: {key: next(zeros) for key in forms_of} for name, forms_of in kept.items()}
+        return {name: {key: next(zeros) for key in forms_of} for name, forms_of in forms_by_name.items()}
 
     @property
     def lr(self) -> float:
@@ -175,7 +178,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, params: Tensors, grads: Tensors) -> float:
-        """Update ``params`` in place (names and shapes as at construction). Returns the learning rate used.
+        """Update ``params`` in place (names and shapes as at construction). Return the learning rate used.
 
         With Muon: collective over the mesh's dp and tp: every rank of them must call, in program order.
         """
@@ -185,15 +188,15 @@ class Optimizer:
             for names in buckets(sizes, rule.bucket):
                 RECORDER.tick()
                 device = params[names[0]].device
-                kept = [self._states[name] for name in names]
-                states = [{key: x.to(device, non_blocking=True) for key, x in state.items()} for state in kept]
+                stored = [self._states[name] for name in names]
+                states = [{key: x.to(device, non_blocking=True) for key, x in state.items()} for state in stored]
                 updated = {name: state.get("master", params[name]) for state, name in zip(states, names, strict=True)}
                 summed = [grads[name].to(new.dtype) for name, new in updated.items()]
                 rule.update(self.config, updated, summed, states, self.step_count - self.skipped, head_lr if is_head else lr)
                 for name, new in updated.items():
                     if new is not params[name]:
                         params[name].copy_(new)
-                for state, moved in zip(kept, states, strict=True):
+                for state, moved in zip(stored, states, strict=True):
                     for key, x in state.items():
                         if moved[key] is not x:
                             x.copy_(moved[key], non_blocking=True)
@@ -203,7 +206,7 @@ class Optimizer:
         return lr
 
     def skip(self) -> float:
-        """Go on in the schedule and leave parameters and states as they are. Returns the learning rate of the step that it skips."""
+        """Go on in the schedule and leave parameters and states as they are. Return the learning rate of the step that it skips."""
         lr = self.lr
         self.step_count, self.skipped = self.step_count + 1, self.skipped + 1
         return lr
@@ -216,7 +219,7 @@ class Optimizer:
                 state["master"].copy_(params[name])
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Parameter name -> state name -> tensor of the shard's shape.
+        """Return parameter name -> state name -> tensor of the shard's shape.
 
         The states are "exp_avg" and "exp_avg_sq", or "momentum_buffer"; and "master" for half-precision parameters. These are the
         tensors themselves; 8-bit states are copies on the host in float32. To load the optimizer, write into them, call

@@ -31,7 +31,7 @@ from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, SequenceState, TokenLogprobs
 
 REASONS: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length")
-NOTED = ("log_probs", "log_probs_t1", "versions")
+TOKEN_FIELDS = ("log_probs", "log_probs_t1", "versions")
 
 
 class PartialRollouts:
@@ -39,7 +39,7 @@ class PartialRollouts:
 
     - groups: the row ids of each group in flight
     - ended: completions of rows of these groups; the generator's ``kept`` has the rows that have not ended
-    - saved: rows from a checkpoint, which continue as soon as :meth:`advance` is asked for them
+    - saved: rows from a checkpoint, which continue as soon as :meth:`advance` gets requests for them
     """
 
     def __init__(self, generator: Generator) -> None:
@@ -52,39 +52,38 @@ class PartialRollouts:
         self,
         requests: Sequence[Request],
         sampling: SamplingConfig,
-        number: int,
-        weights: int,
+        global_step: int,
+        version: int,
         num_groups: int,
         tick: Callable[[], None],
     ) -> tuple[list[Completion], list[int]]:
-        """Generate until ``num_groups`` whole groups have ended. Returns the completions of the oldest such groups, and their ids.
+        """Generate until ``num_groups`` complete groups have ended. Return the completions of the oldest such groups, and their ids.
 
         - requests: all rows in flight on this replica, new ones among them
-        - number: the step
-        - weights: the step that started with the weights of this rank
+        - version: of this rank's weights, the step that started with them
 
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
-        known = {row for rows in self.groups.values() for row in rows}
-        new = [request for request in requests if request.row_id not in known]
+        rows_in_flight = {row for rows in self.groups.values() for row in rows}
+        new = [request for request in requests if request.row_id not in rows_in_flight]
         fresh = self._restore(new, sampling.logprobs or 0)
         for request in new:
             self.groups.setdefault(request.group_id, []).append(request.row_id)
-        num_whole = len(self._whole())
-        fraction = (num_groups - num_whole) / max(len(self.groups) - num_whole, 1)
+        num_complete = len(self._complete_groups())
+        fraction = (num_groups - num_complete) / max(len(self.groups) - num_complete, 1)
         if fraction <= 0:  # rows that ended in the last step are enough
-            self.generator.kept += [SequenceState(request, number) for request in fresh]
+            self.generator.kept += [SequenceState(request, global_step) for request in fresh]
             self.generator.stats = GenerationStats()
         else:
             limits = GenerationLimits(fraction=fraction)
-            ended = self.generator.generate_until(fresh, sampling, sampling.seed, number, limits, weights, tick)
+            ended = self.generator.generate_until(fresh, sampling, sampling.seed, global_step, limits, version, tick)
             self.generator.before_training()  # the weights change before the next call
             self.ended |= {completion.row_id: completion for completion in ended}
-        finished = self._whole()[:num_groups]
+        finished = self._complete_groups()[:num_groups]
         rows = sorted(row for group in finished for row in self.groups.pop(group))
         return [self.ended.pop(row) for row in rows], finished
 
-    def _whole(self) -> list[int]:
+    def _complete_groups(self) -> list[int]:
         """Return the groups whose rows have all ended, the oldest first."""
         return sorted(group for group, rows in self.groups.items() if all(row in self.ended for row in rows))
 
@@ -98,31 +97,35 @@ class PartialRollouts:
         none = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64)
         rows = dict[int, tuple[Any, ...]]()
         for row in self.generator.kept:
-            noted = (row.token_logprobs or none)[:3]
-            rows[row.request.row_id] = row.step, 0, row.token_ids, row.experts, *noted
+            columns_of_row = (row.token_logprobs or none)[:3]
+            rows[row.request.row_id] = row.step, 0, row.token_ids, row.experts, *columns_of_row
         for row_id, c in self.ended.items():
-            noted = c.log_probs, c.log_probs_t1, c.versions
-            rows[row_id] = 0, REASONS.index(c.finish_reason), c.token_ids, c.experts, *noted
+            columns_of_row = c.log_probs, c.log_probs_t1, c.versions
+            rows[row_id] = 0, REASONS.index(c.finish_reason), c.token_ids, c.experts, *columns_of_row
         row_ids = torch.tensor(sorted(rows), dtype=torch.int64)
-        steps, reasons, tokens, experts, *known = zip(*(rows[row] for row in sorted(rows)), strict=True) if rows else [()] * 7
+        steps, reasons, tokens, experts, *columns = zip(*(rows[row] for row in sorted(rows)), strict=True) if rows else [()] * 7
         fields: dict[str, Field] = {"step": torch.tensor(steps, dtype=torch.int64)}
         fields |= {"reason": torch.tensor(reasons, dtype=torch.int64), "token_ids": ragged(tokens, torch.int64)}
         if self.generator.records_experts:
-            unknown = no_experts(self.generator.decoder.spec)
-            parts = [unknown if each is None else each for each in experts]
-            lengths = torch.tensor([len(each) for each in parts], dtype=torch.int64)
-            fields["experts"] = Ragged(torch.cat([unknown, *parts]), lengths)
+            placeholder = no_experts(self.generator.decoder.spec)
+            parts = [placeholder if row_experts is None else row_experts for row_experts in experts]
+            lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+            fields["experts"] = Ragged(torch.cat([placeholder, *parts]), lengths)
         kinds = None, None, torch.int64
-        return Batch(row_ids, row_ids, fields | {n: ragged(c, kind) for n, c, kind in zip(NOTED, known, kinds, strict=True)})
+        return Batch(
+            row_ids,
+            row_ids,
+            fields | {name: ragged(column, kind) for name, column, kind in zip(TOKEN_FIELDS, columns, kinds, strict=True)},
+        )
 
-    def take_back(self, states: Sequence[Batch]) -> None:
-        """Take the rows that all replicas saved. Several replicas may have saved the same rows."""
+    def restore(self, states: Sequence[Batch]) -> None:
+        """Restore the rows that all replicas saved. Several replicas may have saved the same rows."""
         rows = concat(states)
         _, first = np.unique(rows.row_ids.numpy(), return_index=True)
         self.saved = rows.take(first)
 
     def _restore(self, requests: Sequence[Request], num_top: int) -> list[Request]:
-        """Restore the rows that a checkpoint has. Returns the other requests. ``num_top``: number of likeliest tokens per position.
+        """Restore the rows that a checkpoint has. Return the other requests. ``num_top``: number of likeliest tokens per position.
 
         Raises CheckpointError if a row is longer than its limit now allows.
         """
@@ -130,7 +133,7 @@ class PartialRollouts:
             return list(requests)
         saved, self.saved = self.saved, None
         index_of = {row: i for i, row in enumerate(saved.row_ids.tolist())}
-        columns = {name: saved[name].rows() for name in ("token_ids", *NOTED)}
+        columns = {name: saved[name].rows() for name in ("token_ids", *TOKEN_FIELDS)}
         records = self.generator.records_experts
         experts: list[Any] = saved["experts"].rows() if records and "experts" in saved else [None] * len(saved)
         for request in requests:
@@ -138,7 +141,7 @@ class PartialRollouts:
                 continue
             i = index_of[request.row_id]
             tokens, reason = columns["token_ids"][i].tolist(), REASONS[int(saved["reason"][i])]
-            log_probs, log_probs_t1, versions = (columns[name][i] for name in NOTED)
+            log_probs, log_probs_t1, versions = (columns[name][i] for name in TOKEN_FIELDS)
             if len(tokens) >= request.max_new_tokens + (reason is not None):
                 raise CheckpointError(
                     f"the checkpoint has row {request.row_id} in flight with {len(tokens)} tokens, and max_response_length is "
@@ -150,8 +153,8 @@ class PartialRollouts:
                     "run was started with"
                 )
             if reason is not None:
-                noted = tokens, log_probs, log_probs_t1, reason, versions
-                self.ended[request.row_id] = Completion(request.row_id, *noted, experts=experts[i])
+                fields = tokens, log_probs, log_probs_t1, reason, versions
+                self.ended[request.row_id] = Completion(request.row_id, *fields, experts=experts[i])
             else:
                 top = log_probs.new_zeros(len(tokens), num_top)  # nothing in training reads them
                 notes = TokenLogprobs(log_probs, log_probs_t1, versions, top.long(), top) if tokens else None

@@ -1,4 +1,4 @@
-"""What a training rank holds of a model, and with which ranks it shares each part. Pure."""
+"""The shards of a model on a training rank, and with which ranks it shares each of them. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def named_by_chunk(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
-    """Join the chunks' dictionaries by parameter name. With several chunks, names get the prefix ``chunks.<i>.``."""
+    """Return the chunks' dictionaries as one, by parameter name. With several chunks, names get the prefix ``chunks.<i>.``."""
     prefixes = [f"chunks.{i}." for i in range(len(parts))] if len(parts) > 1 else [""]
     return {prefix + name: x for prefix, part in zip(prefixes, parts, strict=True) for name, x in part.items()}
 
@@ -29,8 +29,10 @@ def named_by_chunk(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
 def chunk_shards(
     spec: ModelSpec, head: str, layout: Layout, pp_rank: int, tp_rank: int, lora: LoraConfig | None = None
 ) -> list[dict[str, ParamShard]]:
-    """For each chunk of layers, parameter name -> shape and boxes on the rank at (pp_rank, tp_rank), before ZeRO cuts out its rows and
-    ep its experts."""
+    """Return for each chunk of layers: parameter name -> shape and boxes on the rank at (pp_rank, tp_rank).
+
+    That is before ZeRO cuts out the rank's rows and ep its experts.
+    """
     num_stages, stages = layout.pp * layout.vpp, layout.stages(pp_rank)
     plan = partial(plan_params, lora=lora, expert_parallel_generation=layout.expert_parallel_generation)
     return [plan(spec, head, stage, num_stages, tp_rank, layout.tp) for stage in stages]
@@ -43,7 +45,7 @@ def rank_shards(
     return named_by_chunk(chunk_shards(spec, head, layout, pp_rank, tp_rank, lora))
 
 
-def own_rows(plan: Mapping[str, ParamShard], mesh: Mesh) -> dict[str, ParamShard]:
+def zero_part(plan: Mapping[str, ParamShard], mesh: Mesh) -> dict[str, ParamShard]:
     """Return the plan, restricted to the rows that ZeRO and ep leave on this rank."""
     assert isinstance(mesh.layout, Layout)
     zero = (mesh.dp_shard.rank, mesh.dp_shard.size) if stage_of_zero(mesh.layout) else (0, 1)
@@ -54,6 +56,6 @@ def replica_groups(
     grads: Mapping[str, Tensor], shards: Mapping[str, ParamShard], mesh: Mesh
 ) -> list[tuple[Group, dict[str, Tensor]]]:
     """Return the gradients, each beside the group whose ranks hold the same rows of it."""
-    apart = {name for name in grads if shards[name].by_expert} if mesh.ep.size > 1 else set[str]()
-    sides = (mesh.dp_replicate, grads.keys() - apart), (mesh.ep_copies, apart)
-    return [(group, {name: grad for name, grad in grads.items() if name in names}) for group, names in sides if names]
+    by_expert = {name for name in grads if shards[name].by_expert} if mesh.ep.size > 1 else set[str]()
+    names_by_group = (mesh.dp_replicate, grads.keys() - by_expert), (mesh.ep_copies, by_expert)
+    return [(group, {name: grad for name, grad in grads.items() if name in names}) for group, names in names_by_group if names]

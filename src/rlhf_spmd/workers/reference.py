@@ -33,7 +33,7 @@ def as_training_began(engine: TrainEngine) -> Iterator[None]:
 
 
 class ReferenceWorker(ModelWorker):
-    _from_actor: WeightSync | None = None  # made when it is first needed
+    _from_actor: WeightSync | None = None  # built for the first ``follow``
     _arrived: dict[str, Tensor]  # the actor's weights as this rank's shards
 
     def enter(self, call: CallRecord) -> None:
@@ -41,7 +41,7 @@ class ReferenceWorker(ModelWorker):
         if call.spec.name != "follow":
             return
         if self._from_actor is None:
-            self._from_actor = WeightSync(call.args[0].owned, self.model, "follow")
+            self._from_actor = WeightSync(call.args[0].owned, self.weights, "follow")
         self._arrived = {}
         if self.member:
             self._arrived = {name: torch.empty_like(shard) for name, shard in self.engine.local_tensors().items()}
@@ -50,7 +50,7 @@ class ReferenceWorker(ModelWorker):
 
     @register(ONE_TO_ALL, kind="train")
     def follow(self, actor: ModelWorker, alpha: float) -> None:
-        """weights = ``alpha`` * the actor's + (1 - ``alpha``) * weights, at least in float32.
+        """Set weights = ``alpha`` * the actor's + (1 - ``alpha``) * weights, at least in float32.
 
         Collective over both pools: every rank of them must call, in program order.
         """
@@ -62,8 +62,9 @@ class ReferenceWorker(ModelWorker):
 
     @register(THREE_D, inputs=ROW_INPUTS, outputs=("ref_log_prob",), split_groups=True, streams=True)
     def compute_ref_log_prob(self, batch: Batch, temperature: float | None = None) -> Batch | None:
-        """``ref_log_prob``: ragged [response tokens], at ``temperature``, by default that of sampling. A role that is trained computes
-        as it began.
+        """Return ``ref_log_prob``: ragged [response tokens], at ``temperature``, by default that of sampling.
+
+        A role that is trained computes as it began.
         """
         with as_training_began(self.engine) if self.trained else nullcontext():
             result = self.log_probs(batch, temperature or self.context.temperature)

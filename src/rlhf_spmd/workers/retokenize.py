@@ -71,7 +71,7 @@ class Retokenizer:
         return [*ids, end] if ended and end is not None and ids[-1:] != [end] else ids
 
     def __call__(self, batch: Batch) -> tuple[Batch, dict[int, str]]:
-        """``batch`` with the model's ``prompt_ids`` and ``response_ids`` (the row's last token); and refusals as :meth:`read`."""
+        """Return ``batch`` with the model's ``prompt_ids`` and ``response_ids`` (the last token), and refusals as :meth:`read`."""
         if not len(batch):
             return batch, {}
         sequences, refused = self.read(batch)
@@ -97,7 +97,7 @@ class Retokenizer:
         return sequences, refused
 
     def refusal(self, ids: Sequence[int]) -> str | None:
-        """Why the model cannot read these tokens; None if it can."""
+        """Return why the model cannot read these tokens; None if it can."""
         if not ids:
             return "the reward model's tokenizer makes no token of the row"
         if len(ids) > self.limit:
@@ -108,7 +108,7 @@ class Retokenizer:
 
 
 class JudgePrompts(Retokenizer):
-    """What a judge is asked about a row: the judge template's text, as a user's message if the judge has a chat template.
+    """The question to a judge about a row: the judge template's text, as a user's message if the judge has a chat template.
 
     ``apply_chat_template`` decides otherwise. ``limit``: of the tokens of question and verdict together.
     """
@@ -124,7 +124,7 @@ class JudgePrompts(Retokenizer):
         self.judge = config.judge
         has_template = self.encoder.template or getattr(tokenizer, "chat_template", None)
         self.chats = bool(has_template) if config.apply_chat_template == "auto" else bool(config.apply_chat_template)
-        self.special = re.compile("|".join(map(re.escape, Decoding(tokenizer).special_ids)) or r"\Z(?!\Z)")
+        self._special_names = re.compile("|".join(map(re.escape, Decoding(tokenizer).special_ids)) or r"\Z(?!\Z)")
 
     def encode(self, row: Mapping[str, Any], response: str, ended: bool) -> list[int]:
         """Return the question's tokens. Raises DataError if there is no chat template, or it refuses a user's message."""
@@ -135,15 +135,15 @@ class JudgePrompts(Retokenizer):
         if messages is not None and len(messages) > 1:
             prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
         values = {"prompt": prompt, "response": response, "answer": str(row.get("answer"))}
-        text = self.judge.render({name: self._without_special(value) for name, value in values.items()})
+        text = self.judge.render({name: self._without_special_names(value) for name, value in values.items()})
         if self.chats:
             with named_row(where):
                 text = self.encoder.apply_template([{"role": "user", "content": text}])
         return next(self.encoder.tokenize([text], special_tokens=not self.chats))
 
-    def _without_special(self, text: str) -> str:
-        """Remove the names of the judge's special tokens: with them a policy could end its message and start another one."""
-        while (less := self.special.sub("", text)) != text:
+    def _without_special_names(self, text: str) -> str:
+        """Return ``text`` without the names of the judge's special tokens, with which a policy could end its message."""
+        while (less := self._special_names.sub("", text)) != text:
             text = less
         return text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,8 +29,41 @@ from rlhf_spmd.workers.objective import MASK, last_token_value, model_tokens
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
 from rlhf_spmd.workers.rollout_engine import build_generating
 
-# in what each run notes
-COUNTED = ("calls", "failures", "timeouts", "clipped", "unclosed", "answered", "no_answer", "declined")
+# counts that each run of the body returns
+COUNTS = ("calls", "failures", "timeouts", "clipped", "unclosed", "answered", "no_answer", "declined")
+
+
+@dataclass
+class RunNote:
+    """What a run of the body returns for the report, on one rank of each replica; empty on the others.
+
+    - counts: number of rows or calls by each name of :data:`COUNTS`
+    - first_error: why the first call failed, with its row; None if none failed
+    - extras: metric -> (sum, count) of the numbers that the function returns beside scores
+    - texts: row id -> prompt, response and row
+    - extracted: row id -> the answer that the function read in the response; None: none
+    """
+
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    first_error: str | None = None
+    extras: dict[str, tuple[float, int]] = field(default_factory=dict)
+    texts: dict[int, RewardRow] = field(default_factory=dict)
+    extracted: dict[int, str | None] = field(default_factory=dict)
+
+
+@dataclass
+class TextScores:
+    """Scores of a batch by its texts.
+
+    - scores [rows]: nan for rows that are not scored
+    - failed bool [rows]: calls that failed
+    - codes float64 [rows]: field ``answer_codes`` of :meth:`RewardWorker.compute_reward`
+    """
+
+    scores: Tensor
+    failed: Tensor
+    codes: Tensor
+    note: RunNote = field(default_factory=RunNote)
 
 
 class RewardWorker(ModelWorker):
@@ -41,15 +75,15 @@ class RewardWorker(ModelWorker):
 
     head = "value"
 
-    def build_more(self) -> None:
+    def build_role(self) -> None:
         self.reward = self.context.rewards[self.name]
-        self.first = self.name == next(iter(self.context.rewards))
-        one_for_each_replica = self.member and self.mesh.last_stage and self.mesh.tp_rank == self.mesh.cp_rank == 0
-        self.answers = one_for_each_replica and self.runs("compute_reward")
+        self.is_first = self.name == next(iter(self.context.rewards))
+        is_replica_first = self.member and self.mesh.last_stage and self.mesh.tp_rank == self.mesh.cp_rank == 0
+        self.is_reporter = is_replica_first and self.runs("compute_reward")
         self.called = False  # whether any rank has called the function
         self.warned = False  # of the first call that failed
         self.failing_since: int | None = None  # the step since which all calls have failed
-        scores_text = self.answers and self.reward.function is not None
+        scores_text = self.is_reporter and self.reward.function is not None
         self.runner = RewardRunner(self.reward, reward_key(self.name)) if scores_text else None
         by_rule = self.spec is None and self.reward.function is not None
         self.by_parts = by_rule and (self.reward.by_group or not self.reward.bind(reward_key(self.name)).batched)
@@ -68,17 +102,18 @@ class RewardWorker(ModelWorker):
             )
 
     def longest(self, context: int) -> int:
-        """Return the most tokens of a row that the model can hold."""
+        """Return the most tokens of a row that the model can read."""
         limits = self.context.limits
         return context if limits.rows is not None else min(context, limits.max_tokens * self.mesh.cp.size)
 
     def starts_early(self, method: str) -> bool:
+        """Return True if calls of ``method`` can start with some of the rows."""
         return method == "compute_reward" and self.by_parts
 
     def start_early(self, rows: Batch, ranks: int) -> None:
         assert self.runner is not None, "rows were started on a rank that scores none"
         self.runner.grow(ranks * self.reward.num_workers)
-        self.runner.begin(*self._asked(rows, *self._texts(rows)))
+        self.runner.begin(*self._call_inputs(rows, *self._texts(rows)))
 
     def continue_early(self) -> None:
         assert self.runner is not None
@@ -90,29 +125,29 @@ class RewardWorker(ModelWorker):
 
     def enter(self, call: CallRecord) -> None:
         super().enter(call)
-        rows = call.rows if self.first else None
+        rows = call.rows if self.is_first else None
         shown = call.args[0] if call.args else None
         self.shown: frozenset[int] = shown or frozenset()
         self.extracted: dict[int, str | None] = {}
         if rows is not None and shown is None:
             self.shown = frozenset(rows.row_ids[pick_samples(rows.group_ids.tolist(), self.context.num_samples)].tolist())
 
-    def _report(self, batch: Batch, result: Batch | None, noted: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return statistics of the scored rows of the global batch, and the texts of some rows as samples. ``noted``: of each run.
+    def _report(self, batch: Batch, result: Batch | None, notes: list[RunNote]) -> dict[str, Any]:
+        """Return statistics of the scored rows of the global batch, and the texts of some rows as samples. ``notes``: of each run.
 
         Raises RewardError as :meth:`_check_calls` does.
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        report: dict[str, Any] = {name: sum(note[name] for note in noted) for name in COUNTED}
-        report["first_error"] = next((note["first_error"] for note in noted if note["first_error"]), None)
-        text_of = {row: text for note in noted for row, text in note["texts"].items()}
-        self.extracted = {row: text for note in noted for row, text in note["extracted"].items()}
+        report: dict[str, Any] = {name: sum(note.counts[name] for note in notes) for name in COUNTS}
+        report["first_error"] = next((note.first_error for note in notes if note.first_error), None)
+        text_of = {row: text for note in notes for row, text in note.texts.items()}
+        self.extracted = {row: answer for note in notes for row, answer in note.extracted.items()}
         texts = [text_of[row] for row in batch.row_ids.tolist()] if text_of else []
         scores = torch.zeros(len(batch)) if result is None else result["scores"]
         scored = ~scores.isnan()
         report |= self._statistics(batch, scores[scored], report)
-        report["extras"] = merge_sums([*(note["extras"] for note in noted), *self._by_source(texts, scores, scored)])
+        report["extras"] = merge_sums([*(note.extras for note in notes), *self._by_source(texts, scores, scored)])
         report["samples"] = [
             self.sample(batch, i, texts[i], scores) for i in range(len(texts)) if int(batch.row_ids[i]) in self.shown
         ]
@@ -128,20 +163,20 @@ class RewardWorker(ModelWorker):
         streams=True,
         report=_report,
     )
-    def compute_reward(self, batch: Batch, shown: frozenset[int] | None = None) -> tuple[Batch | None, dict[str, Any]]:
-        """Score each row. ``shown``: ids of the rows that the first reward reports as samples; None: some of every step.
+    def compute_reward(self, batch: Batch, shown: frozenset[int] | None = None) -> tuple[Batch | None, RunNote]:
+        """Return the score of each row.
 
         ``scores`` [rows]: weight * function + model_weight * model; nan for rows that this reward does not score. The first reward
         adds weight * reward of the row's environment. ``failed`` bool [rows]: a call or the environment failed, so the row has no
         score, whatever other rewards say. ``answer_codes`` float64 [rows]: equal for responses in which the function read equal
-        answers, -1 if it read none, nan if it reads no answers. Raises RewardError for a score beyond float32.
+        answers, -1 if it read none, nan if it reads no answers. ``shown``: ids of the rows that the first reward reports as samples;
+        None: some of every step. Raises RewardError for a score beyond float32.
 
         Collective over the pool: every rank of it must call, in program order.
         """
         # weighted scores are summed at least in float32, also for a model in bfloat16
         dtype = torch.promote_types(self.config.torch_dtype(torch.device("cpu")), torch.float32)
         scores = torch.zeros(len(batch), dtype=dtype)
-        codes = torch.full((len(batch),), torch.nan, dtype=torch.float64)
         failed, refused = torch.zeros(len(batch), dtype=torch.bool), dict[int, str]()
         if self.spec is not None:
             by_model, refused = self.score_by_model(batch)
@@ -150,23 +185,23 @@ class RewardWorker(ModelWorker):
                 values = by_model.to(dtype)
                 values[failed] = self.reward.default or 0.0
                 scores += self.reward.model_weight * values
-        note = self._score_text(batch, scores, failed, codes, refused)
-        failed &= self.reward.default is None
-        if self.first and "environment_reward" in batch:
-            known = self.context.environments
-            names = [environment_of(known, row) for row in decode_json(batch["row"])]
-            weights = torch.tensor([torch.nan if name is None else known[name].weight for name in names], dtype=torch.float64)
-            more = weights * batch["environment_reward"]
-            failed |= more.isnan() & ~weights.isnan()
-            scores = scores.where(more.isnan(), (scores.masked_fill(scores.isnan(), 0.0) + more).to(dtype))
+        result = self._score_text(batch, scores, failed, refused)
+        scores, failed = result.scores, result.failed & (self.reward.default is None)
+        if self.is_first and "environment_reward" in batch:
+            configs = self.context.environments
+            names = [environment_of(configs, row) for row in decode_json(batch["row"])]
+            weights = torch.tensor([torch.nan if name is None else configs[name].weight for name in names], dtype=torch.float64)
+            rewards = weights * batch["environment_reward"]
+            failed |= rewards.isnan() & ~weights.isnan()
+            scores = scores.where(rewards.isnan(), (scores.masked_fill(scores.isnan(), 0.0) + rewards).to(dtype))
         scores[failed] = torch.nan
         if len(beyond := (scores.abs() > torch.finfo(torch.float32).max).nonzero()):
             row = decode_json(batch["row"])[int(beyond[0])].get("id")
             raise RewardError(
                 f"{reward_key(self.name)}: the score of row {row} is beyond float32; lower the weights, or what the function returns"
             )
-        result = batch.with_fields(scores=scores, failed=failed, answer_codes=codes)
-        return (result if self.mesh.last_stage and len(batch) else None), note
+        rows = batch.with_fields(scores=scores, failed=failed, answer_codes=result.codes)
+        return (rows if self.mesh.last_stage and len(batch) else None), result.note
 
     def score_by_model(self, batch: Batch) -> tuple[Tensor | None, dict[int, str]]:
         """Return the model's value of each row [rows], and why it cannot read some rows.
@@ -181,9 +216,9 @@ class RewardWorker(ModelWorker):
 
     def _by_source(self, texts: list[RewardRow], scores: Tensor, scored: Tensor) -> Iterator[dict[str, tuple[float, int]]]:
         """Yield for each scored row with a ``data_source``: the source's metric -> (score, 1)."""
-        for (_, _, row), score, counts in zip(texts, scores.tolist(), scored.tolist(), strict=False):
+        for (_, _, row), score, is_scored in zip(texts, scores.tolist(), scored.tolist(), strict=False):
             source = row.get("data_source")
-            if counts and source is not None:
+            if is_scored and source is not None:
                 yield {source_metric(self.name, source): (score, 1)}
 
     def sample(self, batch: Batch, i: int, text: RewardRow, scores: Tensor) -> dict[str, Any]:
@@ -221,13 +256,13 @@ class RewardWorker(ModelWorker):
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        pool, answering = self.mesh.pool, self.answers and len(batch) > 0
-        local = {name: report[name] for name in COUNTED}
-        local |= {"rows": len(batch) * self.answers, "scored": len(scores) * self.answers}
+        pool, is_reporter = self.mesh.pool, self.is_reporter and len(batch) > 0
+        local = {name: report[name] for name in COUNTS}
+        local |= {"rows": len(batch) * self.is_reporter, "scored": len(scores) * self.is_reporter}
         sums = torch.tensor([*local.values()], dtype=torch.float64)
-        total = {name: int(number) for name, number in zip(local, pool.all_reduce(sums, "control").tolist(), strict=True)}
-        first = torch.tensor([pool.rank if answering and report["first_error"] else pool.size])
-        source = int(pool.all_reduce(first, "control", "min"))
+        total = {name: int(count) for name, count in zip(local, pool.all_reduce(sums, "control").tolist(), strict=True)}
+        first_rank = torch.tensor([pool.rank if is_reporter and report["first_error"] else pool.size])
+        source = int(pool.all_reduce(first_rank, "control", "min"))
         self._check_calls(total, source, report["first_error"])
         metrics: dict[str, Any] = {
             "failures": [local["failures"]],
@@ -239,19 +274,19 @@ class RewardWorker(ModelWorker):
         if total["answered"] or total["no_answer"]:
             metrics |= {"answered": [local["answered"]], "no_answer": [local["no_answer"]]}
         x = scores.double()
-        if answering and len(x):
+        if is_reporter and len(x):
             mean = [float(x.sum()), len(x)]
             metrics |= {"mean": mean, "std": [*mean, float(x.square().sum())], "max": float(x.max()), "min": float(x.min())}
         metrics = {f"{self.name}/{key}": value for key, value in metrics.items()}
-        if answering and self.first:
+        if is_reporter and self.is_first:
             limit, prompts = self.context.max_prompt_length, batch["prompt_ids"].lengths
             clipped = int((prompts >= limit).sum()) if limit else 0
-            sides = ("response_length", model_tokens(batch), local["clipped"]), ("prompt_length", prompts, clipped)
-            for name, lengths, number in sides:
+            parts = ("response_length", model_tokens(batch), local["clipped"]), ("prompt_length", prompts, clipped)
+            for name, lengths, num_clipped in parts:
                 metrics[f"{name}/mean"] = [float(lengths.sum()), len(batch)]
                 metrics[f"{name}/max"] = float(lengths.max())
                 metrics[f"{name}/min"] = float(lengths.min())
-                metrics[f"{name}/clip_ratio"] = [number, len(batch)]
+                metrics[f"{name}/clip_ratio"] = [num_clipped, len(batch)]
         return metrics
 
     def _check_calls(self, total: dict[str, int], source: int, error: str | None) -> None:
@@ -271,12 +306,12 @@ class RewardWorker(ModelWorker):
             self.failing_since = None
         elif calls and self.failing_since is None:
             self.failing_since = step
-        others = set(self.context.added_rewards) - {self.name} if self.name in self.context.added_rewards else ()
+        other_rewards = set(self.context.added_rewards) - {self.name} if self.name in self.context.added_rewards else ()
         none_scored = declined and declined + failed == calls  # before the environment's reward and failures
-        if none_scored and not total["scored"] and not self.called and not others:  # other rewards may score them
-            number = "all" if declined == calls else str(declined)
+        if none_scored and not total["scored"] and not self.called and not other_rewards:  # other rewards may score them
+            count = "all" if declined == calls else str(declined)
             raise RewardError(
-                f"{reward_key(self.name)}.{self.reward.scorer} returned None for {number} of the first {calls} rows"
+                f"{reward_key(self.name)}.{self.reward.scorer} returned None for {count} of the first {calls} rows"
                 + ", and failed in the others" * (declined < calls)
             )
         self.called = self.called or calls > 0
@@ -287,13 +322,13 @@ class RewardWorker(ModelWorker):
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        said = self.mesh.pool.broadcast_bytes((error or "").encode(errors="replace"), "control", source).decode()
+        message = self.mesh.pool.broadcast_bytes((error or "").encode(errors="replace"), "control", source).decode()
         where = reward_key(self.name)
-        check_failures(self.reward, where, failed, calls, said, not self.called, again)
+        check_failures(self.reward, where, failed, calls, message, not self.called, again)
         if not self.warned and source == self.mesh.pool.rank:
             say(
                 f"{where}.{self.reward.scorer} failed; {where}.{self.reward.after_failure}, and they count in "
-                f"{self.name}/failures or {self.name}/timeouts: {said}"
+                f"{self.name}/failures or {self.name}/timeouts: {message}"
             )
         self.warned = True
 
@@ -317,7 +352,9 @@ class RewardWorker(ModelWorker):
         rows = zip(prompts, responses, masks, decode_json(batch["observations"]), strict=True)
         return [turn_messages(self.context.tokenizer, *row, tags) for row in rows]
 
-    def _asked(self, batch: Batch, texts: list[RewardRow], scored: Tensor) -> tuple[list[int], list[RewardRow], list[int]]:
+    def _call_inputs(
+        self, batch: Batch, texts: list[RewardRow], scored: Tensor
+    ) -> tuple[list[int], list[RewardRow], list[int]]:
         """Return the runner's arguments for the scored rows: their ids, the rows, their groups."""
         assert self.runner is not None
         chosen = scored.nonzero()[:, 0]
@@ -326,64 +363,73 @@ class RewardWorker(ModelWorker):
             texts = [(prompt, answer or "", row) for (prompt, _, row), answer in answers]
         if "observations" in batch:
             turns = self._turns(batch)
-            both = zip(texts, turns, strict=True)
-            texts = [(prompt, text, row | {TURNS: messages}) for (prompt, text, row), messages in both]
+            pairs = zip(texts, turns, strict=True)
+            texts = [(prompt, text, row | {TURNS: messages}) for (prompt, text, row), messages in pairs]
         rows = [texts[i] for i in chosen.tolist()]
         if self.runner.bound.takes_ids:
             ids = batch["response_ids"].rows()
-            pairs = zip(rows, chosen.tolist(), strict=True)
-            rows = [(prompt, text, row | {"completion_ids": ids[i].tolist()}) for (prompt, text, row), i in pairs]
+            indexed = zip(rows, chosen.tolist(), strict=True)
+            rows = [(prompt, text, row | {"completion_ids": ids[i].tolist()}) for (prompt, text, row), i in indexed]
         return batch.row_ids[chosen].tolist(), rows, batch.group_ids[chosen].tolist()
 
-    def _score_text(
-        self, batch: Batch, scores: Tensor, failed: Tensor, codes: Tensor, refused: dict[int, str]
-    ) -> dict[str, Any]:
-        """Add the function's scores to ``scores``, its failures to ``failed`` (bool [rows]) and its answers to ``codes``, in place.
+    def _score_text(self, batch: Batch, model_scores: Tensor, failed: Tensor, refused: dict[int, str]) -> TextScores:
+        """Return ``model_scores`` [rows] with the function's scores added; the same on all ranks of the last stage.
 
-        Rows that are not scored get nan. All ranks of the last stage get the same. Returns what :meth:`_report` needs to know, on tp
-        0 with the texts of each row id. ``refused``: why the model cannot read some rows.
+        ``failed`` bool [rows]: rows that have failed before. ``refused``: position of a row -> why the model cannot read it.
         """
-        report: dict[str, Any] = {**dict.fromkeys(COUNTED, 0), "first_error": None, "extras": {}, "texts": {}, "extracted": {}}
+        result = TextScores(model_scores.clone(), failed.clone(), torch.full((len(batch),), torch.nan, dtype=torch.float64))
         if not self.mesh.last_stage or not len(batch):
-            return report
-        if self.answers:
+            return result
+        if self.is_reporter:
             texts, scored = self._texts(batch)
-            report["texts"] = dict(zip(batch.row_ids.tolist(), texts, strict=True))
-            scores[~scored], failed[~scored] = torch.nan, False
-            limits = torch.tensor([row.get("max_response_length") or math.inf for _, _, row in texts])
-            limits = limits.clamp(max=self.context.max_response_length or math.inf)
-            report["clipped"] = int((batch["response_ids"].lengths >= limits).sum())
-            if self.reward.strip_reasoning:
-                answers = zip(self._answers(batch), scored.tolist(), strict=True)
-                report["unclosed"] = sum(counts and answer is None for answer, counts in answers)
-            if self.retokenizer is not None:
-                errors = [f"row {texts[index][2].get('id')}: {why}" for index, why in refused.items() if scored[index]]
-                report |= {"calls": int(scored.sum()), "first_error": next(iter(errors), None)}
-        if self.runner is not None:
-            keys, rows, groups = self._asked(batch, texts, scored)
-            result = self.runner.score(rows, groups, self.controller.tick, keys)
-            values = torch.tensor([torch.nan if score is None else score for score in result.scores], dtype=scores.dtype)
-            scores[scored] += self.reward.weight * (values if self.spec is None else values.nan_to_num(0.0))
-            failed[scored.nonzero()[list(result.errors), 0]] = True
-            if result.answers:
-                coded = [answer_code(answer) for answer in result.answers.values()]
-                codes[scored.nonzero()[list(result.answers), 0]] = torch.tensor(coded, dtype=torch.float64)
-                report["extracted"] = {keys[i]: answer for i, answer in result.answers.items()}
-                report["no_answer"] = list(result.answers.values()).count(None)
-                report["answered"] = len(result.answers) - report["no_answer"]
-            declined = sum(score is None and i not in result.errors for i, score in enumerate(result.scores))
-            report |= {"calls": len(rows), "timeouts": result.timeouts, "declined": declined}
-            extras = {f"{self.name}/extra/{name}": sums for name, sums in result.extra_sums().items()}
-            report |= {"first_error": report["first_error"] or result.first_error, "extras": extras}
-        report["failures"] = int(failed.sum()) - report["timeouts"] if self.answers else 0
+            result.scores[~scored], result.failed[~scored] = torch.nan, False
+            self._note_texts(batch, texts, scored, refused, result.note)
+            if self.runner is not None:
+                self._call_function(batch, texts, scored, result)
+            result.note.counts["failures"] = int(result.failed.sum()) - result.note.counts["timeouts"]
         if self.reward.function is not None or self.reward.data_sources is not None:
-            fields = torch.stack([scores.double(), failed.double(), codes])
+            fields = torch.stack([result.scores.double(), result.failed.double(), result.codes])
             for group in (self.mesh.tp, self.mesh.cp):  # cp last: only its first rank has what tp sends
                 group.broadcast(fields, 0, "batch")
-            scores.copy_(fields[0])
-            failed.copy_(fields[1] > 0)
-            codes.copy_(fields[2])
-        return report
+            result.scores.copy_(fields[0])
+            result.failed.copy_(fields[1] > 0)
+            result.codes.copy_(fields[2])
+        return result
+
+    def _note_texts(self, batch: Batch, texts: list[RewardRow], scored: Tensor, refused: dict[int, str], note: RunNote) -> None:
+        """Write into ``note`` what the report needs of the rows themselves. ``scored``, ``refused``: as in :meth:`_score_text`."""
+        note.texts = dict(zip(batch.row_ids.tolist(), texts, strict=True))
+        limits = torch.tensor([row.get("max_response_length") or math.inf for _, _, row in texts])
+        limits = limits.clamp(max=self.context.max_response_length or math.inf)
+        note.counts["clipped"] = int((batch["response_ids"].lengths >= limits).sum())
+        if self.reward.strip_reasoning:
+            answers = zip(self._answers(batch), scored.tolist(), strict=True)
+            note.counts["unclosed"] = sum(is_scored and answer is None for answer, is_scored in answers)
+        if self.retokenizer is not None:
+            errors = [f"row {texts[index][2].get('id')}: {reason}" for index, reason in refused.items() if scored[index]]
+            note.counts["calls"] = int(scored.sum())
+            note.first_error = next(iter(errors), None)
+
+    def _call_function(self, batch: Batch, texts: list[RewardRow], scored: Tensor, result: TextScores) -> None:
+        """Call the function for the ``scored`` rows, and add its scores, failures, answers and counts to ``result``."""
+        assert self.runner is not None
+        row_ids, rows, groups = self._call_inputs(batch, texts, scored)
+        returned = self.runner.score(rows, groups, self.controller.tick, row_ids)
+        note, positions = result.note, scored.nonzero()[:, 0]
+        values = torch.tensor([torch.nan if score is None else score for score in returned.scores], dtype=result.scores.dtype)
+        result.scores[scored] += self.reward.weight * (values if self.spec is None else values.nan_to_num(0.0))
+        result.failed[positions[list(returned.errors)]] = True
+        if returned.answers:
+            codes = [answer_code(answer) for answer in returned.answers.values()]
+            result.codes[positions[list(returned.answers)]] = torch.tensor(codes, dtype=torch.float64)
+            note.extracted = {row_ids[i]: answer for i, answer in returned.answers.items()}
+            note.counts["no_answer"] = list(returned.answers.values()).count(None)
+            note.counts["answered"] = len(returned.answers) - note.counts["no_answer"]
+        note.counts["calls"] = len(rows)
+        note.counts["timeouts"] = returned.timeouts
+        note.counts["declined"] = sum(score is None and i not in returned.errors for i, score in enumerate(returned.scores))
+        note.first_error = note.first_error or returned.first_error
+        note.extras = {f"{self.name}/extra/{name}": sums for name, sums in returned.extra_sums().items()}
 
 
 class JudgeWorker(RewardWorker):
@@ -394,8 +440,8 @@ class JudgeWorker(RewardWorker):
 
     head = "lm"
 
-    def build_more(self) -> None:
-        super().build_more()
+    def build_role(self) -> None:
+        super().build_role()
         self.verdicts: dict[int, str] = {}  # of the last call, by row id
         if self.runs("compute_reward"):
             self.generating = build_generating(self, None if self.retokenizer is None else self.retokenizer.tokenizer)
@@ -414,16 +460,16 @@ class JudgeWorker(RewardWorker):
         judge, generating = self.reward.judge, self.generating
         questions, refused = self.retokenizer.read(batch) if len(batch) else ([], {})
         chosen = [self.reward.chooses(row) for row in decode_json(batch["row"])] if len(batch) else []
-        asked = [i for i, chooses in enumerate(chosen) if chooses and i not in refused]
+        positions = [i for i, chooses in enumerate(chosen) if chooses and i not in refused]
         ids = batch.row_ids.tolist()
-        requests = [Request(ids[i], ids[i], questions[i], judge.max_response_length) for i in asked]
+        requests = [Request(ids[i], ids[i], questions[i], judge.max_response_length) for i in positions]
         sampling = SamplingConfig(temperature=judge.temperature, max_response_length=judge.max_response_length)
         with generating.generation_weights():
             completions = generating.generator.generate(requests, sampling, self.context.seed, 0, self.controller.tick)
         generating.report()
         scores = torch.zeros(len(batch), dtype=torch.float64)
         texts = decode(self.retokenizer.tokenizer, [completion.token_ids for completion in completions])
-        for i, verdict, completion in zip(asked, texts, completions, strict=True):
+        for i, verdict, completion in zip(positions, texts, completions, strict=True):
             self.verdicts[ids[i]] = verdict
             try:
                 scores[i] = judge.score(verdict, cut=completion.finish_reason == "length")

@@ -49,21 +49,22 @@ class RolePlan:
 
     @property
     def generation(self) -> GenerationLayout | None:
-        """The layout of ``generate_sequences``; None for a role that does not generate."""
+        """Return the layout of ``generate_sequences``; None for a role that does not generate."""
         return self.placement_of("generate_sequences").shape.generation
 
     @property
     def trained(self) -> bool:
+        """Return True if the role learns."""
         return issubclass(self.worker, ModelWorker) and self.worker.trained
 
     @property
     def pools(self) -> list[ResourcePool]:
-        """The role's pool, and those of its methods that run elsewhere."""
+        """Return the role's pool, and those of its methods that run elsewhere."""
         return [self.pool, *(call.pool for call in self.calls.values())]
 
     @property
     def directory(self) -> Path:
-        """The model's Hugging Face directory."""
+        """Return the model's Hugging Face directory."""
         assert self.config.path is not None, "a role with a model"
         return Path(self.config.path)
 

@@ -43,14 +43,14 @@ class RolloutEngine:
 
     @contextmanager
     def generation_weights(self) -> Iterator[None]:
-        """Inside the context the weights are in the generation layout.
+        """Open a context in which the weights are in the generation layout.
 
         Collective over the pool: every rank of it must call, in program order.
         """
         timeline = self.worker.controller.timeline
         with timeline.span(f"{self.worker.name}.to_generation", category="reshard"):
             merge_adapters(self.worker.engine, self.merged)
-            self.hybrid.to_generation(self.worker.model.version)
+            self.hybrid.to_generation(self.worker.weights.version)
         yield
         with timeline.span(f"{self.worker.name}.to_training", category="reshard"):
             self.hybrid.to_training()
@@ -63,8 +63,8 @@ class RolloutEngine:
         Collective over the replica: every rank of it must call, in program order.
         """
         self.worker.controller.tick()
-        if isinstance(self.worker.model, AsyncWeightReplica):
-            self.worker.model.poll(self.generator.mesh.replica)
+        if isinstance(self.worker.weights, AsyncWeightReplica):
+            self.worker.weights.poll(self.generator.mesh.replica)
 
     def report(self) -> dict[str, Any]:
         """Return metrics of the generator's last call.
@@ -91,7 +91,7 @@ class RolloutEngine:
 
 
 def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | None:
-    """Build a worker's rollout engine; None on ranks outside the pool. ``tokenizer``: of its model, for stop strings.
+    """Return a new rollout engine of a worker; None on ranks outside the pool. ``tokenizer``: of its model, for stop strings.
 
     Collective over the pool: every rank of it must call, in program order.
     """
@@ -118,14 +118,16 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
     decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", blocks, ops=ops, **options)
     decoder.requires_grad_(False)
     shards = partial(rank_shards, spec, "lm", worker.shape.layout)  # generation has no use for a second head
-    mine = shards(worker.mesh.pp_rank, worker.mesh.tp_rank)
+    rank_plan = shards(worker.mesh.pp_rank, worker.mesh.tp_rank)
     merged: dict[str, Tensor] = {}
     planned, parameters = worker.engine.param_shards(), worker.engine.parameters()
     # quantized matrices are only shapes until they are merged
-    absent = {name: torch.empty(planned[name].shape, dtype=dtype, device="meta") for name in mine if name not in parameters}
+    absent = {
+        name: torch.empty(planned[name].shape, dtype=dtype, device="meta") for name in rank_plan if name not in parameters
+    }
     hybrid = HybridWeights(
         shards,
-        lambda: {name: tensor for name, tensor in {**parameters, **absent, **merged}.items() if name in mine},
+        lambda: {name: tensor for name, tensor in {**parameters, **absent, **merged}.items() if name in rank_plan},
         decoder,
         lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, blocks, **options),
         gather,

@@ -43,7 +43,7 @@ class RouterRecord:
     def route(
         self, ops: Ops, layer: int, logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """As ``Ops.route``, of a layer by its global index."""
+        """Return and record what ``Ops.route`` chooses, of a layer by its global index."""
         weights, chosen = ops.route(logits, score_bias, rule, dtype)
         self.chosen[layer] = chosen.to(self._dtype)
         return weights, chosen
@@ -65,7 +65,7 @@ class ExpertRecords:
         return self._records
 
     def field(self, batch: Batch) -> Ragged:
-        """``routed_experts`` of the rows of ``batch``, on the CPU.
+        """Return ``routed_experts`` of the rows of ``batch``, on the CPU.
 
         Collective over pp and cp: every rank of them must call, in program order.
         """
@@ -77,8 +77,8 @@ class ExpertRecords:
         for part, record in zip(parts, self._records, strict=True):
             local = part[mesh.cp.rank :: mesh.cp.size]
             if len(local) and record.chosen:
-                chosen_here = torch.stack([chosen[: len(local)] for chosen in record.chosen.values()], 1).cpu()
-                local[:, [balance.numbers[layer] for layer in record.chosen]] = chosen_here
+                layer_experts = torch.stack([chosen[: len(local)] for chosen in record.chosen.values()], 1).cpu()
+                local[:, [balance.numbers[layer] for layer in record.chosen]] = layer_experts
         for group in (mesh.pp, mesh.cp):
             group.all_reduce(experts.view(torch.uint8), ROUTED_EXPERTS)
         rows = [
@@ -88,6 +88,6 @@ class ExpertRecords:
         lengths = [micro.lengths for micro in self._packed]
         fields = {ROUTED_EXPERTS: Ragged(torch.cat([experts[:0], *rows]), torch.cat([batch.row_ids[:0], *lengths]))}
         ids = torch.cat([batch.row_ids[:0], *(micro.extra.row_ids for micro in self._packed)])
-        found_rows = Batch(ids, ids, fields).reorder(batch.row_ids) if len(batch) else Batch(ids, ids, fields)
-        field: Ragged = found_rows[ROUTED_EXPERTS]
+        rows_of_call = Batch(ids, ids, fields).reorder(batch.row_ids) if len(batch) else Batch(ids, ids, fields)
+        field: Ragged = rows_of_call[ROUTED_EXPERTS]
         return field

@@ -43,7 +43,7 @@ from rlhf_spmd.workers.muon import muons_of
 from rlhf_spmd.workers.objective import Packed
 from rlhf_spmd.workers.optim_config import OptimConfig, accumulation_dtype
 from rlhf_spmd.workers.optimizer import Optimizer
-from rlhf_spmd.workers.rank_shards import chunk_shards, named_by_chunk, own_rows, rank_shards, replica_groups
+from rlhf_spmd.workers.rank_shards import chunk_shards, named_by_chunk, rank_shards, replica_groups, zero_part
 
 StagePass = Callable[[Action, Tensor | None], Tensor | None]
 Head = Callable[[Decoder, Tensor, Packed], Any]
@@ -106,8 +106,8 @@ class TrainEngine:
             for name, param in chunk.named_parameters():
                 param.requires_grad_(optim is not None and is_trained(name, head, self.lora is not None))
         wide = accumulation_dtype(dtype)
-        sides = [(chunk, chunk.layers, mesh, self.zero, wide, chunk.own_experts()) for chunk in self.chunks if self.zero]
-        self.zeros = [FSDPModel(*side) for side in sides]
+        fsdp_args = [(chunk, chunk.layers, mesh, self.zero, wide, chunk.own_experts()) for chunk in self.chunks if self.zero]
+        self.zeros = [FSDPModel(*args) for args in fsdp_args]
         self.storages = Storages()
         for tensors in (tensors for chunk in self.chunks for tensors in allocate(chunk, chunk.layers, device)):
             if not fill:
@@ -119,7 +119,7 @@ class TrainEngine:
         self._wide_grads: dict[str, Tensor] = {}
         self._plan_shards(head)
         plans = chunk_shards(spec, head, mesh.layout, mesh.pp_rank, mesh.tp_rank, self.lora)
-        for chunk, shards in zip(self.chunks, [own_rows(plan, mesh) for plan in plans], strict=True) if fill else ():
+        for chunk, shards in zip(self.chunks, [zero_part(plan, mesh) for plan in plans], strict=True) if fill else ():
             if path is None:
                 init_random(chunk, seed, shards)
             else:
@@ -132,8 +132,8 @@ class TrainEngine:
         self.optimizer = None
         if optim is not None:
             heads = [name for name in self._params if name.endswith("value.weight" if head == "both" else "head.weight")]
-            shards_at = partial(rank_shards, spec, head, mesh.layout, mesh.pp_rank)
-            muons = muons_of(mesh, shards_at) if optim.name == "muon" else ()
+            shards_of_tp = partial(rank_shards, spec, head, mesh.layout, mesh.pp_rank)
+            muons = muons_of(mesh, shards_of_tp) if optim.name == "muon" else ()
             self.optimizer = Optimizer(optim, self.trained_tensors(), total_updates, heads, muons)
             if wide != dtype:
                 self._accumulate_wide()
@@ -149,21 +149,21 @@ class TrainEngine:
         connect_stages(mesh, self.device)
 
     def _plan_shards(self, head: str) -> None:
-        """Plan what this rank holds, which part it counts in the gradient norm, and which part other tp ranks share."""
+        """Plan this rank's shards, which part it counts in the gradient norm, and which part other tp ranks share."""
         mesh = self.mesh
         tp = self.mesh.tp
         layout = self.mesh.layout
         assert isinstance(layout, Layout)
         plan = partial(rank_shards, self.spec, head, layout, lora=self.lora)
-        mine = plan(mesh.pp_rank, tp.rank)
+        rank_plan = plan(mesh.pp_rank, tp.rank)
         before = [plan(mesh.pp_rank, rank) for rank in range(tp.rank)]
         if self.chunks[0].tied_across_stages and not mesh.first_stage:
             before += [plan(0, rank) for rank in range(tp.size)]
-        others = [plan(mesh.pp_rank, rank) for rank in range(tp.size) if rank != tp.rank]
-        self._shards = own_rows(mine, mesh)
-        self._owned = own_rows(owned_boxes(mine, before), mesh)
+        other_slices = [plan(mesh.pp_rank, rank) for rank in range(tp.size) if rank != tp.rank]
+        self._shards = zero_part(rank_plan, mesh)
+        self._owned = zero_part(owned_boxes(rank_plan, before), mesh)
         scattered = named_by_chunk([dict.fromkeys(chunk.scattered) for chunk in self.chunks])
-        partial_shards = own_rows(partial_boxes(mine, others, scattered), mesh)
+        partial_shards = zero_part(partial_boxes(rank_plan, other_slices, scattered), mesh)
         self._partial = {name: shard for name, shard in partial_shards.items() if name in self.trained}
         for name, tensor in self.local_tensors().items():
             planned = self._shards[name].shape
@@ -194,11 +194,11 @@ class TrainEngine:
     # -- forward and backward
 
     def forward(self, micro_batches: Sequence[Packed], head: Head, routers: Sequence[Routers | None] = ()) -> list[Any]:
-        """``head(decoder, hidden [T, hidden], micro_batch)`` of every micro-batch, without gradients. Heads read it by ``at_tokens``.
+        """Return ``head(decoder, hidden [T, hidden], micro_batch)`` of every micro-batch, computed without gradients.
 
-        All replicas must pass equally many micro-batches, some of which may have no rows. ``routers``: through which the routers of
-        each choose; without them rows that have experts take those. Returns its values on the last stage; None
-        on other stages and for micro-batches without rows.
+        It is None on stages before the last one and for micro-batches without rows. Heads read ``hidden`` by ``at_tokens``. All
+        replicas must pass equally many micro-batches, some of which may have no rows. ``routers``: of each micro-batch, through which
+        its routers choose experts; without them, rows that have experts take those.
         """
         outputs: list[Any] = [None] * len(micro_batches)
 
@@ -233,7 +233,7 @@ class TrainEngine:
         micro-batches, because under ZeRO each has collectives over dp. ``row_weight``: by which the load-balancing loss of each row
         is multiplied, beside its coefficient.
 
-        Returns on the last stage the sums over this replica's micro-batches in float64, the loss as "loss"; {} on other stages.
+        Return on the last stage the sums over this replica's micro-batches in float64, the loss as "loss"; {} on other stages.
         Gradients are complete only in :meth:`optimizer_step`. Until then further calls add to them.
         """
         assert self.optimizer is not None, "this engine was built without an optimizer"
@@ -247,7 +247,7 @@ class TrainEngine:
 
     def _run(self, schedule: Schedule, batches: Sequence[Packed], forward: StagePass, backward: StagePass) -> None:
         rows = [rows_of(max(len(batch.tokens), 1), self.mesh.cp) for batch in batches]
-        shapes = [(self.chunks[0].num_rows(number), self.spec.hidden_size) for number in rows]
+        shapes = [(self.chunks[0].num_rows(num_rows), self.spec.hidden_size) for num_rows in rows]
         run_pipeline(schedule, self.mesh, shapes, self.dtype, self.device, forward, backward)
 
     def pass_through(
@@ -258,7 +258,7 @@ class TrainEngine:
         last: Callable[[Decoder, Tensor], Any],
         routers: Routers | None = None,
     ) -> Any:
-        """Run one micro-batch through a chunk. Without rows it is a single token, whose result nobody uses."""
+        """Return the result of a chunk for one micro-batch. Without rows it is that of a single token, which nobody uses."""
         attention: Attention = PackedAttention(batch.lengths.tolist() or [1], self.device, self.attention, batch.token_index)
         if received is None:
             received = batch.tokens if len(batch.lengths) else batch.tokens.new_zeros(1)
@@ -268,11 +268,12 @@ class TrainEngine:
     # -- the optimizer step
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip by the global norm, update, and clear the gradients. Returns ``grad_norm`` (before clipping), ``lr``,
+        """Clip by the global norm, update, and clear the gradients. Return ``grad_norm`` (before clipping), ``lr``,
         ``skipped_updates`` (0 or 1), and of models with experts the metrics of ``router_balance``.
 
         Where all gradients are 0 there is nothing to learn, and the update is skipped: weight decay and momentum would move the
         weights.
+
         If the norm is not finite, raises FloatingPointError on every rank of the pool, before any parameter has changed.
         """
         assert self.optimizer is not None, "this engine was built without an optimizer"
@@ -296,8 +297,8 @@ class TrainEngine:
             end = "embed.weight" if self.mesh.first_stage else "head.weight"
             (tied,) = (name for name in grads if name.endswith(end))
             self.mesh.first_last_group.all_reduce(grads[tied], "tied_gradients")
-        for group, some in replica_groups(grads, self._shards, self.mesh):
-            sum_in_buckets(some, group, "gradients")
+        for group, part in replica_groups(grads, self._shards, self.mesh):
+            sum_in_buckets(part, group, "gradients")
         return grads
 
     def _gradient(self, name: str, param: nn.Parameter) -> Tensor:
@@ -312,9 +313,9 @@ class TrainEngine:
     def _gradient_norm(self, grads: Mapping[str, Tensor]) -> float:
         """Return the 2-norm over all parameters of the model, each counted once, accumulated in float64."""
         square = torch.zeros((), dtype=torch.float64, device=self.device)
-        for group, some in replica_groups(grads, self._shards, self.mesh):
+        for group, part in replica_groups(grads, self._shards, self.mesh):
             if group.rank == 0:  # copies hold equal gradients, so only the first one counts
-                square += squared_norm(some, self._owned)
+                square += squared_norm(part, self._owned)
         return math.sqrt(float(self.mesh.pool.all_reduce(square, "grad_norm")))
 
     @torch.no_grad()
@@ -331,16 +332,16 @@ class TrainEngine:
     # -- parameters of this rank
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameter name -> the parameter: a plain one, or under ZeRO FSDP2's DTensor over this rank's rows."""
+        """Return parameter name -> the parameter: a plain one, or under ZeRO FSDP2's DTensor over this rank's rows."""
         return self._params
 
     def param_shards(self) -> dict[str, ParamShard]:
-        """Parameter name -> shape and boxes of this rank's local shard, after ZeRO; also of matrices that are quantized instead."""
+        """Return parameter name -> shape and boxes of this rank's local shard, after ZeRO; also of quantized matrices."""
         return self._shards
 
     @torch.no_grad()
     def local_tensors(self) -> dict[str, Tensor]:
-        """Parameter name -> this rank's local shard, not a copy."""
+        """Return parameter name -> this rank's local shard, not a copy."""
         self.reshard()
         return {name: local_part(param) for name, param in self._params.items()}
 
@@ -364,6 +365,7 @@ class ForwardBackward:
         self.sums: dict[str, Tensor] = {}
 
     def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Return the output of a chunk for a micro-batch; None after the last layer."""
         chunk, batch = self._engine.chunks[action.chunk], self._batches[action.micro_batch]
         leaf = None if received is None else received.requires_grad_()
         routers = self._engine.balance.begin(batch.lengths, batch.token_index, self._row_weight, batch.experts)
@@ -383,6 +385,7 @@ class ForwardBackward:
         return zero_loss(decoder, hidden) if empty else value
 
     def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Return the gradient of the input of a chunk for a micro-batch; None for the first chunk."""
         leaf, out = self._alive.pop((action.micro_batch, action.chunk))
         if self._engine.zeros:
             self._engine.zeros[action.chunk].before_backward(is_last=action.micro_batch == len(self._batches) - 1)

@@ -41,7 +41,7 @@ POLL_INTERVAL = 8  # steps of generation between two checks of a replica for a n
 class WeightSync:
     """Copies the weights of ``source`` into tensors laid out as those of ``target``.
 
-    Made once and used for many transfers. Construction is collective over the world, transfers over both pools.
+    Built once and used for all transfers. Construction is collective over the world, transfers over both pools.
     """
 
     def __init__(self, source: OwnedWeights, target: ModelWeights, name: str, delta: bool = False) -> None:
@@ -57,10 +57,12 @@ class WeightSync:
         if self.group is not None:
             if capabilities(source.device).nccl:  # before any transfer is open
                 self.group.connect(source.device)
-            here, there = (
+            source_holdings, target_holdings = (
                 holdings(weights.shape.layout, weights.shards(spec), weights.pool.ranks) for weights in (source, target)
             )
-            self._plan = plan_transfer(here, there, lambda rank: rank // world.launch.local_size, world.rank)
+            self._plan = plan_transfer(
+                source_holdings, target_holdings, lambda rank: rank // world.launch.local_size, world.rank
+            )
 
     def copy(self, targets: Mapping[str, Tensor]) -> None:
         """Fill ``targets``: on the target's ranks tensors like its local shards, on others {}.
@@ -102,7 +104,7 @@ class WeightSync:
     def start(
         self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], stream: torch.cuda.Stream | None = None
     ) -> Transfer:
-        """This rank's part of a transfer."""
+        """Start this rank's part of a transfer, and return it."""
         assert self.group is not None, "a rank of neither pool has no part in it"
         dtype = self.target.config.torch_dtype(self.target.device)
         if self._steps is None:
@@ -210,18 +212,18 @@ class AsyncWeightReplica(WeightReplica):
         return torch.cuda.Stream(self.device)
 
     def needed(self) -> dict[int, Mapping[str, Tensor]]:
-        """Versions that later steps take and the owner no longer has, on the replica's ranks. Waits for them to arrive."""
+        """Return the versions that later steps take and the owner no longer has, on the replica's ranks. Waits for them to arrive."""
         versions = self.context.controller.versions
         later = sorted(versions.needed_later(self.name) - {versions.newest(self.name)})
         return {version: self._values(version) for version in later}
 
     def keep(self, version: int) -> dict[str, Tensor]:
-        """Empty tensors for a version that comes from a checkpoint. Call it on all ranks of both pools."""
+        """Return empty tensors for a version that comes from a checkpoint. Call it on all ranks of both pools."""
         self.kept[version] = self._empty()
         return self.kept[version]
 
     def transfer_target(self, targets: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors that a transfer fills. With ``delta``: those of the last transfer, which are copied to ``targets`` later."""
+        """Return the tensors that a transfer fills. With ``delta``: the last transfer's, which are copied to ``targets`` later."""
         if self.sync.delta is None:
             return targets
         self._base = self._base or self._empty()
@@ -269,15 +271,15 @@ class AsyncWeightReplica(WeightReplica):
             return
         if group.rank == first:
             notice = torch.tensor([version])
-            others = [group.ranks.index(rank) for rank in self.pool.ranks]
-            self._notices = [(group.isend(notice, member, "control", NOTICE), notice) for member in others]
+            receivers = [group.ranks.index(rank) for rank in self.pool.ranks]
+            self._notices = [(group.isend(notice, member, "control", NOTICE), notice) for member in receivers]
         self.sync.send({})
 
     def _empty(self) -> dict[str, Tensor]:
         return {name: torch.empty(x.shape, dtype=x.dtype, device=self.device) for name, x in self.local_tensors().items()}
 
     def _arrive(self, version: int) -> None:
-        for earlier in [known for known in self._arrivals if known <= version]:
+        for earlier in [old for old in self._arrivals if old <= version]:
             self._arrivals.pop(earlier).wait()
 
 
@@ -305,6 +307,7 @@ class _Arrival:
 
     @property
     def was_sent(self) -> bool:
+        """Return True if the notice has arrived, and without NCCL the version itself."""
         return not self._thread.is_alive()
 
     def begin(self) -> None:
@@ -344,8 +347,8 @@ class _Arrival:
 
     @torch.no_grad()
     def _fill(self) -> None:
-        came = self._replica.transfer_target(self._targets)
-        self._replica.sync.start({}, came, None if self._free is None else self._replica.stream).wait()
-        if came is not self._targets:
+        arrived = self._replica.transfer_target(self._targets)
+        self._replica.sync.start({}, arrived, None if self._free is None else self._replica.stream).wait()
+        if arrived is not self._targets:
             for name, tensor in self._targets.items():
-                tensor.copy_(came[name])
+                tensor.copy_(arrived[name])

@@ -43,7 +43,10 @@ def no_plan(problem: Problem, searched: str) -> NoPlanError:
     """
     size, limit = problem.size, max(problem.memory)
     needs = (  # (bytes on each rank, ranks) of each call's smallest option
-        (min((option.active + option.held * call.home, option.size) for option in call.options), f"{call.name} of {call.role}")
+        (
+            min((option.call_bytes + option.resident * call.home, option.size) for option in call.options),
+            f"{call.name} of {call.role}",
+        )
         for call in problem.calls
     )
     (need, ranks), name = max(needs)
@@ -52,11 +55,11 @@ def no_plan(problem: Problem, searched: str) -> NoPlanError:
             f"no plan fits: {name} needs at least {need / GIB:.1f} GiB on each of {ranks} ranks, and a rank has {limit / GIB:.1f}; "
             f"{_remedy(need * ranks, limit)}"
         )
-    held = problem.least_held
-    role, total = max(held, key=lambda name: held[name]), sum(held.values())
+    resident = problem.least_resident
+    role, total = max(resident, key=lambda name: resident[name]), sum(resident.values())
     hold = (
         f"the roles hold at least {total / size / GIB:.1f} GiB on each of {size} ranks, {role} most of it "
-        f"({held[role] / size / GIB:.1f})"
+        f"({resident[role] / size / GIB:.1f})"
     )
     if total > sum(problem.memory):
         return NoPlanError(f"no plan fits: {hold}, and a rank has {limit / GIB:.1f}; {_remedy(total, limit)}")

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from rlhf_spmd.planner.problem import Choice, Plan, Problem, RankRange, WeightLayout
 
-Held = tuple[tuple[RankRange, float], ...]  # bytes that homes hold on each rank of a range
+ResidentBytes = tuple[tuple[RankRange, float], ...]  # bytes of homes between calls, on each rank of a range
 
 
 def halves(ranks: RankRange, local_size: int) -> tuple[RankRange, RankRange]:
@@ -23,18 +23,22 @@ def halves(ranks: RankRange, local_size: int) -> tuple[RankRange, RankRange]:
 
 def all_ranges(size: int, local_size: int) -> tuple[set[RankRange], set[RankRange]]:
     """Return the cluster, its halves, their halves and so on; and the rest of the cluster beside one of these at its edge."""
-    nodes, todo = set(), [RankRange(0, size)]
+    rank_ranges, todo = set(), [RankRange(0, size)]
     while todo:
-        node = todo.pop()
-        nodes.add(node)
-        todo += halves(node, local_size) if node.count > 1 else ()
-    rests = {RankRange(node.end, size - node.count) for node in nodes if node.first == 0 and node.count < size}
-    rests |= {RankRange(0, node.first) for node in nodes if node.end == size and node.first > 0}
-    return nodes, rests - nodes
+        rank_range = todo.pop()
+        rank_ranges.add(rank_range)
+        todo += halves(rank_range, local_size) if rank_range.count > 1 else ()
+    rests = {
+        RankRange(rank_range.end, size - rank_range.count)
+        for rank_range in rank_ranges
+        if rank_range.first == 0 and rank_range.count < size
+    }
+    rests |= {RankRange(0, rank_range.first) for rank_range in rank_ranges if rank_range.end == size and rank_range.first > 0}
+    return rank_ranges, rests - rank_ranges
 
 
 def range_sizes(size: int, local_size: int) -> list[int]:
-    """Return the numbers of ranks that a search may give a call."""
+    """Return the indices of ranks that a search may give a call."""
     return list(dict.fromkeys(ranks.count for ranks in sorted(set.union(*all_ranges(size, local_size)))))
 
 
@@ -49,10 +53,10 @@ class RankRanges:
         self.all_ranks = RankRange(0, problem.size)
         self.local_size = problem.local_size
         sizes = {option.size for call in problem.calls for option in call.options}
-        nodes, rests = all_ranges(problem.size, problem.local_size)
+        rank_ranges, rests = all_ranges(problem.size, problem.local_size)
         self.rests = sorted(ranks for ranks in rests if ranks.count in sizes)
         self.by_size: dict[int, list[RankRange]] = {}
-        for ranks in sorted({*nodes, *self.rests}):
+        for ranks in sorted({*rank_ranges, *self.rests}):
             if ranks.count in sizes:
                 self.by_size.setdefault(ranks.count, []).append(ranks)
         self._memory = problem.memory_runs
@@ -69,30 +73,30 @@ class RankRanges:
         ranges = [ranks for ranks in self.rests if ranks.count == size]
         todo = [self.all_ranks]
         while todo:
-            node = todo.pop()
-            if node.count == size:
-                ranges.append(node)
-            elif node.count > size:
-                first, second = halves(node, self.local_size)
+            rank_range = todo.pop()
+            if rank_range.count == size:
+                ranges.append(rank_range)
+            elif rank_range.count > size:
+                first, second = halves(rank_range, self.local_size)
                 todo.append(first)
                 if self._inside(first, occupied) != self._inside(second, occupied):
                     todo.append(second)
         return tuple(sorted(ranges))
 
-    def _inside(self, node: RankRange, occupied: frozenset[RankRange]) -> tuple[object, ...]:
+    def _inside(self, rank_range: RankRange, occupied: frozenset[RankRange]) -> tuple[object, ...]:
         """Return what distinguishes a half from the other."""
-        edges = (node.first == 0, node.end == self.all_ranks.end) if self.rests else ()
-        clips = {(ranks, *_clip(ranks, node)) for ranks in occupied if ranks.overlaps(node)}
-        memory = [(*_clip(ranks, node), amount) for ranks, amount in self._memory if ranks.overlaps(node)]
-        return node.count, edges, frozenset(clips), tuple(memory)
+        edges = (rank_range.first == 0, rank_range.end == self.all_ranks.end) if self.rests else ()
+        clips = {(ranks, *_clip(ranks, rank_range)) for ranks in occupied if ranks.overlaps(rank_range)}
+        memory = [(*_clip(ranks, rank_range), amount) for ranks, amount in self._memory if ranks.overlaps(rank_range)]
+        return rank_range.count, edges, frozenset(clips), tuple(memory)
 
 
-def _clip(ranks: RankRange, node: RankRange) -> tuple[int, int]:
-    return max(ranks.first - node.first, 0), min(ranks.end - node.first, node.count)
+def _clip(ranks: RankRange, rank_range: RankRange) -> tuple[int, int]:
+    return max(ranks.first - rank_range.first, 0), min(ranks.end - rank_range.first, rank_range.count)
 
 
 class FastestWithin:
-    """The fastest option within a number of bytes, made from (bytes, seconds, option) of each."""
+    """The fastest option within a number of bytes, from (bytes, seconds, option) of each."""
 
     def __init__(self, options: Iterable[tuple[float, float, int]]) -> None:
         self._needs: list[float] = []
@@ -109,31 +113,33 @@ class FastestWithin:
 
 
 class CandidateTables:
-    """Tables of a problem's options. Each is made when it is first asked for."""
+    """Tables of a problem's options, each built at its first use."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.rooms = lru_cache(maxsize=256)(self._rooms)
         self.needs = cache(self._needs)
-        self.at_home = cache(self._at_home)
+        self.tied = cache(self._tied)
         self.homes = cache(self._homes)
         self.useful = cache(self._useful)
         self._tables = cache(self._movable)
 
-    def _rooms(self, held: Held) -> list[tuple[RankRange, float]]:
+    def _rooms(self, resident: ResidentBytes) -> list[tuple[RankRange, float]]:
         """Return bytes left on each rank, by ranges of equal ranks."""
-        memory, ranges = self.problem.memory, [ranks for ranks, _ in (*self.problem.memory_runs, *held)]
+        memory, ranges = self.problem.memory, [ranks for ranks, _ in (*self.problem.memory_runs, *resident)]
         cuts = sorted({edge for ranks in ranges for edge in (ranks.first, ranks.end)})
-        kept = [sum(amount for ranks, amount in held if ranks.first <= first < ranks.end) for first in cuts]
-        return [(RankRange(a, b - a), memory[a] - amount) for (a, b), amount in zip(pairwise(cuts), kept, strict=False)]
+        resident_bytes = [sum(amount for ranks, amount in resident if ranks.first <= first < ranks.end) for first in cuts]
+        return [
+            (RankRange(a, b - a), memory[a] - amount) for (a, b), amount in zip(pairwise(cuts), resident_bytes, strict=False)
+        ]
 
-    def room(self, held: Held, ranks: RankRange) -> float:
+    def room(self, resident: ResidentBytes, ranks: RankRange) -> float:
         """Return bytes left on the fullest of these ranks."""
-        return min(left for run, left in self.rooms(held) if run.overlaps(ranks))
+        return min(left for run, left in self.rooms(resident) if run.overlaps(ranks))
 
-    def most_room(self, held: Held, ranges: RankRanges) -> dict[int, float]:
+    def largest_room(self, resident: ResidentBytes, ranges: RankRanges) -> dict[int, float]:
         """Return, by size, bytes left in the emptiest range of this size; for sizes with many ranges, on the emptiest rank."""
-        runs, rooms = self.rooms(held), {}
+        runs, rooms = self.rooms(resident), {}
         emptiest = max(left for _, left in runs)
         for size, among in ranges.by_size.items():
             fullest = (min(left for run, left in runs if run.overlaps(ranks)) for ranks in among)
@@ -141,15 +147,17 @@ class CandidateTables:
         return rooms
 
     def _needs(self, role: str, option: int) -> tuple[float, float]:
-        """Return bytes on each rank of the role's home: held, and active in the largest of the tied calls."""
-        calls = [self.problem.calls[node] for node in self.problem.tied[role]]
-        return self.problem.calls[self.problem.homes[role]].options[option].held, max(c.options[option].active for c in calls)
+        """Return bytes on each rank of the role's home: resident bytes, and the largest call bytes of the tied calls."""
+        calls = [self.problem.calls[call_index] for call_index in self.problem.tied[role]]
+        return self.problem.calls[self.problem.homes[role]].options[option].resident, max(
+            c.options[option].call_bytes for c in calls
+        )
 
-    def _at_home(self, node: int, size: int) -> FastestWithin:
+    def _tied(self, call_index: int, size: int) -> FastestWithin:
         """Return the table of a tied call."""
-        call = self.problem.calls[node]
-        numbers = self.problem.options_by_size[node].get(size, ())
-        return FastestWithin((sum(self.needs(call.role, number)), call.options[number].seconds, number) for number in numbers)
+        call = self.problem.calls[call_index]
+        indices = self.problem.options_by_size[call_index].get(size, ())
+        return FastestWithin((sum(self.needs(call.role, index)), call.options[index].seconds, index) for index in indices)
 
     def _homes(self, role: str, size: int) -> list[int]:
         """Return options of a role's home, the fastest first, without dominated ones.
@@ -159,46 +167,48 @@ class CandidateTables:
         copies of weights cost the same.
         """
         problem, tied = self.problem, self.problem.tied[role]
-        numbers = self.problem.options_by_size[problem.homes[role]].get(size, [])
-        rows = [[*(problem.calls[node].options[o].seconds for node in tied), *self.needs(role, o)] for o in numbers]
-        moves = any(problem.calls[node].role == role for node in problem.movable)
-        options = [problem.calls[problem.homes[role]].options[o] for o in numbers]
-        return [numbers[i] for i in best_of(rows, [option.layout if moves else None for option in options])]
+        indices = self.problem.options_by_size[problem.homes[role]].get(size, [])
+        rows = [[*(problem.calls[call_index].options[o].seconds for call_index in tied), *self.needs(role, o)] for o in indices]
+        moves = any(problem.calls[call_index].role == role for call_index in problem.movable)
+        options = [problem.calls[problem.homes[role]].options[o] for o in indices]
+        return [indices[i] for i in best_of(rows, [option.layout if moves else None for option in options])]
 
-    def _movable(self, node: int, size: int, holders: int, layout: WeightLayout | None, near: bool) -> FastestWithin:
+    def _movable(self, call_index: int, size: int, holders: int, layout: WeightLayout | None, near: bool) -> FastestWithin:
         """Return the table of a movable call on ``size`` ranks.
 
         ``layout``: the home's layout if the ranks are the home's, else None. ``holders``: number of the home's ranks; 0: copying
         the weights costs nothing.
         """
-        call, rows = self.problem.calls[node], []
-        for number in self.useful(node, size):
-            option = call.options[number]
-            seconds, moved = self.problem.moved(call.role, layout, holders, option, near) if holders else (0.0, 0.0)
-            rows.append((option.active + moved, option.seconds + seconds, number))
+        call, rows = self.problem.calls[call_index], []
+        for index in self.useful(call_index, size):
+            option = call.options[index]
+            seconds, copied = (
+                self.problem.weight_copy_cost_between(call.role, layout, holders, option, near) if holders else (0.0, 0.0)
+            )
+            rows.append((option.call_bytes + copied, option.seconds + seconds, index))
         return FastestWithin(rows)
 
-    def _useful(self, node: int, size: int) -> list[int]:
+    def _useful(self, call_index: int, size: int) -> list[int]:
         """Return options of a movable call, without those that another one with the same layout beats."""
-        call, numbers = self.problem.calls[node], self.problem.options_by_size[node].get(size, [])
-        options = [call.options[number] for number in numbers]
-        return [numbers[i] for i in best_of([[o.seconds, o.active] for o in options], [o.layout for o in options])]
+        call, indices = self.problem.calls[call_index], self.problem.options_by_size[call_index].get(size, [])
+        options = [call.options[index] for index in indices]
+        return [indices[i] for i in best_of([[o.seconds, o.call_bytes] for o in options], [o.layout for o in options])]
 
-    def movable(self, node: int, home: Choice, ranks: RankRange) -> FastestWithin:
+    def movable(self, call_index: int, home: Choice, ranks: RankRange) -> FastestWithin:
         """Return the table of a movable call on ``ranks``, copies of the weights from ``home`` included."""
         same, near = home.rank_range == ranks, self.problem.on_one_host(home.rank_range, ranks)
-        layout = self.problem.home_layout(self.problem.calls[node].role, home) if same else None
-        return self._tables(node, ranks.count, home.rank_range.count, layout, near)
+        layout = self.problem.home_layout(self.problem.calls[call_index].role, home) if same else None
+        return self._tables(call_index, ranks.count, home.rank_range.count, layout, near)
 
-    def movable_anywhere(self, node: int, home: Choice | None, size: int) -> Sequence[FastestWithin]:
+    def movable_anywhere(self, call_index: int, home: Choice | None, size: int) -> Sequence[FastestWithin]:
         """Return a table for each relation of ``size`` ranks to the home's. Without a home, copying costs nothing."""
         if home is None:
-            return [self._tables(node, size, 0, None, False)]
+            return [self._tables(call_index, size, 0, None, False)]
         holders, inside = home.rank_range.count, self.problem.on_one_host(home.rank_range)
-        tables = [self._tables(node, size, holders, None, inside and size <= self.problem.local_size)]
+        tables = [self._tables(call_index, size, holders, None, inside and size <= self.problem.local_size)]
         if size == holders:
-            layout = self.problem.home_layout(self.problem.calls[node].role, home)
-            tables.append(self._tables(node, size, holders, layout, inside))
+            layout = self.problem.home_layout(self.problem.calls[call_index].role, home)
+            tables.append(self._tables(call_index, size, holders, layout, inside))
         return tables
 
 
@@ -221,7 +231,7 @@ def fill(
     movable: Mapping[int, RankRange],
     chosen: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[int, Choice] | None:
-    """Choose options for calls whose ranks are known, greedily. Return None if none fit.
+    """Return a choice for each call whose ranks are decided, greedily; None if none fit.
 
     ``homes``: ranks of each role's home. ``movable``: ranks of the movable calls. ``chosen``: options of some homes. Roles are
     treated one by one, the one whose calls take longest first. Each gets the fastest option that fits if later roles hold as
@@ -229,37 +239,38 @@ def fill(
     """
     calls = tables.problem.calls
     options: dict[str, list[int]] = {}
-    least_held: dict[str, float] = {}
+    least_resident: dict[str, float] = {}
     seconds: dict[str, float] = {}
     for role, ranks in homes.items():
         options[role] = [chosen[role]] if role in chosen else tables.homes(role, ranks.count)
         if not options[role]:
             return None
         seconds[role] = calls[tables.problem.homes[role]].options[options[role][0]].seconds
-        least_held[role] = min(tables.needs(role, option)[0] for option in options[role])
-    order = sorted(homes, key=lambda role: (role not in chosen, -seconds[role], least_held[role]))
-    held: list[tuple[RankRange, float]] = []
-    active: dict[str, float] = {}
+        least_resident[role] = min(tables.needs(role, option)[0] for option in options[role])
+    order = sorted(homes, key=lambda role: (role not in chosen, -seconds[role], least_resident[role]))
+    resident: list[tuple[RankRange, float]] = []
+    call_bytes: dict[str, float] = {}
     choices: dict[int, Choice] = {}
-    for number, role in enumerate(order):
-        later = [(homes[other], least_held[other]) for other in order[number + 1 :]]
+    for index, role in enumerate(order):
+        later = [(homes[other], least_resident[other]) for other in order[index + 1 :]]
         for option in options[role]:
-            home_bytes, active[role] = tables.needs(role, option)
-            all_held = (*held, (homes[role], home_bytes), *later)
-            if all(need <= tables.room(all_held, homes[other]) for other, need in active.items()):
+            home_bytes, call_bytes[role] = tables.needs(role, option)
+            all_resident = (*resident, (homes[role], home_bytes), *later)
+            if all(need <= tables.room(all_resident, homes[other]) for other, need in call_bytes.items()):
                 break
         else:
             return None
-        held.append((homes[role], home_bytes))
-        choices |= {node: Choice(homes[role], option) for node in tables.problem.tied[role]}
-    for node, ranks in movable.items():
-        home = choices[tables.problem.homes[calls[node].role]]
-        option = tables.movable(node, home, ranks).within(tables.room(tuple(held), ranks))[1]
+        resident.append((homes[role], home_bytes))
+        choices |= {call_index: Choice(homes[role], option) for call_index in tables.problem.tied[role]}
+    for call_index, ranks in movable.items():
+        home = choices[tables.problem.homes[calls[call_index].role]]
+        option = tables.movable(call_index, home, ranks).within(tables.room(tuple(resident), ranks))[1]
         if option < 0:
             return None
-        choices[node] = Choice(ranks, option)
+        choices[call_index] = Choice(ranks, option)
     return choices
 
 
-def whole_plan(choices: Mapping[int, Choice]) -> Plan:
-    return tuple(choices[node] for node in sorted(choices))
+def plan_of(choices: Mapping[int, Choice]) -> Plan:
+    """Return the plan of these choices by index of the call."""
+    return tuple(choices[call_index] for call_index in sorted(choices))

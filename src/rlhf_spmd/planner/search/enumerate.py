@@ -9,7 +9,7 @@ from functools import cache
 
 from rlhf_spmd.planner.problem import Choice, Problem, RankRange, simulate
 from rlhf_spmd.planner.search import SearchResult, no_plan
-from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, fill, whole_plan
+from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, fill, plan_of
 from rlhf_spmd.planner.search.phase_scheduling import phases
 
 Group = tuple[str, ...]  # roles that share ranks
@@ -32,15 +32,17 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult
     def auto_parallel(group: Group, size: int) -> tuple[dict[int, Choice], list[float]] | None:
         """Return the choices of these roles' calls on the first ``size`` ranks, and seconds of each stage; None if they do not fit."""
         ranks = ranges.by_size[size][0]
-        movable = {node: ranks for node in problem.movable if problem.calls[node].role in group}
+        movable = {call_index: ranks for call_index in problem.movable if problem.calls[call_index].role in group}
         choices = fill(tables, dict.fromkeys(group, ranks), movable)
         if choices is None:
             return None
-        seconds = {node: problem.calls[node].options[choice.option].seconds for node, choice in choices.items()}
-        for node in movable:
-            home = choices[problem.homes[problem.calls[node].role]]
-            seconds[node] = tables.movable(node, home, ranks).within(float("inf"))[0]
-        return choices, [sum(seconds.get(node, 0.0) for node in stage) for stage in stages]
+        seconds = {
+            call_index: problem.calls[call_index].options[choice.option].seconds for call_index, choice in choices.items()
+        }
+        for call_index in movable:
+            home = choices[problem.homes[problem.calls[call_index].role]]
+            seconds[call_index] = tables.movable(call_index, home, ranks).within(float("inf"))[0]
+        return choices, [sum(seconds.get(call_index, 0.0) for call_index in stage) for stage in stages]
 
     best: tuple[float, Sequence[Group], tuple[int, ...]] | None = None
     evaluations = 0
@@ -60,8 +62,8 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult
     for group, ranks in zip(best[1], _disjoint(ranges, best[2]), strict=True):
         part = auto_parallel(group, ranks.count)
         assert part
-        choices |= {node: Choice(ranks, choice.option) for node, choice in part[0].items()}
-    plan = whole_plan(choices)
+        choices |= {call_index: Choice(ranks, choice.option) for call_index, choice in part[0].items()}
+    plan = plan_of(choices)
     schedule = simulate(problem, plan)
     if not schedule.fits:  # ranks with unequal memory
         raise no_plan(problem, " on the ranks that enumerate gives it")
@@ -74,8 +76,8 @@ def _partitions(roles: Sequence[str]) -> Iterator[list[Group]]:
         return
     for groups in _partitions(roles[1:]):
         yield [(roles[0],), *groups]
-        for number, group in enumerate(groups):
-            yield [*groups[:number], (roles[0], *group), *groups[number + 1 :]]
+        for index, group in enumerate(groups):
+            yield [*groups[:index], (roles[0], *group), *groups[index + 1 :]]
 
 
 def _allocations(sizes: Sequence[Sequence[int]], ranks: int) -> Iterator[tuple[int, ...]]:
@@ -84,11 +86,12 @@ def _allocations(sizes: Sequence[Sequence[int]], ranks: int) -> Iterator[tuple[i
     def grow(chosen: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
         if len(chosen) == len(sizes):
             if all(
-                min((n - had for n in those if n > had), default=ranks) > left for had, those in zip(chosen, sizes, strict=True)
+                min((n - size for n in choices if n > size), default=ranks) > left
+                for size, choices in zip(chosen, sizes, strict=True)
             ):
                 yield chosen
             return
-        least = sum(min(those, default=ranks + 1) for those in sizes[len(chosen) + 1 :])
+        least = sum(min(choices, default=ranks + 1) for choices in sizes[len(chosen) + 1 :])
         for size in sizes[len(chosen)]:
             if size + least <= left:
                 yield from grow((*chosen, size), left - size)
@@ -99,10 +102,10 @@ def _allocations(sizes: Sequence[Sequence[int]], ranks: int) -> Iterator[tuple[i
 def _disjoint(ranges: RankRanges, allocation: tuple[int, ...]) -> list[RankRange]:
     """Return disjoint ranges of these sizes, the largest placed first; empty if that fails."""
     placed: dict[int, RankRange] = {}
-    for number in sorted(range(len(allocation)), key=lambda number: -allocation[number]):
-        candidates = ranges.by_size[allocation[number]]
+    for index in sorted(range(len(allocation)), key=lambda index: -allocation[index]):
+        candidates = ranges.by_size[allocation[index]]
         ranks = next((ranks for ranks in candidates if not any(map(ranks.overlaps, placed.values()))), None)
         if ranks is None:
             return []
-        placed[number] = ranks
-    return [placed[number] for number in range(len(allocation))]
+        placed[index] = ranks
+    return [placed[index] for index in range(len(allocation))]

@@ -19,7 +19,7 @@ from itertools import count
 
 from rlhf_spmd.planner.problem import Choice, Plan, Problem, RankRange, simulate
 from rlhf_spmd.planner.search import SearchResult, no_plan
-from rlhf_spmd.planner.search.candidates import CandidateTables, Held, RankRanges, fill
+from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, ResidentBytes, fill
 from rlhf_spmd.planner.search.phase_scheduling import Fixed, OutOfTimeError, Phase, SearchBudget, Table, phases
 
 Homes = tuple[Choice, ...]  # of the first roles, in the order of the search
@@ -41,16 +41,16 @@ class _Exact:
         self.started, self.limit = time.perf_counter(), limit
         self.ranges, self.tables = RankRanges(problem), CandidateTables(problem)
         self.effort = SearchBudget(INFINITE)
-        self.phases = [Phase(problem, nodes, self.ranges, self.effort) for nodes in phases(problem)]
+        self.phases = [Phase(problem, call_indices, self.ranges, self.effort) for call_indices in phases(problem)]
         self.best = INFINITE
         self.plan: Plan | None = None
-        self.roles = sorted(problem.homes, key=lambda role: -problem.least_held[role])
-        self.numbers = count()
+        self.roles = sorted(problem.homes, key=lambda role: -problem.least_resident[role])
+        self.entry_numbers = count()
         self.last_free: dict[Homes, dict[int, Table]] = {}  # of the last homes
         self.open: list[tuple[tuple[float, float, int], Bounds, Homes, RankRange | None]] = []
 
     def run(self) -> SearchResult:
-        """Search deepest first until there is a plan, then best first."""
+        """Return the result. Searches deepest first until there is a plan, then best first."""
         if self.problem.ahead:  # steps that do not overlap fall into phases, and their best plan takes no longer where they do
             apart = search(replace(self.problem, ahead=0, generating=frozenset()), self.limit / 2)
             self.plan, self.best = apart.plan, simulate(self.problem, apart.plan).seconds
@@ -89,7 +89,7 @@ class _Exact:
         bound, depth = sum(bounds), -2 * len(homes) - (ranks is not None)
         if bound < self.best:
             order = (bound, depth) if self.plan else (depth, bound)
-            heapq.heappush(self.open, ((*order, next(self.numbers)), bounds, homes, ranks))
+            heapq.heappush(self.open, ((*order, next(self.entry_numbers)), bounds, homes, ranks))
 
     def expand(self, bounds: Bounds, homes: Homes, ranks: RankRange | None) -> None:
         """Add the entries that follow from one: the next role's ranks, then its options on them."""
@@ -100,76 +100,81 @@ class _Exact:
             self.complete(bounds, homes)
         role = self.roles[len(homes)]
         tied = self.problem.tied[role]
-        held = self.held(homes)
+        resident = self.resident(homes)
         fixed = self.fixed(homes)
         free = self.free(homes)
-        rest = {node: table for node, table in free.items() if node not in tied}
+        rest = {call_index: table for call_index, table in free.items() if call_index not in tied}
         if ranks is None:
             occupied = frozenset(home.rank_range for home in homes)
             for size in self.ranges.by_size:
                 for place in self.ranges.distinct(size, occupied):
-                    room = self.tables.room(held, place)
-                    fastest = {node: (place, self.tables.at_home(node, size).within(room)[0]) for node in tied}
+                    room = self.tables.room(resident, place)
+                    fastest = {call_index: (place, self.tables.tied(call_index, size).within(room)[0]) for call_index in tied}
                     if raised := self.raised(bounds, fixed | fastest, rest):
                         self.push(raised, homes, place)
             return
         for option in self.tables.homes(role, ranks.count):
-            at_home = {node: (ranks, self.problem.calls[node].options[option].seconds) for node in tied}
-            more = (*homes, Choice(ranks, option))
-            raised = self.raised(bounds, fixed | at_home, rest) if self.fits(more) else None
-            if raised and (raised := self.raised(raised, fixed | at_home, self.free(more))):
-                self.push(raised, more, None)
+            home_calls = {call_index: (ranks, self.problem.calls[call_index].options[option].seconds) for call_index in tied}
+            next_homes = (*homes, Choice(ranks, option))
+            raised = self.raised(bounds, fixed | home_calls, rest) if self.fits(next_homes) else None
+            if raised and (raised := self.raised(raised, fixed | home_calls, self.free(next_homes))):
+                self.push(raised, next_homes, None)
 
     def raised(self, bounds: Bounds, fixed: Fixed, free: Mapping[int, Table]) -> Bounds | None:
         """Return the bounds of phases with these calls, or None if they reach the best plan's seconds."""
         raised = list(bounds)
-        for number, phase in enumerate(self.phases):
-            budget = self.best - (sum(raised) - raised[number])
-            raised[number] = phase.bound(fixed, free, raised[number], budget)
-            if raised[number] >= budget:
+        for index, phase in enumerate(self.phases):
+            budget = self.best - (sum(raised) - raised[index])
+            raised[index] = phase.bound(fixed, free, raised[index], budget)
+            if raised[index] >= budget:
                 return None
         return tuple(raised)
 
     def decided(self, homes: Homes) -> dict[str, Choice]:
+        """Return role -> its home, for the roles that have one."""
         return dict(zip(self.roles, homes, strict=False))
 
-    def held(self, homes: Homes) -> Held:
+    def resident(self, homes: Homes) -> ResidentBytes:
+        """Return the resident bytes at these homes."""
         return tuple((home.rank_range, self.tables.needs(role, home.option)[0]) for role, home in self.decided(homes).items())
 
     def fits(self, homes: Homes) -> bool:
-        held = self.held(homes)
+        """Return True if all tied calls fit into the memory of these homes."""
+        resident = self.resident(homes)
         needs = self.tables.needs
         decided = self.decided(homes)
-        return all(needs(role, home.option)[1] <= self.tables.room(held, home.rank_range) for role, home in decided.items())
+        return all(needs(role, home.option)[1] <= self.tables.room(resident, home.rank_range) for role, home in decided.items())
 
     def fixed(self, homes: Homes) -> dict[int, tuple[RankRange, float]]:
         """Return ranks and seconds of the calls that run at these homes."""
         calls, tied = self.problem.calls, self.problem.tied
         decided = self.decided(homes).items()
         return {
-            node: (home.rank_range, calls[node].options[home.option].seconds) for role, home in decided for node in tied[role]
+            call_index: (home.rank_range, calls[call_index].options[home.option].seconds)
+            for role, home in decided
+            for call_index in tied[role]
         }
 
     def free(self, homes: Homes) -> dict[int, Table]:
         """Return for each undecided call the fewest seconds on each number of ranks, wherever most memory is left."""
         if homes in self.last_free:
             return self.last_free[homes]
-        rooms, decided = self.tables.most_room(self.held(homes), self.ranges), self.decided(homes)
+        rooms, decided = self.tables.largest_room(self.resident(homes), self.ranges), self.decided(homes)
         free = {}
-        for node, call in enumerate(self.problem.calls):
-            movable = node in self.problem.movable
+        for call_index, call in enumerate(self.problem.calls):
+            movable = call_index in self.problem.movable
             if call.role in decided and not movable:
                 continue
             table = []
             for size in self.ranges.by_size:
                 steps = (
-                    self.tables.movable_anywhere(node, decided.get(call.role), size)
+                    self.tables.movable_anywhere(call_index, decided.get(call.role), size)
                     if movable
-                    else [self.tables.at_home(node, size)]
+                    else [self.tables.tied(call_index, size)]
                 )
                 if (seconds := min(step.within(rooms[size])[0] for step in steps)) < INFINITE:
                     table.append((size, seconds))
-            free[node] = tuple(table)
+            free[call_index] = tuple(table)
         self.last_free = {homes: free}
         return free
 
@@ -191,26 +196,32 @@ class _Exact:
 
     def finish(self, bounds: Bounds, homes: Homes) -> None:
         """Find the best plan with these homes, which are all decided, phase by phase."""
-        held = self.held(homes)
+        resident = self.resident(homes)
         decided = self.decided(homes)
         calls = self.problem.calls
         free, fixed = self.free(homes), self.fixed(homes)
         occupied = frozenset(home.rank_range for home in homes)
 
         @cache
-        def fastest(node: int, ranks: RankRange) -> tuple[float, int]:
-            return self.tables.movable(node, decided[calls[node].role], ranks).within(self.tables.room(held, ranks))
+        def fastest(call_index: int, ranks: RankRange) -> tuple[float, int]:
+            return self.tables.movable(call_index, decided[calls[call_index].role], ranks).within(
+                self.tables.room(resident, ranks)
+            )
 
         seconds, movable = list(bounds), dict[int, RankRange]()
-        for number, phase in enumerate(self.phases):
-            budget = self.best - (sum(seconds) - seconds[number])
-            seconds[number], ranges = phase.pack(fixed, free, budget, lambda node, ranks: fastest(node, ranks)[0], occupied)
+        for index, phase in enumerate(self.phases):
+            budget = self.best - (sum(seconds) - seconds[index])
+            seconds[index], ranges = phase.pack(
+                fixed, free, budget, lambda call_index, ranks: fastest(call_index, ranks)[0], occupied
+            )
             if ranges is None:
                 return
             movable |= ranges
         if sum(seconds) < self.best:
             self.best = sum(seconds)
             self.plan = tuple(
-                Choice(movable[node], fastest(node, movable[node])[1]) if node in movable else decided[call.role]
-                for node, call in enumerate(calls)
+                Choice(movable[call_index], fastest(call_index, movable[call_index])[1])
+                if call_index in movable
+                else decided[call.role]
+                for call_index, call in enumerate(calls)
             )

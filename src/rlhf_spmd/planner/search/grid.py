@@ -8,7 +8,7 @@ from itertools import product
 
 from rlhf_spmd.planner.problem import Plan, Problem, RankRange, simulate
 from rlhf_spmd.planner.search import SearchResult, no_plan
-from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, fill, whole_plan
+from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, fill, plan_of
 
 RATIOS = (1.0, 0.5, 0.25, 0.125)
 
@@ -25,13 +25,13 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult
     ranges = RankRanges(problem)
     tables = CandidateTables(problem)
     roles = list(problem.homes)
-    copies = sorted({problem.calls[node].role for node in problem.movable}, key=roles.index)
+    copies = sorted({problem.calls[call_index].role for call_index in problem.movable}, key=roles.index)
     sizes = {size for ratio in RATIOS if (size := max(int(ratio * problem.size), 1)) in ranges.by_size}
     fitting = {role: [size for size in sorted(sizes) if fill(tables, {role: ranges.by_size[size][0]}, {})] for role in roles}
     best: tuple[float, Plan] | None = None
     evaluations = 0
     candidates = [*(fitting[role] for role in roles), *([0, *sorted(sizes)] for _ in copies)]
-    for chosen in product(*(reversed(those) for those in candidates)):
+    for chosen in product(*(reversed(sizes_of_part) for sizes_of_part in candidates)):
         if best and time.perf_counter() - started > limit:
             break
         first, placed = 0, list[RankRange | None]()
@@ -40,12 +40,14 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult
             placed.append(ranks)
             first = ranks.end if ranks else first
         homes = {role: ranks for role, ranks in zip(roles, placed, strict=False) if ranks}
-        predicts = dict(zip(copies, placed[len(roles) :], strict=True))
-        movable = {node: problem.calls[node].role for node in problem.movable}
-        choices = fill(tables, homes, {node: predicts[role] or homes[role] for node, role in movable.items()})
+        ranges_of_copies = dict(zip(copies, placed[len(roles) :], strict=True))
+        movable = {call_index: problem.calls[call_index].role for call_index in problem.movable}
+        choices = fill(
+            tables, homes, {call_index: ranges_of_copies[role] or homes[role] for call_index, role in movable.items()}
+        )
         if choices:
             evaluations += 1
-            plan = whole_plan(choices)
+            plan = plan_of(choices)
             schedule = simulate(problem, plan)
             if schedule.fits and (best is None or schedule.seconds < best[0]):
                 best = schedule.seconds, plan

@@ -25,18 +25,18 @@ def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> SearchResult
         {size: numbers for size, numbers in by_size.items() if size in ranges.by_size} for by_size in problem.options_by_size
     ]
 
-    def moved(plan: Plan, node: int, choice: Choice) -> Plan:
+    def with_choice(plan: Plan, call_index: int, choice: Choice) -> Plan:
         """Return the plan with another choice for this call, and if it is a home for all calls that run there."""
-        call = problem.calls[node]
-        nodes = problem.tied[call.role] if call.home else (node,)
-        return tuple(choice if other in nodes else before for other, before in enumerate(plan))
+        call = problem.calls[call_index]
+        call_indices = problem.tied[call.role] if call.home else (call_index,)
+        return tuple(choice if other in call_indices else before for other, before in enumerate(plan))
 
-    free = [node for node, call in enumerate(problem.calls) if not call.at_home]
+    free = [call_index for call_index, call in enumerate(problem.calls) if not call.shares_home]
     plan: Plan = (Choice(ranges.all_ranks, 0),) * len(problem.calls)
-    for node in free:
-        known = problem.calls[node].options
-        fastest = min((n for numbers in options[node].values() for n in numbers), key=lambda n: known[n].seconds)
-        plan = moved(plan, node, Choice(ranges.by_size[known[fastest].size][0], fastest))
+    for call_index in free:
+        call_options = problem.calls[call_index].options
+        fastest = min((n for numbers in options[call_index].values() for n in numbers), key=lambda n: call_options[n].seconds)
+        plan = with_choice(plan, call_index, Choice(ranges.by_size[call_options[fastest].size][0], fastest))
     best: tuple[float, Plan] | None = None
     schedule, evaluations = simulate(problem, plan), 1
     scale = _cost(schedule)
@@ -45,9 +45,11 @@ def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> SearchResult
             best = schedule.seconds, plan
         if time.perf_counter() - started >= limit:
             break
-        node = draw.choice(free)
-        size = draw.choice(list(options[node]))
-        next_plan = moved(plan, node, Choice(draw.choice(ranges.by_size[size]), draw.choice(options[node][size])))
+        call_index = draw.choice(free)
+        size = draw.choice(list(options[call_index]))
+        next_plan = with_choice(
+            plan, call_index, Choice(draw.choice(ranges.by_size[size]), draw.choice(options[call_index][size]))
+        )
         next_schedule, evaluations = simulate(problem, next_plan), evaluations + 1
         if draw.random() < math.exp(min(BETA / scale * (_cost(schedule) - _cost(next_schedule)), 0.0)):
             plan, schedule = next_plan, next_schedule

@@ -47,7 +47,7 @@ def phases(problem: Problem) -> list[range]:
     for call in problem.calls:
         closure.append(set(call.after).union(*(closure[before] for before in call.after)))
     size = len(problem.calls)
-    cuts = [cut for cut in range(1, size) if all(closure[node] >= set(range(cut)) for node in range(cut, size))]
+    cuts = [cut for cut in range(1, size) if all(closure[call_index] >= set(range(cut)) for call_index in range(cut, size))]
     edges = [0, *([] if problem.ahead else cuts), size]
     return [range(first, end) for first, end in pairwise(edges)]
 
@@ -76,8 +76,8 @@ class SearchBudget:
 class Phase:
     """One of :func:`phases`. Its methods take all calls and look at the phase's own."""
 
-    def __init__(self, problem: Problem, nodes: range, ranges: RankRanges, effort: SearchBudget) -> None:
-        self.problem, self.nodes = problem, nodes
+    def __init__(self, problem: Problem, call_indices: range, ranges: RankRanges, effort: SearchBudget) -> None:
+        self.problem, self.call_indices = problem, call_indices
         self.ranges, self._effort = ranges, effort
         self._limits: dict[object, tuple[float, float]] = {}  # by calls: a lower bound, and the seconds of a packing
         self._packings: dict[tuple[int, ...], list[dict[int, RankRange]]] = {}  # by free calls: the last that were good
@@ -119,7 +119,7 @@ class Phase:
     def _onto_halves(self, free: Mapping[int, Table]) -> list[dict[int, RankRange]]:
         """Return the best packing of the free calls onto repeated halves of the ranks, if there is one."""
         packing = HalvesPacking(self.ranges, [dict(table) for table in free.values()]).packing()
-        return [{node: packing[number] for number, node in enumerate(free)}] if packing else []
+        return [{call_index: packing[index] for index, call_index in enumerate(free)}] if packing else []
 
     def packed(self, fixed: Fixed, free: Mapping[int, Table]) -> Mapping[int, RankRange]:
         """Return the best known packing of these calls; empty if none is known."""
@@ -141,14 +141,14 @@ class Phase:
         return _Packing(self, self._of_phase(fixed), self._of_phase(free), budget, seconds_on, occupied).run()
 
     def _of_phase(self, calls: Mapping[int, T]) -> dict[int, T]:
-        return {node: calls[node] for node in self.nodes if node in calls}
+        return {call_index: calls[call_index] for call_index in self.call_indices if call_index in calls}
 
     def end(self, ranges: Sequence[RankRange | None], seconds: Sequence[float], until: float = math.inf) -> float:
         """Return when the phase ends. Raises OutOfTimeError, and _OutOfPatienceError after ``until`` schedules of the search."""
         self._effort.spend()
         if self._effort.evaluations > until:
             raise _OutOfPatienceError
-        return start_times(self.problem, self.nodes, ranges, seconds)[1]
+        return start_times(self.problem, self.call_indices, ranges, seconds)[1]
 
 
 class _Packing:
@@ -174,18 +174,18 @@ class _Packing:
         self._num_ranks = phase.problem.size
         self._ranges: list[RankRange | None] = [None] * len(phase.problem.calls)
         self._seconds = [0.0] * len(phase.problem.calls)
-        for node, (ranks, seconds) in fixed.items():
-            self._ranges[node], self._seconds[node] = ranks, seconds
-        for node, table in free.items():
-            self._seconds[node] = min((seconds for _, seconds in table), default=math.inf)
+        for call_index, (ranks, seconds) in fixed.items():
+            self._ranges[call_index], self._seconds[call_index] = ranks, seconds
+        for call_index, table in free.items():
+            self._seconds[call_index] = min((seconds for _, seconds in table), default=math.inf)
         self._area = sum(ranks.count * seconds for ranks, seconds in fixed.values())
-        self._order = sorted(free, key=lambda node: -self._least_area(node, math.inf))
+        self._order = sorted(free, key=lambda call_index: -self._least_area(call_index, math.inf))
         self._best = budget
         self._chosen: dict[int, RankRange] | None = None
 
-    def _least_area(self, node: int, below: float) -> float:
+    def _least_area(self, call_index: int, below: float) -> float:
         """Return the fewest rank-seconds of a call that takes less than ``below`` seconds."""
-        return min((size * seconds for size, seconds in self._free[node] if seconds < below), default=math.inf)
+        return min((size * seconds for size, seconds in self._free[call_index] if seconds < below), default=math.inf)
 
     def least_seconds(self) -> float:
         """Return the fewest seconds T in which all ranks together have the rank-seconds that calls need to end within T."""
@@ -195,7 +195,7 @@ class _Packing:
             bound = self._phase.end(self._ranges, self._seconds)
         while bound < self._best:
             within = math.nextafter(bound * (1 + 1e-12), math.inf)
-            need = (self._area + sum(self._least_area(node, within) for node in self._order)) / self._num_ranks
+            need = (self._area + sum(self._least_area(call_index, within) for call_index in self._order)) / self._num_ranks
             if need <= within:
                 break
             bound = min([need, *(seconds for seconds in table_seconds if seconds > within)])
@@ -204,8 +204,8 @@ class _Packing:
     def ends(self, packing: Mapping[int, RankRange]) -> float:
         """Return when a packing of the free calls ends."""
         ranges, seconds = list(self._ranges), list(self._seconds)
-        for node, ranks in packing.items():
-            ranges[node], seconds[node] = ranks, dict(self._free[node]).get(ranks.count, math.inf)
+        for call_index, ranks in packing.items():
+            ranges[call_index], seconds[call_index] = ranks, dict(self._free[call_index]).get(ranks.count, math.inf)
         return self._phase.end(ranges, seconds) if max(seconds) < self._best else math.inf
 
     def run(self, floor: float = -1.0, until: float = math.inf) -> tuple[float, dict[int, RankRange] | None]:
@@ -221,40 +221,40 @@ class _Packing:
         """Try all ranges of the call at ``depth`` of the order. ``area``: rank-seconds of the calls that have ranks."""
         if depth == len(self._order):
             self._best = end
-            self._chosen = {node: ranks for node in self._order if (ranks := self._ranges[node])}
+            self._chosen = {call_index: ranks for call_index in self._order if (ranks := self._ranges[call_index])}
             return
-        node = self._order[depth]
-        without_ranks = self._seconds[node]
+        call_index = self._order[depth]
+        without_ranks = self._seconds[call_index]
         rest = area + sum(self._least_area(other, self._best) for other in self._order[depth + 1 :])
         occupied = self._occupied.union(ranks for ranks in self._ranges if ranks)
         branches = []
-        for size, least in self._free[node]:
+        for size, least in self._free[call_index]:
             if least >= self._best or rest + size * least >= self._best * self._num_ranks:
                 continue
             for ranks in self._phase.ranges.distinct(size, occupied):
-                seconds = self._seconds_on(node, ranks) if self._seconds_on else least
+                seconds = self._seconds_on(call_index, ranks) if self._seconds_on else least
                 if seconds >= self._best or rest + size * seconds >= self._best * self._num_ranks:
                     continue
-                self._ranges[node], self._seconds[node] = ranks, seconds
+                self._ranges[call_index], self._seconds[call_index] = ranks, seconds
                 branch_end = self._phase.end(self._ranges, self._seconds, self._until)
                 if branch_end < self._best:
                     branches.append((branch_end, size * seconds, ranks, seconds))
         for branch_end, branch_area, ranks, seconds in sorted(branches):
             if branch_end >= self._best or self._best <= self._floor:
                 break
-            self._ranges[node], self._seconds[node] = ranks, seconds
+            self._ranges[call_index], self._seconds[call_index] = ranks, seconds
             self._descend(depth + 1, area + branch_area, branch_end)
-        self._ranges[node], self._seconds[node] = None, without_ranks
+        self._ranges[call_index], self._seconds[call_index] = None, without_ranks
 
 
 class HalvesPacking:
     """The best packing of calls that wait only for ranks and for their order onto repeated halves of the ranks, by dynamic
     programming.
 
-    The ranks are halved again and again; a *node* is one of these ranges. Nodes of equal size are alike.
+    The ranks are halved again and again. Ranges of equal size are alike.
 
-    ``tables``: the calls in program order, size -> seconds. E(node, S), when the calls S can end on a node, is the least over
-    subsets A that run on the whole node. Ranks run calls in program order, so a call on the node begins when both halves have
+    ``tables``: the calls in program order, size -> seconds. E(range, S), when the calls S can end on a range, is the least over
+    subsets A that run on the complete range. Ranks run calls in program order, so a call on the range begins when both halves have
     ended what came before it. E is therefore the seconds of A, plus for each run R of other calls between them the least
     max(E(first half, .), E(second half, .)) over the ways to deal R to the halves. Sets of calls are bits of a number.
     """
@@ -266,7 +266,7 @@ class HalvesPacking:
 
     @property
     def seconds(self) -> float:
-        """Seconds until the last call ends; inf if there is no packing."""
+        """Return the seconds until the last call ends; inf if there is no packing."""
         end = float(self.ends(self.ranges.all_ranks.count)[0][-1])
         return end if end < NEVER else math.inf
 
@@ -277,8 +277,8 @@ class HalvesPacking:
         return self._place(self.ranges.all_ranks, (1 << len(self.tables)) - 1)
 
     def _ends(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return for a node of ``count`` ranks: the least end of each set of calls; and for each pair of a set and a subset the end if
-        the subset has the first half, and the end if the subset runs on the whole node."""
+        """Return for a range of ``count`` ranks: the least end of each set of calls; and for each pair of a set and a subset the end if
+        the subset has the first half, and the end if the subset runs on the complete range."""
         alone = _members(len(self.tables)) @ np.array([table.get(count, NEVER) for table in self.tables])
         if count == 1:
             return alone, np.full(len(self.subsets), NEVER), alone[self.subsets] + NEVER * (self.rests > 0)
@@ -289,12 +289,12 @@ class HalvesPacking:
         return np.minimum.reduceat(together, self.starts), dealt, together
 
     def _place(self, ranks: RankRange, calls: int) -> dict[int, RankRange]:
-        """Return the ranks of a set of calls on a node."""
-        _, dealt_here, together = self.ends(ranks.count)
+        """Return the ranks of a set of calls on a range."""
+        _, dealt_ends, together = self.ends(ranks.count)
         pair = self._best(together, calls)
         places = {call: ranks for call in range(len(self.tables)) if self.subsets[pair] >> call & 1}
         for run in filter(None, _runs(len(self.tables))[:, pair]):
-            dealt = self._best(dealt_here, run)
+            dealt = self._best(dealt_ends, run)
             for half, part in zip(halves(ranks, self.ranges.local_size), (self.subsets[dealt], self.rests[dealt]), strict=True):
                 places |= self._place(half, part) if part else {}
         return places

@@ -6,7 +6,10 @@ from rlhf_spmd.planner.cluster import Assignment, Cluster, Roles, Trace, unit_of
 
 
 def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
-    """Roles and calls with a ratio get that share of the ranks, one after the other, from the first rank again where these end."""
+    """Return all ranks for each role, and for roles and calls with a ratio that share of the ranks.
+
+    Shares follow each other, from the first rank again where the ranks end.
+    """
     shares: dict[str, tuple[int, ...]] = {}
     first = 0
     for name, ratio in cluster.ratios.items():

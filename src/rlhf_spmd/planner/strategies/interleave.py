@@ -9,8 +9,9 @@ from rlhf_spmd.planner.cluster import Assignment, Cluster, Roles, Trace, count_w
 
 
 def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
-    """Trained roles share all ranks, by ratio or by work, and frozen roles share all ranks, too. Roles without a model run on
-    all.
+    """Return an assignment in which trained roles share all ranks, by ratio or by work, and so do frozen roles.
+
+    Roles without a model run on all ranks.
 
     Roles stay together if one of them trains (or infers) on results of the other's training (or inference).
     """

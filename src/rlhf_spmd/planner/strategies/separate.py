@@ -6,7 +6,7 @@ from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, Roles
 
 
 def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
-    """Half of the ranks each, or by ratio of the generating call or of a role. Raises PlacementError if nothing generates."""
+    """Return half of the ranks each, or by ratio of the generating call or of a role. Raises PlacementError if nothing generates."""
     traced = graph()
     generating = generating_calls(traced, roles)
     if not generating:
