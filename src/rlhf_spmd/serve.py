@@ -114,8 +114,8 @@ def serve(loaded: LoadedModel, world: World, board: Board) -> None:
     print("ended", file=sys.stderr, flush=True)
 
 
-WHEN_TOLD = "the server answers running requests and ends"
-keys, main = inference_program("serve", __doc__, ServeConfig, prepare, serve, WHEN_TOLD)
+INTERRUPT_NOTICE = "the server answers running requests and ends"
+keys, main = inference_program("serve", __doc__, ServeConfig, prepare, serve, INTERRUPT_NOTICE)
 
 
 if __name__ == "__main__":

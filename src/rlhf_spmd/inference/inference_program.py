@@ -51,12 +51,12 @@ def inference_program(
     schema: type[LoadedConfig],
     prepare: Callable[[str | None, Sequence[str], Launch], Any],
     work: Callable[[Any, World, Board], None],
-    when_told: str | None = None,
+    interrupt_notice: str | None = None,
 ) -> tuple[Callable[..., Iterator[Key]], Callable[..., None]]:
     """Return the functions ``keys(overrides)`` and ``main(argv)`` of a program.
 
     ``main`` calls ``prepare(config file, overrides, launch)``, then ``work(prepared, world, board)`` on all ranks.
-    ``when_told``: for a program that reads ``board.preempted`` itself, a line about what it does when a signal ends it.
+    ``interrupt_notice``: for a program that reads ``board.preempted`` itself, a line about what it does when a signal ends it.
     """
 
     def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
@@ -69,7 +69,7 @@ def inference_program(
             timeout_s=config.timeout_s,
             threads=config.threads,
             must_match={**loaded.must_match, **files},
-            when_told=when_told or "",
+            interrupt_notice=interrupt_notice or "",
         )
 
     def main(argv: Sequence[str] | None = None) -> None:
@@ -78,7 +78,7 @@ def inference_program(
             lambda: prepare(command.config, command.overrides, command.launch),
             lambda context: work(context.prepared, context.world, context.board),
             settings,
-            saves_on_signal=when_told is not None,
+            saves_on_signal=interrupt_notice is not None,
             dry_run=(
                 lambda loaded: f"{name}: good for {command.launch.size} rank{'s' * (command.launch.size > 1)}, {loaded.layout}"
             )
