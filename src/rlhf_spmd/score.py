@@ -72,7 +72,7 @@ class ScoreJob(LoadedModel):
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> ScoreJob:
-    """Read and check the input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
+    """Return the checked input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = read_config(ScoreConfig, path, overrides)
     if launch.rank == 0:
         check_out(Path(config.out), *list_paths(config.data.path))
@@ -121,8 +121,8 @@ def score(job: ScoreJob, world: World) -> None:
     world.all.barrier("score:loaded")
     loaded = time.perf_counter()
     lengths = sequence_lengths(job.batch)
-    mine = job.batch.take(own_rows(lengths, mesh))
-    records = score_rows(engine, mine, config.max_token_len_per_gpu * layout.cp)
+    replica_batch = job.batch.take(own_rows(lengths, mesh))
+    records = score_rows(engine, replica_batch, config.max_token_len_per_gpu * layout.cp)
     scored = gather_records(world, records if mesh.tp_rank == mesh.cp_rank == 0 else [], "score:results")
     if scored is None:
         return

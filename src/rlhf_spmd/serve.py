@@ -78,7 +78,7 @@ class ServeConfig(EngineConfig):
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> LoadedModel:
-    """Read and check the model. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
+    """Return the checked model. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     loaded = prepare_model(read_config(ServeConfig, path, overrides), launch)
     if loaded.layout.dp != 1:
         raise ValueError(
