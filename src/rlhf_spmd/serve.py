@@ -25,7 +25,7 @@ from rlhf_spmd.data.messages import check_variables, unread_variables
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
-from rlhf_spmd.inference.loaded_model import LoadedModel
+from rlhf_spmd.inference.loaded_model import CheckedModel
 from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
 from rlhf_spmd.inference.service import Service
 from rlhf_spmd.parallel.launch import Launch
@@ -77,7 +77,7 @@ class ServeConfig(EngineConfig):
                 )
 
 
-def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> LoadedModel:
+def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> CheckedModel:
     """Return the checked model. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     loaded = prepare_model(read_config(ServeConfig, path, overrides), launch)
     if loaded.layout.dp != 1:
@@ -91,7 +91,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Loade
     return loaded
 
 
-def serve(loaded: LoadedModel, world: World, board: Board) -> None:
+def serve(loaded: CheckedModel, world: World, board: Board) -> None:
     """Answer requests until the process is told to end.
 
     Collective over the world: every rank of it must call. Raises ValueError for an address at which it cannot listen.

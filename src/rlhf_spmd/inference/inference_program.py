@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.data.dataset import RowsConfig
-from rlhf_spmd.inference.loaded_model import Config, LoadedConfig, LoadedModel
+from rlhf_spmd.inference.loaded_model import Config, ModelSourceConfig, CheckedModel
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.board import Board
@@ -22,7 +22,7 @@ from rlhf_spmd.process.program import ProgramSettings, run_program
 
 
 @dataclass(frozen=True)
-class InferenceConfig(LoadedConfig):
+class InferenceConfig(ModelSourceConfig):
     """The common configuration of ``generate``, ``evaluate`` and ``score``.
 
     - out: jsonl file to write
@@ -48,7 +48,7 @@ def say_warnings(launch: Launch, lines: Iterable[str]) -> None:
 def inference_program(
     name: str,
     description: str | None,
-    schema: type[LoadedConfig],
+    schema: type[ModelSourceConfig],
     prepare: Callable[[str | None, Sequence[str], Launch], Any],
     work: Callable[[Any, World, Board], None],
     interrupt_notice: str | None = None,
@@ -62,7 +62,7 @@ def inference_program(
     def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
         return list_keys(schema, {})
 
-    def settings(loaded: LoadedModel) -> ProgramSettings:
+    def settings(loaded: CheckedModel) -> ProgramSettings:
         config = loaded.config
         files = {"model.path (its tokenizer and configuration)": text_digest(Path(config.model.path)), **file_digests(config)}
         return ProgramSettings(
