@@ -94,7 +94,7 @@ class EvaluateConfig(AnswerConfig):
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob:
-    """Read and check the input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
+    """Return the checked input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = read_config(EvaluateConfig, path, overrides)
     sets = named_sets(config)
     chosen: dict[str, tuple[SamplingConfig, RewardConfig]] = {}
@@ -131,10 +131,10 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
 def check_results(file: Path, job: str) -> None:
     """Raise ValueError if there are results of another job, which this one would replace."""
     try:
-        job_there = parse_json(file.read_text(encoding="utf-8")).get("job") if file.exists() else job
+        file_job = parse_json(file.read_text(encoding="utf-8")).get("job") if file.exists() else job
     except (ValueError, AttributeError):
-        job_there = None
-    if job_there != job:
+        file_job = None
+    if file_job != job:
         raise other_job(str(file.parent), f"its {file.name} is that")
 
 
@@ -190,16 +190,17 @@ def output_rows(prompts: PromptSet, results: Sequence[dict[str, Any]]) -> list[d
     for row_id, row in enumerate(results):
         number = row_id // prompts.sampling.n
         row_values = prompts.rows[number]
-        named = {"id": row_values["id"], "prompt": row_values["prompt"], "answer": row_values["answer"]}
-        place = {"set": prompts.name, "data_source": row_values["data_source"]}
-        nothing = {
+        prompt_columns = {"id": row_values["id"], "prompt": row_values["prompt"], "answer": row_values["answer"]}
+        set_columns = {"set": prompts.name, "data_source": row_values["data_source"]}
+        unanswered = {
             "response": "",
             "score": 0.0 if prompts.reward.chooses(row_values) else None,
             "finish_reason": None,
             "length": 0,
         }
-        got = {key: row[key] for key in (*nothing, "stripped", "extracted") if key in row} if row else nothing
-        rows.append({**named, **got, **place, **({} if row else {"error": prompts.errors[number]})})
+        result_columns = {key: row[key] for key in (*unanswered, "stripped", "extracted") if key in row} if row else unanswered
+        error_columns = {} if row else {"error": prompts.errors[number]}
+        rows.append({**prompt_columns, **result_columns, **set_columns, **error_columns})
     return rows
 
 
@@ -219,28 +220,33 @@ def measure_set(prompts: PromptSet, rows: Sequence[dict[str, Any]], pass_score: 
         parts |= {f"{prompts.name}/{source}": by_source[source] for source in sorted(by_source)}
     measures: dict[str, Any] = {}
     for name, part in parts.items():
-        scored = [group for group in part if all(row["score"] is not None for row in group)]
-        if scored:
-            scores = np.array([[row["score"] for row in group] for group in scored], dtype=np.float64)
-            reads = [any("extracted" in row for row in group) for group in scored]
-            votes = [[row.get("extracted") for row in group] for group in scored]
-            answers = [texts if read else None for texts, read in zip(votes, reads, strict=True)]
-            measures |= {f"{name}/{key}": value for key, value in measure(scores, answers, pass_score).items()}
-            if any(reads):
-                read = [row["extracted"] for group in scored for row in group if "extracted" in row]
-                measures[f"{name}/num_no_answer"] = read.count(None)
-            ci95 = interval(scores)
-            measures[f"{name}/ci95"] = None if ci95 is None else list(ci95)
-            measures[f"{name}/length_mean"] = float(np.mean([row["length"] for group in scored for row in group]))
-            measures[f"{name}/clip_ratio"] = float(
-                np.mean([row["finish_reason"] == "length" for group in scored for row in group])
-            )
-        measures[f"{name}/n"] = len(scored)
-        if prompts.reward.strip_reasoning:
-            rows_of = [row for group in scored for row in group]
-            measures[f"{name}/num_unclosed_reasoning"] = sum(row.get("stripped", "") is None for row in rows_of)
-        measures[f"{name}/num_unscored"] = len(part) - len(scored)
-        measures[f"{name}/num_unanswered"] = sum("error" in group[0] for group in part)
+        part_measures = measure_part(part, pass_score, prompts.reward.strip_reasoning)
+        measures |= {f"{name}/{key}": value for key, value in part_measures.items()}
+    return measures
+
+
+def measure_part(part: Sequence[Sequence[dict[str, Any]]], pass_score: float, strip_reasoning: bool) -> dict[str, Any]:
+    """Return the measures of a part of a set, by name. ``part``: for each prompt the rows of its responses."""
+    measures: dict[str, Any] = {}
+    scored = [group for group in part if all(row["score"] is not None for row in group)]
+    scored_rows = [row for group in scored for row in group]
+    if scored:
+        scores = np.array([[row["score"] for row in group] for group in scored], dtype=np.float64)
+        has_answers = [any("extracted" in row for row in group) for group in scored]
+        votes = [[row.get("extracted") for row in group] for group in scored]
+        answers = [texts if has_answer else None for texts, has_answer in zip(votes, has_answers, strict=True)]
+        measures |= measure(scores, answers, pass_score)
+        if any(has_answers):
+            measures["num_no_answer"] = [row["extracted"] for row in scored_rows if "extracted" in row].count(None)
+        ci95 = interval(scores)
+        measures["ci95"] = None if ci95 is None else list(ci95)
+        measures["length_mean"] = float(np.mean([row["length"] for row in scored_rows]))
+        measures["clip_ratio"] = float(np.mean([row["finish_reason"] == "length" for row in scored_rows]))
+    measures["n"] = len(scored)
+    if strip_reasoning:
+        measures["num_unclosed_reasoning"] = sum(row.get("stripped", "") is None for row in scored_rows)
+    measures["num_unscored"] = len(part) - len(scored)
+    measures["num_unanswered"] = sum("error" in group[0] for group in part)
     return measures
 
 

@@ -86,7 +86,7 @@ class GenerateConfig(AnswerConfig):
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob:
-    """Read and check the input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
+    """Return the checked input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = read_config(GenerateConfig, path, overrides)
     if launch.rank == 0:
         check_out(Path(config.out), *list_paths(config.data.path))

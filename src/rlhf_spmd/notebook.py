@@ -29,12 +29,12 @@ from rlhf_spmd.train import train as run_training
 from rlhf_spmd.training.notebook_source import importable_name, source_of
 from rlhf_spmd.training.train_config import RunConfig
 
-OBJECTS_DIR = "given"  # in the run's directory: files of what the configuration has as objects
+OBJECTS_DIR = "objects"  # in the run's directory: files of what the configuration has as objects
 DATA_KEYS = ("path", "val_path")
 
 
 def train(config: Mapping[str, Any]) -> Path:
-    """Run on this process alone what ``config`` describes, nested as a YAML file is. Returns the run's directory.
+    """Run on this process alone what ``config`` describes, nested as a YAML file is. Return the run's directory.
 
     A function or class may stand where a file has a name, and rows (a list of dicts, a ``datasets.Dataset``) where it has a path of
     data. They are written into the run's directory, and its ``config.yaml`` has their paths.

@@ -42,7 +42,7 @@ from rlhf_spmd.preflight.memory_estimate import StepFacts, facts_of
 from rlhf_spmd.preflight.placing import place
 from rlhf_spmd.preflight.plan_profile import profile
 from rlhf_spmd.preflight.plan_roles import checked_plan, model_calls, placed_calls
-from rlhf_spmd.preflight.prepare import UNKNOWN_STEPS, describe
+from rlhf_spmd.preflight.prepare import UNKNOWN_STEPS, describe_roles_without_ranks
 from rlhf_spmd.preflight.step_graph import trace
 from rlhf_spmd.process.command_line import read_command_line, refuse
 from rlhf_spmd.process.program import ProgramContext, run_program
@@ -110,7 +110,7 @@ class PlanRequest:
     - cluster, search: sections of ``config``, which a training run does not have
     - calls: of roles with a model
     - work: lengths of rows
-    - described: roles that are not placed yet
+    - unplaced_roles: every role before it has ranks
     """
 
     config: TrainConfig
@@ -119,16 +119,19 @@ class PlanRequest:
     calls: list[ModelCall]
     work: Workload
     graph: Graph
-    described: dict[str, RolePlan]
+    unplaced_roles: dict[str, RolePlan]
 
     @cached_property
     def target(self) -> tuple[Machine, CallTimes]:
-        """The machine, and the times of calls there. Raises ValueError if the profile that ``cluster.gpu`` names cannot be read."""
+        """Return :func:`machine_of` the cluster."""
         return machine_of(self.cluster)
 
     @cached_property
     def configured(self) -> PlanResult | str | None:
-        """The plan of the configuration's own placement and layouts, or why there is none; None if it leaves them to the planner."""
+        """Return the plan of the configuration's own placement and layouts, or why there is none.
+
+        None if the configuration leaves them to the planner.
+        """
         if self.config.placement.strategy == AUTO:
             return None
         try:
@@ -143,7 +146,7 @@ class PlanRequest:
         prompts = [section.max_prompt_length for section in sections if hasattr(section, "max_prompt_length")]
         prompt = float(max(prompts, default=self.work.prompt))
         return facts_of(
-            config, self.graph, prompt, self.work.responses, torch.device("cpu" if on_host else "cuda"), self.described
+            config, self.graph, prompt, self.work.responses, torch.device("cpu" if on_host else "cuda"), self.unplaced_roles
         )
 
 
@@ -157,7 +160,7 @@ def read_run(path: str | None, overrides: Sequence[str], rules: Rules = PLAN_RUL
     config = replace(config, rewards=rewards, reward=replace(config.reward, model=None) if "reward" in sized else config.reward)
     run = RunPlan(config, module, tokenizer=cast(Any, plan_stand_ins.CharacterTokenizer()))
     with plan_stand_ins.directories(config.models) as models:
-        run = describe(run, models, weights=False)
+        run = describe_roles_without_ranks(run, models, weights=False)
     roles = dict(run.roles)
     for role, plan in generating_roles(roles).items():
         roles[role] = replace(plan, config=without_exactness(plan.config))
@@ -200,7 +203,7 @@ def plan(request: PlanRequest) -> PlanResult:
     if not isinstance(configured, PlanResult) or configured.refusal is not None or configured.warning is not None:
         configured = None
     try:
-        planned = checked_plan(request.config, request.calls, request.described, request.step(), *request.target, **search)
+        planned = checked_plan(request.config, request.calls, request.unplaced_roles, request.step(), *request.target, **search)
     except ValueError:
         if configured is None:
             raise
@@ -219,7 +222,7 @@ def evaluate(request: PlanRequest, path: str) -> PlanResult:
     refusal = warning = None
     budget = config.algorithm.limits.max_tokens
     if path == "config":
-        plans = place(request.described, config.placement, machine.size, machine.local_size, lambda: request.graph)
+        plans = place(request.unplaced_roles, config.placement, machine.size, machine.local_size, lambda: request.graph)
         step = request.step()
         plans = with_checkpointing(plans, decide_checkpointing(plans, step, machine.memory))
         try:
@@ -244,7 +247,7 @@ def evaluate(request: PlanRequest, path: str) -> PlanResult:
 
 
 def check_calls(file: PlanFile, calls: Sequence[ModelCall], machine: Machine, path: str) -> None:
-    """Raises ValueError if a plan has other calls or ranks."""
+    """Raise ValueError if a plan has other calls or ranks."""
     names = {call.name: None for call in calls}
     missing = [f"it lacks {name}" for name in names if name not in file.calls]
     more = [f"there is no {name}" for name in file.calls if name not in names]
@@ -274,9 +277,9 @@ def measure(context: ProgramContext[PlanRequest]) -> None:
     """Measure the models and write the profile. Collective over the world: every rank of it must call, in program order."""
     request, world = context.prepared, context.world
     calls = sorted(request.calls, key=lambda call: call.kind == "generate")  # the last one's generation settings count
-    heads = {role: plan.worker.head for role, plan in request.described.items() if issubclass(plan.worker, ModelWorker)}
+    heads = {role: plan.worker.head for role, plan in request.unplaced_roles.items() if issubclass(plan.worker, ModelWorker)}
     models = {(call.spec, heads[call.role]): call.generation for call in calls}
-    dtype = request.described[request.calls[0].role].config.torch_dtype(world.device)
+    dtype = request.unplaced_roles[request.calls[0].role].config.torch_dtype(world.device)
     work = replace(request.work, rows=max(call.work.rows for call in calls))
     measured = profile(world, models, work, request.config.algorithm.limits.max_tokens, dtype)
     if world.rank == 0:
@@ -290,21 +293,29 @@ def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
     return train_keys(overrides, more=SECTIONS)
 
 
+def split_profile(argv: Sequence[str]) -> tuple[bool, bool, list[str]]:
+    """Return whether ``argv`` begins with ``profile``, whether it has ``--json``, and the arguments without ``--json``.
+
+    The ranks of ``plan profile`` start with these arguments, so ``profile`` stays among them; with ``--help`` it is left out.
+    """
+    is_profile, is_help = list(argv[:1]) == ["profile"], bool({"-h", "--help"} & {*argv})
+    rest = list(argv[1:] if is_profile and is_help else argv)
+    return is_profile, "--json" in argv, [argument for argument in rest if argument != "--json"]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line. With ``profile`` before the other arguments it measures instead; ``--json`` prints JSON."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    profiles, as_json = "profile" in arguments[:1], "--json" in arguments
+    is_profile, as_json, rest = split_profile(sys.argv[1:] if argv is None else argv)
+    num_words = 1 if is_profile else 0  # before the overrides
 
     def read(path: str | None, overrides: Sequence[str]) -> TrainConfig:
-        return read_config(path, overrides[profiles:], more=SECTIONS)[0]
+        return read_config(path, overrides[num_words:], more=SECTIONS)[0]
 
-    asks = bool({"-h", "--help"} & {*arguments})
-    rest = [argument for argument in arguments[profiles and asks :] if argument != "--json"]
-    command = read_command_line("plan", __doc__, keys, read, rest, has_ranks=profiles)
-    config, overrides = command.config, command.overrides[profiles:]
+    command = read_command_line("plan", __doc__, keys, read, rest, has_ranks=is_profile)
+    config, overrides = command.config, command.overrides[num_words:]
     if command.dry_run:
         refuse("--dry-run: plan trains nothing; leave it out")
-    if profiles:
+    if is_profile:
         run_program(lambda: read_run(config, overrides, PROFILE_RULES), measure)
         return
     try:

@@ -64,14 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def runs_in(directory: str | Path) -> list[str]:
-    """Returns the directory of a run itself, or the runs in a folder and one level below. Raises ValueError if there is none."""
+    """Return the directory of a run itself, or the runs in a folder and one level below. Raises ValueError if there is none."""
     marks = CONFIG_FILE, METRICS_FILE, EXIT_STATUS_FILE
     if not (folder := Path(directory)).is_dir():
         raise ValueError(f"run directory {folder} does not exist; give the run.dir of a run")
     runs = list[str]()
     for depth in ("", "*/", "*/*/"):
-        there = {file.parent for mark in marks for file in folder.glob(depth + mark) if file.is_file()}
-        runs += sorted(str(run) for run in there if not any(run.is_relative_to(outer) for outer in runs))
+        directories = {file.parent for mark in marks for file in folder.glob(depth + mark) if file.is_file()}
+        runs += sorted(str(run) for run in directories if not any(run.is_relative_to(outer) for outer in runs))
     if runs:
         return runs
     raise ValueError(

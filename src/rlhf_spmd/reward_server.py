@@ -43,13 +43,20 @@ def serve(bound: BoundReward, port: int, token: str | None, host: str = "127.0.0
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             authorization = self.headers.get("Authorization", "")
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            if token is not None and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
-                return self.answer(401, {"error": "wrong or no bearer token"})
             try:
+                num_bytes = int(self.headers.get("Content-Length", 0))
+                if token is not None and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+                    self.answer(401, {"error": "wrong or no bearer token"})
+                    return self.discard(num_bytes)
+                body = self.rfile.read(num_bytes)
                 return self.answer(200, {"scores": score(bound, json.loads(body))})
             except Exception as error:  # the boundary to the user's function: its error is the answer
                 return self.answer(400, {"error": f"{type(error).__name__}: {error}"})
+
+        def discard(self, num_bytes: int) -> None:
+            """Read the body of a refused request in parts: with unread bytes the client would get a reset in place of the answer."""
+            while num_bytes > 0 and (part := self.rfile.read(min(num_bytes, 1 << 16))):
+                num_bytes -= len(part)
 
         def answer(self, code: int, value: dict[str, Any]) -> None:
             body = json.dumps(value).encode()
@@ -63,7 +70,7 @@ def serve(bound: BoundReward, port: int, token: str | None, host: str = "127.0.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """End the process with 2 and one line where it cannot serve; otherwise serves until it is interrupted."""
+    """Serve until interrupted. Return the exit code: 2, after one line, if it cannot serve."""
     ignore_closed_pipes()
     parser = Parser("reward-server", __doc__)
     parser.add_argument("--function", required=True, help="as reward.function")
@@ -83,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def open_server(arguments: argparse.Namespace) -> ThreadingHTTPServer:
-    """Raise ValueError, one line."""
+    """Return the server, not yet running. Raises ValueError, one line, for settings with which it cannot serve."""
     if arguments.token_env and arguments.token_env not in os.environ:
         raise ValueError(f"--token-env {arguments.token_env}: this variable is not set")
     token = os.environ[arguments.token_env] if arguments.token_env else None

@@ -33,9 +33,9 @@ from rlhf_spmd.data.encoding import check_ids
 from rlhf_spmd.data.files import DataError, Row, list_paths, named_row
 from rlhf_spmd.data.sft import ID_KEYS, PromptResponseConfig, encode_pairs, has_ids
 from rlhf_spmd.data.tokenizer import load_tokenizer
-from rlhf_spmd.inference.inference_engine import gather_records, own_rows
+from rlhf_spmd.inference.inference_engine import gather_records, rows_of_replica
 from rlhf_spmd.inference.inference_program import InferenceConfig, inference_program, read_config, say_warnings
-from rlhf_spmd.inference.loaded_model import LoadedModel, base_directory, load_from_checkpoint, not_finite, read_weights
+from rlhf_spmd.inference.loaded_model import CheckedModel, base_directory, load_from_checkpoint, not_finite, read_weights
 from rlhf_spmd.inference.output_files import check_out, write_rows
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.spec import ModelSpec
@@ -58,7 +58,7 @@ class ScoreConfig(InferenceConfig):
 
 
 @dataclass(frozen=True)
-class ScoreJob(LoadedModel):
+class ScoreJob(CheckedModel):
     """The checked input. ``batch``: prompt_ids and response_ids, in input order; ``ids``: the rows' ids in the input."""
 
     ids: list[Any]
@@ -72,7 +72,7 @@ class ScoreJob(LoadedModel):
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> ScoreJob:
-    """Read and check the input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
+    """Return the checked input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = read_config(ScoreConfig, path, overrides)
     if launch.rank == 0:
         check_out(Path(config.out), *list_paths(config.data.path))
@@ -121,8 +121,8 @@ def score(job: ScoreJob, world: World) -> None:
     world.all.barrier("score:loaded")
     loaded = time.perf_counter()
     lengths = sequence_lengths(job.batch)
-    mine = job.batch.take(own_rows(lengths, mesh))
-    records = score_rows(engine, mine, config.max_token_len_per_gpu * layout.cp)
+    replica_batch = job.batch.take(rows_of_replica(lengths, mesh))
+    records = score_rows(engine, replica_batch, config.max_token_len_per_gpu * layout.cp)
     scored = gather_records(world, records if mesh.tp_rank == mesh.cp_rank == 0 else [], "score:results")
     if scored is None:
         return

@@ -25,7 +25,7 @@ from rlhf_spmd.data.messages import check_variables, unread_variables
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
-from rlhf_spmd.inference.loaded_model import LoadedModel
+from rlhf_spmd.inference.loaded_model import CheckedModel
 from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
 from rlhf_spmd.inference.service import Service
 from rlhf_spmd.parallel.launch import Launch
@@ -77,8 +77,8 @@ class ServeConfig(EngineConfig):
                 )
 
 
-def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> LoadedModel:
-    """Read and check the model. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
+def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> CheckedModel:
+    """Return the checked model. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     loaded = prepare_model(read_config(ServeConfig, path, overrides), launch)
     if loaded.layout.dp != 1:
         raise ValueError(
@@ -91,7 +91,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Loade
     return loaded
 
 
-def serve(loaded: LoadedModel, world: World, board: Board) -> None:
+def serve(loaded: CheckedModel, world: World, board: Board) -> None:
     """Answer requests until the process is told to end.
 
     Collective over the world: every rank of it must call. Raises ValueError for an address at which it cannot listen.
@@ -114,8 +114,8 @@ def serve(loaded: LoadedModel, world: World, board: Board) -> None:
     print("ended", file=sys.stderr, flush=True)
 
 
-WHEN_TOLD = "the server answers running requests and ends"
-keys, main = inference_program("serve", __doc__, ServeConfig, prepare, serve, WHEN_TOLD)
+INTERRUPT_NOTICE = "the server answers running requests and ends"
+keys, main = inference_program("serve", __doc__, ServeConfig, prepare, serve, INTERRUPT_NOTICE)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.kernels import processor_kind
-from rlhf_spmd.preflight.banner import describe, dry_run_text
+from rlhf_spmd.preflight.banner import dry_run_text, run_banner
 from rlhf_spmd.preflight.prepare import prepare
 from rlhf_spmd.process.command_line import read_command_line
 from rlhf_spmd.process.input_digests import run_digests
@@ -29,19 +29,19 @@ from rlhf_spmd.training.train_config import TrainConfig, read_config, run_dir_hi
 from rlhf_spmd.training.trainer import Trainer
 
 
-def train(context: ProgramContext[RunPlan]) -> None:
+def train(program: ProgramContext[RunPlan]) -> None:
     """Build the models, run all steps, export. Collective over the world: every rank of it must call."""
-    plan, world = context.prepared, context.world
-    controller = start_controller(context)
-    settings = build_context(plan, controller, world)
+    plan, world = program.prepared, program.world
+    controller = start_controller(program)
+    context = build_context(plan, controller, world)
     processor = torch.tensor([int(plan.exact_rollouts), processor_kind(), -processor_kind()])  # hosts may differ
     exact, smallest, minus_largest = world.all.all_reduce(processor, "exact_rollouts", "min").tolist()
-    settings = replace(settings, exact_rollouts=exact == 1 and smallest == -minus_largest)
-    models = build_models(plan.roles, settings)
+    context = replace(context, exact_rollouts=exact == 1 and smallest == -minus_largest)
+    models = build_models(plan.roles, context)
     data = build_data(plan, controller)
-    trainer = Trainer(context, models, data)
+    trainer = Trainer(program, models, data)
     if world.rank == 0:
-        print(describe(plan, world), file=sys.stderr)
+        print(run_banner(plan, world), file=sys.stderr)
     trainer.run(partial(run_script, plan, models, data), partial(validate, plan, models, data))
 
 
@@ -73,9 +73,13 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
 
 def settings_of(plan: RunPlan) -> ProgramSettings:
     """Return how the process boundary treats the run: its directory, its time limit, its threads, what all ranks must have alike."""
-    run, apart = plan.config.run, 1 + plan.config.placement.max_staleness
+    run, collective_timeout_factor = plan.config.run, 1 + plan.config.placement.max_staleness
     return ProgramSettings(
-        Path(run.dir), run.timeout_s, run.threads, collective_timeout_factor=apart, must_match=run_digests(plan)
+        Path(run.dir),
+        run.timeout_s,
+        run.threads,
+        collective_timeout_factor=collective_timeout_factor,
+        must_match=run_digests(plan),
     )
 
 

@@ -27,7 +27,7 @@ from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.preflight.banner import describe
+from rlhf_spmd.preflight.banner import run_banner
 from rlhf_spmd.preflight.prepare import prepare
 
 TEMPLATE = (
@@ -246,6 +246,6 @@ def test_a_run_leaves_bad_rows_out_and_reads_the_file(tmp_path: Path) -> None:
     assert "data/bad_rows" not in plain.metrics[0] and stored.metrics[0].pop("data/bad_rows") == 2
     assert tasks.worst_metric(plain, stored, floor=1e-2)[0] < 1e-8
     prepared = prepare(config, tasks.settings(tmp_path / "other", 2, *more), 2)
-    described = describe(prepared, World(Launch(size=2), torch.device("cpu"), torch.distributed.HashStore(), 1.0))
+    described = run_banner(prepared, World(Launch(size=2), torch.device("cpu"), torch.distributed.HashStore(), 1.0))
     warning = r"2 rows cannot be used and are left out; the first: [^\n]*bad.jsonl:4: not valid"
     assert "2 bad ones left out" in described.splitlines()[0] and len(re.findall(warning, described)) == 1

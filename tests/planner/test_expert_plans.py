@@ -99,7 +99,7 @@ def test_a_plan_shares_experts_where_that_is_faster(capsys: pytest.CaptureFixtur
     update = file.calls["actor.update_actor"]
     assert update.ep > 1
     request = plan.read_run(PRESET, cluster)
-    assert placed_roles(request.described, file, lambda: request.graph, 0)["actor"].shape.layout.ep == update.ep
+    assert placed_roles(request.unplaced_roles, file, lambda: request.graph, 0)["actor"].shape.layout.ep == update.ep
     plan.main(["--config", PRESET, *cluster, f"plan.fixed={out}", f"plan.out={again}"])
     assert f" ep{update.ep} " in capsys.readouterr().out
     alone.write_text(replace(file, calls={**file.calls, "actor.update_actor": replace(update, ep=1, zero=3)}).to_yaml())
@@ -142,7 +142,7 @@ def test_a_plan_keeps_experts_whole_in_generation(capsys: pytest.CaptureFixture[
     planned_call = file.calls[name]
     size = len(planned_call.rank_range.ranks)
     for call in (planned_call, replace(planned_call, pp=1, tp=1, dp=size), replace(planned_call, pp=1, tp=8, dp=size // 8)):
-        roles = placed_roles(request.described, replace(file, calls={**file.calls, name: call}), lambda: request.graph, 0)
+        roles = placed_roles(request.unplaced_roles, replace(file, calls={**file.calls, name: call}), lambda: request.graph, 0)
         grid = roles["actor"].generation
         assert grid is not None and grid.tp == call.tp and grid.expert_parallel_generation == (call.tp > 1)
         assert roles["actor"].config.generation.ep == call.tp

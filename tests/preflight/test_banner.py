@@ -11,7 +11,7 @@ import torch
 import tasks
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.preflight.banner import describe, dry_run_text
+from rlhf_spmd.preflight.banner import dry_run_text, run_banner
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.train import RunPlan, prepare
 
@@ -26,7 +26,7 @@ def prepared(run_dir: Path, size: int, *more: str) -> tuple[RunPlan, World]:
 
 def test_a_run_begins_with_how_it_is_split(tmp_path: Path) -> None:
     ready, world = prepared(tmp_path, 4, *POOLS, "models.actor.layout.tp=2", "models.actor.calls.compute_log_prob.pool=value")
-    text = describe(ready, world)
+    text = run_banner(ready, world)
     trained, ranks, *roles, fits = text.splitlines()
     assert trained.startswith("run: ppo trains actor (") and trained.endswith(" on " + ready.training["prompts"].summary())
     assert ranks.startswith("  4 ranks") and fits.startswith("  memory: at most ")

@@ -21,7 +21,7 @@ from rlhf_spmd.kernels.devices import container_bytes, total_bytes
 from rlhf_spmd.models.activations import run, run_again, run_part_again
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.preflight import memory_check
-from rlhf_spmd.preflight.banner import describe
+from rlhf_spmd.preflight.banner import run_banner
 from rlhf_spmd.preflight.memory_check import check_memory, decide_checkpointing, with_checkpointing
 from rlhf_spmd.preflight.memory_estimate import StepFacts, measure, step_facts
 from rlhf_spmd.preflight.prepare import prepare
@@ -357,7 +357,7 @@ def small_run(world: World, run_dir: str, room: float) -> str:
         memory_check.total_bytes = total_bytes
     create_run_dir(ready.config.run.dir)
     train(ProgramContext(world, Board(world.launch, world.store), ready))
-    return describe(ready, world)
+    return run_banner(ready, world)
 
 
 def test_a_run_that_recomputes_for_want_of_memory_gives_the_same_bits(tmp_path: Path) -> None:

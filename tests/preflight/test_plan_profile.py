@@ -41,7 +41,7 @@ def test_layers_that_do_not_fit_are_not_measured() -> None:
     spec = kinds(model("glm4-moe", 92, topk_group=1, **LARGE))[-1][0]
     workload = Workload(64, 512, (512.0,))
     profiler = LayerProfiler(None, workload, 8192, torch.bfloat16, 80e9)  # type: ignore[arg-type]
-    assert [profiler.most_layers(spec, "none", tp, 8192) for tp in (1, 2, 4, 8)] == [0, 2, 3, 5]
+    assert [profiler.max_layers(spec, "none", tp, 8192) for tp in (1, 2, 4, 8)] == [0, 2, 3, 5]
     assert profiler.zero(spec, "none") == ([0.0] * 4, 0.0)
 
 

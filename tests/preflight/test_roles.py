@@ -15,11 +15,18 @@ import ranks
 from algorithm_cases import CASES
 from outside.rewards import share_of_even_digits
 from ranks import run_ranks
+from rlhf_spmd.controller import GroupShape, ResourcePool
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.planner.placement import PlacementConfig
+from rlhf_spmd.preflight.placing import place
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.process.program import ProgramContext
 from rlhf_spmd.rewards.runner import RewardError
 from rlhf_spmd.telemetry.run_dir import create_run_dir
 from rlhf_spmd.train import prepare, train
+from rlhf_spmd.workers import ReferenceWorker
+from rlhf_spmd.workers.config import RoleConfig
+from rlhf_spmd.workers.role_plan import RolePlan
 from tasks import VOCABULARY, even_share, read_run, settings, task, token_ids, train_here
 
 
@@ -194,3 +201,12 @@ def test_sft_that_reached_its_goal_says_so_and_stays_ended(tmp_path: Path) -> No
         assert [row["step"] for row in rows] == [0, 1, 2]
     assert log.count(f"target reached: val/reward_mean {rows[2]['val/reward_mean']:.4g} >= -1 at step 2\n") == 1
     assert "nothing to do: its goal was reached in step 2" in log
+
+
+def test_an_algorithm_of_the_users_needs_a_trained_role() -> None:
+    """Placing names the roles; it does not fail at the last of no trained roles."""
+    shape = GroupShape(Layout())
+    judge = RolePlan(ReferenceWorker, RoleConfig(), ResourcePool("unplaced", (0,)), shape, None)
+
+    with pytest.raises(ValueError, match=r"none of the algorithm's roles is trained \(judge\); at least one must be"):
+        place({"judge": judge}, PlacementConfig(), 1, 1, lambda: pytest.fail("no strategy needs a step"))

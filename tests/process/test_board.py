@@ -280,7 +280,7 @@ def test_who_is_at_work_is_to_blame_and_not_who_waited_for_it(monkeypatch: pytes
 
     beats(5)
     waits: list[float] = []
-    monkeypatch.setattr(board._known, "wait", lambda seconds: waits.append(seconds) or beats(6))
+    monkeypatch.setattr(board._failure_known, "wait", lambda seconds: waits.append(seconds) or beats(6))
     assert not board.await_verdict(15.0), "another failure may come of what another rank does"
     beats(5)
     messages.store.add("board/waited", JUDGES - 1)  # others have read the heartbeats of all

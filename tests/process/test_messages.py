@@ -48,7 +48,7 @@ def test_a_strangers_word_ends_no_job_with_0(text: str, tmp_path: Path, capsys: 
     board.run_dir = tmp_path
     with pytest.raises(ForgedMessage):
         board._read_failure()
-    board._post(board._failure_here("error", "a stranger"))
+    board._post(board._failure_of_rank("error", "a stranger"))
     assert board.failure is not None and board.failure.code == 1
     status = read_exit_status(tmp_path)
     assert status is not None and status.code == 1 and capsys.readouterr().err == "a stranger\n"
@@ -230,7 +230,7 @@ def test_a_signal_ends_a_rank_that_waits_for_the_store(monkeypatch: pytest.Monke
             monkeypatch.setenv(name, value)
         signals, since = startup_checks.EarlySignals(), time.monotonic()
         signals.number = signal.SIGINT
-        with pytest.raises(process_exit.ToldToEnd, match=f"SIGINT .* waited for the store at 127.0.0.1:{port}"):
+        with pytest.raises(process_exit.EndedBySignal, match=f"SIGINT .* waited for the store at 127.0.0.1:{port}"):
             connect_store(Launch(1, 2, 1, 2), 3.0, lambda whom: signals.waits(Launch(1, 2), whom))
         assert time.monotonic() - since < 20
 

@@ -137,7 +137,7 @@ def test_a_function_of_a_notebook_is_written_with_all_that_it_uses(tmp_path: Pat
     names = cell(CELL, **cell(BEFORE))
     config = written(tmp_path, reward={"function": names["score"], "weight": 2.0})
     function = config["reward"]["function"]
-    assert function.startswith(f"{tmp_path}/one/given/score-") and config["reward"]["weight"] == 2.0
+    assert function.startswith(f"{tmp_path}/one/objects/score-") and config["reward"]["weight"] == 2.0
     assert resolve_function(function)("abca") == names["score"]("abca") == 6 + 8 + 3
     assert written(tmp_path, reward={"function": names["score"]})["reward"]["function"] == function, "a second time it is there"
 
@@ -223,7 +223,7 @@ def test_a_run_of_objects_can_be_started_again_from_its_config(tmp_path: Path) -
     (last, *_) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][::-1]
     assert last["reward/mean"] == 0.75
     again, _ = read_config(run / "config.yaml", ())
-    assert Path(again.data.path).parent == run / "given" and resolve_function(again.reward.function)("", {}) == 0.75
+    assert Path(again.data.path).parent == run / "objects" and resolve_function(again.reward.function)("", {}) == 0.75
 
 
 def test_a_file_that_was_edited_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

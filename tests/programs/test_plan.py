@@ -206,7 +206,7 @@ def test_plans_are_those_that_training_accepts(tmp_path: Path, algorithm: str) -
     settings = ["cluster.nodes=1", gpus, f"plan.out={tmp_path / 'plan.yaml'}", *roles]
     run = plan.read_run(str(CONFIGS / f"quickstart_{algorithm}.yaml"), settings)
     machine, _ = run.target
-    plans = placed_roles(run.described, plan.plan(run).file, lambda: run.graph, 0)
+    plans = placed_roles(run.unplaced_roles, plan.plan(run).file, lambda: run.graph, 0)
     check_batches(run.config, plans)
     assert check_memory(plans, run.step(), machine.memory, machine.local_size) is None
 

@@ -36,7 +36,7 @@ from rlhf_spmd.generation import Request
 from rlhf_spmd.inference import endpoint as endpoints
 from rlhf_spmd.inference import service as services
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
-from rlhf_spmd.inference.openai_forms import refused
+from rlhf_spmd.inference.openai_forms import error_answer
 from rlhf_spmd.inference.requests import RequestProcessor
 from rlhf_spmd.parallel.launch import Launch
 
@@ -196,7 +196,7 @@ def arrive_raw(service: services.Service, number: int, raw: bytes, chat: bool) -
     try:
         service.arrivals.put((number, service.read(raw, chat)))
     except ValueError as error:
-        reply.put(refused(error))
+        reply.put(error_answer(error))
     return reply
 
 
@@ -389,19 +389,21 @@ def test_the_service_ends_when_what_runs_has_been_answered_or_in_time(
     running = arrive(service, 0, prompt="abc", max_tokens=20)
     waiting = arrive(service, 1, prompt="x", presence_penalty=1.0)
     assert service.turn() and 0 in service.running and len(service.waiting) == 1
-    service.told_to_end = lambda: True
+    service.must_end = lambda: True
     late = arrive(service, 2, prompt="x")
     while service.turn():
         assert service.state == "ending"
     assert text_of(running.get_nowait()) == greedy_response(model, "abc", 20)
-    assert [reply.get_nowait() for reply in (waiting, late)] == [refused(services.Refusal(503, "the server is ending"))] * 2
+    assert [reply.get_nowait() for reply in (waiting, late)] == [
+        error_answer(services.HttpError(503, "the server is ending"))
+    ] * 2
 
-    service.state, service.told_to_end = "on", lambda: False
+    service.state, service.must_end = "on", lambda: False
     monkeypatch.setattr(services, "END_S", 0.0)
     running = arrive(service, 3, prompt="abc", max_tokens=60)
     assert service.turn()
-    service.told_to_end = lambda: True
-    assert not service.turn() and running.get_nowait() == refused(services.Refusal(503, "the server has ended"))
+    service.must_end = lambda: True
+    assert not service.turn() and running.get_nowait() == error_answer(services.HttpError(503, "the server has ended"))
 
 
 @pytest.mark.parametrize("how", ["not finite", "engine", "answer"])
@@ -457,7 +459,7 @@ def test_what_other_ranks_may_not_have_met_ends_the_service(
     with contextlib.nullcontext() if error is ValueError else pytest.raises(error):
         service.turn()
         turn_until_idle(service)
-        assert reply.get_nowait() == refused(error("not on every rank"))
+        assert reply.get_nowait() == error_answer(error("not on every rank"))
 
 
 def test_a_cache_is_made_anew_after_so_many_requests(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,7 +508,7 @@ def test_many_responses_for_one_client_do_not_hold_up_others(service: services.S
 
 
 def test_what_is_noted_of_tokens_is_bounded(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "MOST_LOG_PROBS", 4 * 20 * 3)
+    monkeypatch.setattr(services, "MAX_LOG_PROBS", 4 * 20 * 3)
     bodies = ({"max_tokens": 20, "n": 3}, {"max_tokens": 21, "n": 4}, {"max_tokens": 2}, {"max_tokens": 2})
     replies = [arrive(service, number, prompt="abc", logprobs=2, **body) for number, body in enumerate(bodies)]
     service.turn()

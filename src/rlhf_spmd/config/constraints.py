@@ -1,7 +1,7 @@
 """What a field of a configuration may hold, said in its type, and settings that do nothing.
 
 A field says its range as ``PositiveInt`` or ``Annotated[float, Range(least=0, below=1)]`` and its choices as
-``Literal["a", "b"]``. ``schema.check_section`` checks both. ``load.check_tree`` also refuses a setting that does nothing beside the
+``Literal["a", "b"]``. ``rules.check_section`` checks both. ``load.check_tree`` also refuses a setting that does nothing beside the
 other settings (:func:`idle_settings`).
 """
 

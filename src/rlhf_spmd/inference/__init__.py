@@ -3,7 +3,7 @@
 Floor F7. This package must not know ``training``.
 
 One path serves all programs: prompts become groups of the generator's ``Request`` (``prompt_sets`` from files, ``requests`` from
-callers), ``InferenceEngine.own_groups`` deals the groups to replicas, ``complete`` or the service's turns generate them, and
+callers), ``InferenceEngine.groups_of_replica`` deals the groups to replicas, ``complete`` or the service's turns generate them, and
 ``gather_records`` brings the results to rank 0.
 
 Read in this order. For ``generate``, ``evaluate`` and ``score``, which read and write files:

@@ -33,10 +33,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rlhf_spmd.inference.openai_forms import Refusal, refused
+from rlhf_spmd.inference.openai_forms import HttpError, error_answer
 from rlhf_spmd.inference.service import Part, Service
 
-MOST_CONNECTIONS = 1024  # requests on further connections are refused
+MAX_CONNECTIONS = 1024  # requests on further connections are refused
 READERS = 2  # threads that tokenise long requests, and as many for short ones, which so wait for no long one
 LONG_BYTES = 1 << 16  # of a long request
 SILENT_S = 75.0  # after which a connection without a request is closed
@@ -62,24 +62,24 @@ class AccessRules:
     max_queued_requests: int = 1024
 
     def check_source(self, headers: Mapping[str, str], bound: str) -> None:
-        """Raise Refusal. ``bound``: the address that the endpoint listens at.
+        """Raise HttpError. ``bound``: the address that the endpoint listens at.
 
         If it is a loopback address, a web page whose host name resolves to it (DNS rebinding) must not be answered.
         """
         name = re.sub(r":\d*$", "", headers.get("host", "")).strip("[]").lower()
         if is_loopback(bound) and not (name in ("localhost", self.host) or is_loopback(name)):
-            raise Refusal(
+            raise HttpError(
                 403, f"Host: {name!r} is not this machine; ask {bound} by its address, or serve others with host=0.0.0.0"
             )
         origin = headers.get("origin")
         if origin is not None and origin not in self.origins and "*" not in self.origins:
-            raise Refusal(403, f"Origin: {origin!r} is not among allowed_origins={[*self.origins]}")
+            raise HttpError(403, f"Origin: {origin!r} is not among allowed_origins={[*self.origins]}")
 
     def check_token(self, headers: Mapping[str, str]) -> None:
-        """Raise Refusal for a missing or wrong bearer token."""
+        """Raise HttpError for a missing or wrong bearer token."""
         header, expected = headers.get("authorization", ""), f"Bearer {self.token}"
         if self.token is not None and not hmac.compare_digest(header.encode(), expected.encode()):
-            raise Refusal(401, "the bearer token is missing or wrong", "invalid_api_key")
+            raise HttpError(401, "the bearer token is missing or wrong", "invalid_api_key")
 
 
 def is_loopback(host: str) -> bool:
@@ -98,7 +98,7 @@ class Endpoint:
         host = access.host
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self.socket = socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
+            self.socket = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         except OSError as error:
             raise ValueError(f"host={host}, port={port}: cannot listen there: {error.strerror or error}") from error
         self.bound, self.port = self.socket.getsockname()[:2]
@@ -114,8 +114,8 @@ class Endpoint:
             log_config=None,
             access_log=False,
             server_header=False,
-            backlog=MOST_CONNECTIONS,
-            limit_concurrency=MOST_CONNECTIONS,
+            backlog=MAX_CONNECTIONS,
+            limit_concurrency=MAX_CONNECTIONS,
             timeout_keep_alive=int(SILENT_S),
             timeout_graceful_shutdown=int(CLOSE_S),
         )
@@ -140,7 +140,7 @@ class Endpoint:
         ]
         cors = Middleware(CORSMiddleware, allow_origins=self.access.origins, allow_methods=["*"], allow_headers=["*"])
         handlers = {
-            Refusal: _answer_error,
+            HttpError: _answer_error,
             ValueError: _answer_error,
             HTTPException: _answer_http_error,
             ClientDisconnect: _answer_nobody,
@@ -163,7 +163,7 @@ class Endpoint:
         try:
             self.access.check_source(request.headers, self.bound)
             await app(scope, receive, send_and_note_status)
-        except Refusal as error:
+        except HttpError as error:
             await _answer_error(request, error)(scope, receive, send_and_note_status)
         finally:
             who = f"{request.client.host}:{request.client.port}" if request.client else "-"
@@ -188,7 +188,7 @@ class Endpoint:
         self.access.check_token(request.headers)
         loop, service, limit = asyncio.get_running_loop(), self.service, self.access.max_queued_requests
         if len(service.replies) - len(service.running) >= limit:
-            raise Refusal(429, f"max_queued_requests={limit} requests wait already; ask again later")
+            raise HttpError(429, f"max_queued_requests={limit} requests wait already; ask again later")
         parts: asyncio.Queue[Part] = asyncio.Queue()
         number = next(self.numbers)
         service.replies[number] = lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
@@ -213,7 +213,7 @@ class Endpoint:
             body = await loop.run_in_executor(self.readers[len(raw) > LONG_BYTES], service.read, raw, chat)
             del raw
             if service.state != "on":
-                raise Refusal(503, "the server is ending")
+                raise HttpError(503, "the server is ending")
             service.arrivals.put((number, body))
             ended = False
             first = await _unless_gone(request, parts.get())
@@ -275,9 +275,9 @@ class ServedConnection(H11Protocol):
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """Return the body of a request. Raises Refusal if it is longer than ``max_bytes``, by its header or in fact, or too slow."""
+    """Return the body of a request. Raises HttpError if it is longer than ``max_bytes``, by its header or in fact, or too slow."""
     length, body = request.headers.get("content-length", "0"), bytearray()
-    too_long = Refusal(413, f"a request has at most max_body_bytes={max_bytes} bytes")
+    too_long = HttpError(413, f"a request has at most max_body_bytes={max_bytes} bytes")
     if int(length) > max_bytes:  # h11 has seen that it is a number
         raise too_long
     try:
@@ -287,7 +287,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
                 if len(body) > max_bytes:
                     raise too_long
     except TimeoutError as error:
-        raise Refusal(408, f"the request has not come within {BODY_S:.0f} s") from error
+        raise HttpError(408, f"the request has not come within {BODY_S:.0f} s") from error
     return bytes(body)
 
 
@@ -310,7 +310,7 @@ async def _unless_gone(request: Request, awaited: Any) -> Any:
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
-    status, content = refused(error)
+    status, content = error_answer(error)
     return JSONResponse(content, status, {"WWW-Authenticate": "Bearer"} if status == 401 else None)
 
 
@@ -319,7 +319,7 @@ def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for it"
     path = request.url.path
     text = f"{path} takes no {request.method}" if error.status_code == 405 else f"there is nothing at {path}"
-    response = _answer_error(request, Refusal(error.status_code, text))
+    response = _answer_error(request, HttpError(error.status_code, text))
     response.headers.update(error.headers or {})
     return response
 

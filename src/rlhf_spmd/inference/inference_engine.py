@@ -22,8 +22,8 @@ from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.pipeline_channels import connect_channels
 from rlhf_spmd.inference.loaded_model import (
-    LoadedConfig,
-    LoadedModel,
+    ModelSourceConfig,
+    CheckedModel,
     ModelConfig,
     base_directory,
     load_from_checkpoint,
@@ -41,8 +41,8 @@ from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World
 
 IN_FLIGHT = 8  # a call of the generator gets this times generation.max_num_seqs rows, so that building its runner is worth it
-HANDED_OUT = 0.5  # a call returns when this share of its groups has ended, so that others can follow before it lacks rows
-HANDED_OUT_S = 60.0  # a call returns after these seconds in any case
+RETURN_FRACTION = 0.5  # a call returns when this share of its groups has ended, so that others can follow before it lacks rows
+RETURN_S = 60.0  # a call returns after these seconds in any case
 
 
 OF_TRAINING = ("reshard_method", "buffers", "reuse_rollout_log_probs", "kv_cache")  # keys of ``generation``
@@ -53,7 +53,7 @@ def _only(key: str, allowed: Any, why: str, remedy: str) -> Rule:
 
 
 @dataclass(frozen=True)
-class GeneratingConfig(LoadedConfig):
+class GeneratingConfig(ModelSourceConfig):
     """A model that generates in ``layout``."""
 
     rules: ClassVar[Rules] = (
@@ -81,7 +81,7 @@ def read_generating_model(
     needs_tokenizer: bool,
     template: str | None = None,
     tokenizer_path: str | None = None,
-) -> LoadedModel:
+) -> CheckedModel:
     """Return what ``config`` names, read before the ranks meet. Local: no communication. Raises ValueError or DataError, one line.
 
     ``template``: the chat template whose end token ends responses too, by default the tokenizer's. ``tokenizer_path``: its directory
@@ -90,7 +90,7 @@ def read_generating_model(
     config, spec, layout, checkpoint = read_weights(config, launch, config.generation.ep)
     check_cache(spec, layout, config.generation, config.model, launch)
     tokenizer = load_tokenizer(tokenizer_path or config.model.path, required=needs_tokenizer)
-    return LoadedModel(config, join_ends(spec, tokenizer, template), layout, checkpoint, tokenizer)
+    return CheckedModel(config, join_ends(spec, tokenizer, template), layout, checkpoint, tokenizer)
 
 
 def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, model: ModelConfig, launch: Launch) -> None:
@@ -108,7 +108,7 @@ def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, m
         )
 
 
-def build_generator(loaded: LoadedModel, world: World) -> Generator:
+def build_generator(loaded: CheckedModel, world: World) -> Generator:
     """Build the generator of ``loaded`` and load its weights. The configuration has ``generation``.
 
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
@@ -141,7 +141,7 @@ class InferenceEngine:
     Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError.
     """
 
-    def __init__(self, loaded: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, loaded: CheckedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
         self.world, self.tick = world, tick
         self.generator = build_generator(loaded, world)
         self.mesh = self.generator.mesh
@@ -151,14 +151,14 @@ class InferenceEngine:
         """Return True on the first rank of a replica. All its ranks have the same completions; this one reports them."""
         return self.mesh.replica.rank == 0
 
-    def own_groups(self, groups: Sequence[Sequence[Request]]) -> list[int]:
+    def groups_of_replica(self, groups: Sequence[Sequence[Request]]) -> list[int]:
         """Return indices of the groups that this replica generates; tokens are balanced over replicas. Local.
 
         The longest rows come first: pages that are allocated for them have room for all that follow.
         """
         tokens = [len(group[0].prompt_ids) + sum(request.max_new_tokens for request in group) for group in groups]
         rows = [len(group[0].prompt_ids) + max(request.max_new_tokens for request in group) for group in groups]
-        return sorted(own_rows(tokens, self.mesh), key=lambda i: -rows[i])
+        return sorted(rows_of_replica(tokens, self.mesh), key=lambda i: -rows[i])
 
     def complete(
         self,
@@ -179,14 +179,14 @@ class InferenceEngine:
             yield generator.generate(requests, sampling, seed, 0, self.tick, environments if requests else None)
             return
         max_groups = max(IN_FLIGHT * generator.config.max_num_seqs // len(waiting[0]), 1) if waiting else 0
-        limits = GenerationLimits(fraction=HANDED_OUT, seconds=HANDED_OUT_S)
+        limits = GenerationLimits(fraction=RETURN_FRACTION, seconds=RETURN_S)
         while waiting or generator.kept:
             room = max_groups - len({row.request.group_id for row in generator.kept})
             requests = [request for _ in range(min(room, len(waiting))) for request in waiting.popleft()]
             yield generator.generate_until(requests, sampling, seed, 0, limits, 0, self.tick)
 
 
-def own_rows(tokens: Sequence[int], mesh: Mesh) -> list[int]:
+def rows_of_replica(tokens: Sequence[int], mesh: Mesh) -> list[int]:
     """Return indices of the rows that this rank's replica computes. ``tokens``: of each row, balanced over replicas."""
     parts = partition_by_tokens(tokens, mesh.layout.dp)
     return [number for number, part in enumerate(parts.tolist()) if part == mesh.dp_rank]

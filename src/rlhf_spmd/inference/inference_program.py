@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.data.dataset import RowsConfig
-from rlhf_spmd.inference.loaded_model import Config, LoadedConfig, LoadedModel
+from rlhf_spmd.inference.loaded_model import Config, ModelSourceConfig, CheckedModel
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.board import Board
@@ -22,7 +22,7 @@ from rlhf_spmd.process.program import ProgramSettings, run_program
 
 
 @dataclass(frozen=True)
-class InferenceConfig(LoadedConfig):
+class InferenceConfig(ModelSourceConfig):
     """The common configuration of ``generate``, ``evaluate`` and ``score``.
 
     - out: jsonl file to write
@@ -48,28 +48,28 @@ def say_warnings(launch: Launch, lines: Iterable[str]) -> None:
 def inference_program(
     name: str,
     description: str | None,
-    schema: type[LoadedConfig],
+    schema: type[ModelSourceConfig],
     prepare: Callable[[str | None, Sequence[str], Launch], Any],
     work: Callable[[Any, World, Board], None],
-    when_told: str | None = None,
+    interrupt_notice: str | None = None,
 ) -> tuple[Callable[..., Iterator[Key]], Callable[..., None]]:
     """Return the functions ``keys(overrides)`` and ``main(argv)`` of a program.
 
     ``main`` calls ``prepare(config file, overrides, launch)``, then ``work(prepared, world, board)`` on all ranks.
-    ``when_told``: for a program that reads ``board.preempted`` itself, a line about what it does when a signal ends it.
+    ``interrupt_notice``: for a program that reads ``board.preempted`` itself, a line about what it does when a signal ends it.
     """
 
     def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
         return list_keys(schema, {})
 
-    def settings(loaded: LoadedModel) -> ProgramSettings:
+    def settings(loaded: CheckedModel) -> ProgramSettings:
         config = loaded.config
         files = {"model.path (its tokenizer and configuration)": text_digest(Path(config.model.path)), **file_digests(config)}
         return ProgramSettings(
             timeout_s=config.timeout_s,
             threads=config.threads,
             must_match={**loaded.must_match, **files},
-            when_told=when_told or "",
+            interrupt_notice=interrupt_notice or "",
         )
 
     def main(argv: Sequence[str] | None = None) -> None:
@@ -78,7 +78,7 @@ def inference_program(
             lambda: prepare(command.config, command.overrides, command.launch),
             lambda context: work(context.prepared, context.world, context.board),
             settings,
-            saves_on_signal=when_told is not None,
+            saves_on_signal=interrupt_notice is not None,
             dry_run=(
                 lambda loaded: f"{name}: good for {command.launch.size} rank{'s' * (command.launch.size > 1)}, {loaded.layout}"
             )

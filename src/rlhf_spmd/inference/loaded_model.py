@@ -44,7 +44,7 @@ class ModelConfig(ComputeConfig):
 
 
 @dataclass(frozen=True)
-class LoadedConfig:
+class ModelSourceConfig:
     """A model that is not trained.
 
     - timeout_s: seconds for which one rank may keep the others waiting
@@ -58,7 +58,7 @@ class LoadedConfig:
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class CheckedModel:
     """What one rank has read and checked of a model, before any process group exists.
 
     ``config`` has ``model``. ``checkpoint``: where the weights are, if not in the model's directory.
@@ -77,7 +77,7 @@ class LoadedModel:
         return {"set of weights": str([weights_digest(Path(source)) for source in sources if source is not None])}
 
 
-Config = TypeVar("Config", bound=LoadedConfig)
+Config = TypeVar("Config", bound=ModelSourceConfig)
 
 
 def find_weights(path: str) -> tuple[str, Path | None]:

@@ -37,8 +37,8 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "web_search_options": (),
 }
-MOST_DEPTH = 100  # of nested lists and objects in a request's JSON
-MOST_STOPS, STOP_CHARACTERS = 64, 4096  # stop texts of a request, and their characters: all are looked for after each token
+MAX_DEPTH = 100  # of nested lists and objects in a request's JSON
+MAX_STOPS, STOP_CHARACTERS = 64, 4096  # stop texts of a request, and their characters: all are looked for after each token
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells half a character
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 CHARACTER_BYTES = 4  # at most in UTF-8, so at most this many tokens share a character
@@ -46,7 +46,7 @@ ToBytes = Callable[[int, str], list[int] | None]  # (token, its text) -> its byt
 Entry = dict[int, Logprob]  # for a token: itself first, then the likeliest
 
 
-class Refusal(ValueError):
+class HttpError(ValueError):
     """An error with another HTTP status than 400."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
@@ -54,7 +54,7 @@ class Refusal(ValueError):
         self.status, self.code = status, code
 
 
-def refused(error: Exception) -> tuple[int, dict[str, Any]]:
+def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status and the JSON of an answer to a request that failed with ``error``."""
     status = getattr(error, "status", 400 if isinstance(error, ValueError) else 500)
     kind = "invalid_request_error" if status < 500 else "server_error"
@@ -71,11 +71,11 @@ def read_body(raw: bytes) -> dict[str, Any]:
     text = raw.decode("utf-8-sig")
     try:
         body = json.loads(text)
-        is_deep = isinstance(body, dict) and depth(body) > MOST_DEPTH
+        is_deep = isinstance(body, dict) and depth(body) > MAX_DEPTH
     except RecursionError:
         is_deep = True
     if is_deep:
-        raise ValueError(f"a request's JSON is at most {MOST_DEPTH} values deep")
+        raise ValueError(f"a request's JSON is at most {MAX_DEPTH} values deep")
     if not isinstance(body, dict):
         raise ValueError("a request is a JSON object")
     if SURROGATE.search(text):
@@ -89,7 +89,7 @@ def check_sizes(body: Mapping[str, Any], vocab_size: int, longest: int) -> None:
     ``longest``: tokens of a prompt and its response.
     """
     for key, value in body.items():
-        limit = {"prompt": sys.maxsize, "messages": longest, "stop": MOST_STOPS}.get(key, vocab_size)
+        limit = {"prompt": sys.maxsize, "messages": longest, "stop": MAX_STOPS}.get(key, vocab_size)
         if isinstance(value, list | dict) and len(value) > limit:
             raise ValueError(f"{key} has {len(value)} entries, and may have {limit}")
     stop = body.get("stop")

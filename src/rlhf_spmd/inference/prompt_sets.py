@@ -35,7 +35,7 @@ from rlhf_spmd.generation.sampler import drawable_ids
 from rlhf_spmd.generation.stopping import build_stop_criteria
 from rlhf_spmd.inference.inference_engine import GeneratingConfig, InferenceEngine, gather_records
 from rlhf_spmd.inference.inference_program import InferenceConfig
-from rlhf_spmd.inference.loaded_model import LoadedModel, not_finite
+from rlhf_spmd.inference.loaded_model import CheckedModel, not_finite
 from rlhf_spmd.inference.output_files import Journal
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.input_digests import sample_of
@@ -88,7 +88,7 @@ class PromptSet:
 
 
 @dataclass(frozen=True)
-class InferJob(LoadedModel):
+class InferJob(CheckedModel):
     """The checked input of ``generate`` and ``evaluate``. ``keeps_tokens``: rows keep their token ids and log-probs."""
 
     sets: list[PromptSet]
@@ -109,7 +109,7 @@ def check_set(
     config: AnswerConfig,
     sampling: SamplingConfig,
     reward: RewardConfig,
-    model: LoadedModel,
+    model: CheckedModel,
 ) -> PromptSet:
     """Return the prompts of a set for ``model``. Raises ValueError or DataError, one line.
 
@@ -230,7 +230,7 @@ class PromptSetRun:
         self.job, self.number, self.engine = job, number, engine
         self.set = job.sets[number]
         groups = self.set.requests()
-        self.groups = [groups[i] for i in engine.own_groups(groups)]
+        self.groups = [groups[i] for i in engine.groups_of_replica(groups)]
         self.scorer = RewardScorer(self.set, engine.tick)
         self.num_before = 0
 

@@ -21,7 +21,7 @@ from rlhf_spmd.data.tokenizer import decode, load_tokenizer, longest_token
 from rlhf_spmd.generation import Completion, Generator, Request, SamplingConfig, StopStrings
 from rlhf_spmd.generation.stopping import StopCriteria, build_stop_criteria, special_stops
 from rlhf_spmd.inference.inference_engine import GeneratingConfig, InferenceEngine, gather_records, read_generating_model
-from rlhf_spmd.inference.loaded_model import LoadedModel
+from rlhf_spmd.inference.loaded_model import CheckedModel
 from rlhf_spmd.inference.sampling_params import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
@@ -56,7 +56,7 @@ class EngineConfig(GeneratingConfig):
     )
 
 
-def prepare_model(config: EngineConfig, launch: Launch) -> LoadedModel:
+def prepare_model(config: EngineConfig, launch: Launch) -> CheckedModel:
     """Return what ``config`` names, read before the ranks meet. Local: no communication. Raises ValueError or DataError, one line."""
     loaded = read_generating_model(config, launch, config.tokenizer is not None, tokenizer_path=config.tokenizer)
     context = loaded.spec.max_position_embeddings
@@ -95,7 +95,7 @@ def is_ids(prompt: Any) -> bool:
 class RequestProcessor:
     """Answers prompts with an engine. ``longest``: tokens that a prompt and its response may have together."""
 
-    def __init__(self, loaded: LoadedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, loaded: CheckedModel, world: World, tick: Callable[[], None] = lambda: None) -> None:
         """Collective over the world: every rank of it must call, in program order. Raises ValueError, CheckpointError."""
         self.engine = InferenceEngine(loaded, world, tick)
         self.seed, self.spec, self.tokenizer = loaded.config.seed, loaded.spec, loaded.tokenizer
@@ -179,7 +179,7 @@ class RequestProcessor:
         Collective over the world: every rank of it must call, in program order, with the same arguments. Raises NotFinite.
         """
         engine = self.engine
-        mine = engine.own_groups([each.requests for each in asked])
+        mine = engine.groups_of_replica([each.requests for each in asked])
         calls: dict[str, list[PromptRequest]] = {}
         for i in mine:
             calls.setdefault(repr(asked[i].sampling), []).append(asked[i])

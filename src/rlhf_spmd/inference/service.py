@@ -26,7 +26,7 @@ from rlhf_spmd.inference.openai_forms import (
     OTHER,
     AnswerFormat,
     Entry,
-    Refusal,
+    HttpError,
     TextDelta,
     TextOffsets,
     check_sizes,
@@ -34,7 +34,7 @@ from rlhf_spmd.inference.openai_forms import (
     prompts_of,
     read_body,
     read_request,
-    refused,
+    error_answer,
 )
 from rlhf_spmd.inference.requests import Prompt, PromptRequest, RequestProcessor, entries_of, prompt_log_probs
 from rlhf_spmd.inference.sampling_params import CompletionOutput
@@ -42,8 +42,8 @@ from rlhf_spmd.inference.sampling_params import CompletionOutput
 TURN_S = 0.2  # seconds of generation after which new requests join and streams are sent what is new
 IDLE_S = 1.0  # seconds after which ranks that wait for requests hear of each other
 END_S = 8.0  # seconds that running requests have when the service is told to end: container runtimes kill after ten
-MOST_ROWS = 4096  # responses of one request
-MOST_LOG_PROBS = 1 << 27  # rows * longest response * (1 + logprobs) of a request, and of the rows in flight, on the device
+MAX_ROWS = 4096  # responses of one request
+MAX_LOG_PROBS = 1 << 27  # rows * longest response * (1 + logprobs) of a request, and of the rows in flight, on the device
 AHEAD = 1.25  # times max_num_seqs: rows in flight, some of which wait for a place in a step; more would hold up later requests
 OF_REQUESTS = ValueError, TypeError, LookupError, ArithmeticError  # raised by the host's code, which is alike on all ranks
 FORGET = 4096  # requests after which the cache and the table of its prompts' prefixes are made anew
@@ -93,8 +93,8 @@ class ServedRequest:
 
 
 def fit_together(num_rows: int, longest: int, sampling: SamplingConfig) -> bool:
-    """Return True if the log-probs of so many rows, of at most ``longest`` tokens each, are at most MOST_LOG_PROBS."""
-    return num_rows * longest * (1 + sampling.logprobs) <= MOST_LOG_PROBS
+    """Return True if the log-probs of so many rows, of at most ``longest`` tokens each, are at most MAX_LOG_PROBS."""
+    return num_rows * longest * (1 + sampling.logprobs) <= MAX_LOG_PROBS
 
 
 def longest_of(requests: Iterable[Request]) -> int:
@@ -103,7 +103,7 @@ def longest_of(requests: Iterable[Request]) -> int:
 
 
 class Service:
-    """Answers requests on all ranks. Rank 0 has the endpoint, and only its ``told_to_end``, ``arrivals`` and ``replies`` are used.
+    """Answers requests on all ranks. Rank 0 has the endpoint, and only its ``must_end``, ``arrivals`` and ``replies`` are used.
 
     Whatever a request does costs that request alone; only a fault of the engine raises, and what a rank may have met alone.
 
@@ -113,7 +113,7 @@ class Service:
     - reasoning_tags: between which a chat's answer has reasoning; None: it is not separated
     - waiting: requests with rows that have not started, in the order of their turns
     - running: requests with rows in flight, or prompts that are scored, by number
-    - num_taken: requests so far that were not refused
+    - num_admitted: requests so far that were not refused
     - state: "on"; then "ending", in which new requests are refused; then "over"
     """
 
@@ -121,18 +121,18 @@ class Service:
         self,
         processor: RequestProcessor,
         name: str,
-        told_to_end: Callable[[], bool] = lambda: False,
+        must_end: Callable[[], bool] = lambda: False,
         variables: Mapping[str, Any] = MappingProxyType({}),
         reasoning_tags: Sequence[str] | None = None,
     ) -> None:
-        self.processor, self.engine, self.name, self.told_to_end = processor, processor.engine, name, told_to_end
+        self.processor, self.engine, self.name, self.must_end = processor, processor.engine, name, must_end
         self.variables, self.reasoning_tags = variables, reasoning_tags
         self.arrivals: Queue[Arrival] = Queue()
         self.replies: dict[int, Callable[[Part], Any]] = {}
         self.waiting: deque[ServedRequest] = deque()
         self.running: dict[int, ServedRequest] = {}
         self.sampling = SamplingConfig()  # of the rows in flight
-        self.num_taken = 0
+        self.num_admitted = 0
         self.state, self.end_by = "on", 0.0
         processor.longest = self.engine.generator.reserve_pages(processor.longest)
 
@@ -143,12 +143,12 @@ class Service:
         """
         body = read_body(raw)
         if body.get("model", self.name) != self.name:
-            raise Refusal(404, f"the model {body['model']!r} is not here; there is {self.name!r}", "model_not_found")
+            raise HttpError(404, f"the model {body['model']!r} is not here; there is {self.name!r}", "model_not_found")
         check_sizes(body, self.processor.spec.vocab_size, self.processor.longest)
         format, params = read_request(body, chat)
         prompts = prompts_of(body, chat)
-        if not 0 < len(prompts) * params.n <= MOST_ROWS:
-            raise ValueError(f"{len(prompts)} prompts, n={params.n}: a request is for 1 to {MOST_ROWS} responses")
+        if not 0 < len(prompts) * params.n <= MAX_ROWS:
+            raise ValueError(f"{len(prompts)} prompts, n={params.n}: a request is for 1 to {MAX_ROWS} responses")
         variables = {**self.variables, **format.chat_template_kwargs}
         read = self.processor.encode(prompts, variables=variables, generates=format.generates)
         rest = {key: value for key, value in body.items() if key not in OTHER}
@@ -164,9 +164,11 @@ class Service:
         for arrival in arrivals:
             self._take(*arrival)
         if self.state != "on":
-            self._fail([each for each in self.waiting if each.number not in self.running], Refusal(503, "the server is ending"))
+            self._fail(
+                [each for each in self.waiting if each.number not in self.running], HttpError(503, "the server is ending")
+            )
         if self.state == "over":
-            self._fail([*self.running.values()], Refusal(503, "the server has ended"))
+            self._fail([*self.running.values()], HttpError(503, "the server has ended"))
             return False
         requests = self._admit()
         self._score()
@@ -177,7 +179,7 @@ class Service:
         """Return what has arrived (rank 0). Wait if there is nothing to do."""
         arrived: list[Arrival] = []
         with suppress(Empty):
-            if not self.running and not self.waiting and not self.told_to_end():
+            if not self.running and not self.waiting and not self.must_end():
                 arrived.append(self.arrivals.get(timeout=IDLE_S))
             while True:
                 arrived.append(self.arrivals.get_nowait())
@@ -185,7 +187,7 @@ class Service:
 
     def _state(self) -> str:
         """Return the state from now on (rank 0)."""
-        if not self.told_to_end():
+        if not self.must_end():
             return "on"
         if self.state == "on":
             self.end_by = time.monotonic() + END_S
@@ -197,15 +199,15 @@ class Service:
         if request is None:
             return self._forget([number])
         if self.state != "on":
-            return self._put(number, refused(Refusal(503, "the server is ending")))
+            return self._put(number, error_answer(HttpError(503, "the server is ending")))
         try:
             served = self._job(number, **request)
         except Exception as error:  # a process boundary: one request fails, on all ranks, and the service goes on
             if not self._is_shared(error):
                 raise
-            return self._put(number, refused(error))
-        self.num_taken += 1
-        if self.num_taken % FORGET == 0:
+            return self._put(number, error_answer(error))
+        self.num_admitted += 1
+        if self.num_admitted % FORGET == 0:
             self.engine.generator.before_training()
         if served.unstarted:
             self.waiting.append(served)
@@ -325,7 +327,7 @@ class Service:
 
     def _fail(self, failed: Sequence[ServedRequest], error: Exception) -> None:
         """Answer these requests with ``error``, which every rank has raised. The others go on."""
-        status, answer = refused(error)
+        status, answer = error_answer(error)
         if failed and not isinstance(error, ValueError) and self.engine.world.rank == 0:
             print(f"{counted(len(failed), 'request')} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         for served in failed:

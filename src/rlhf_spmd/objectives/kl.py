@@ -17,12 +17,11 @@ from torch import Tensor
 
 from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveFloat, PositiveInt
 from rlhf_spmd.config.rules import Rule, Rules
+from rlhf_spmd.objectives.losses import LOG_RATIO_LIMIT
 
 KLKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 
-# Bounds of low_var_kl. The exponent is bounded so that exp() stays finite, the estimate so that one token cannot swamp a batch.
-LOG_RATIO_LIMIT = 20.0
-LOW_VAR_LIMIT = 10.0
+LOW_VAR_LIMIT = 10.0  # of low_var_kl's estimate, so that one token cannot swamp a batch
 ERROR_LIMIT = 0.2  # of the measured KL against the target, in a step of the adaptive coefficient
 
 

@@ -22,7 +22,7 @@ from rlhf_spmd.workers.role_plan import RolePlan
 UNITS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 
 
-def describe(plan: RunPlan, world: World) -> str:
+def run_banner(plan: RunPlan, world: World) -> str:
     """Return what is trained, where every role and call runs, the memory, and warnings."""
     config, device = plan.config, world.device
     trained = " and ".join(_with_size(role, placed) for role, placed in plan.roles.items() if placed.trained)
@@ -43,10 +43,10 @@ def describe(plan: RunPlan, world: World) -> str:
 
 
 def dry_run_text(plan: RunPlan, launch: Launch) -> str:
-    """Return :func:`describe` for a run that is not started."""
+    """Return :func:`run_banner` for a run that is not started."""
     world = World(launch, model_device(), lone_store(), 0.0)
     products = f"\n  matrix products of float32: precision {torch.get_float32_matmul_precision()}"
-    return describe(plan, world) + products * capabilities(world.device).batch_invariant
+    return run_banner(plan, world) + products * capabilities(world.device).batch_invariant
 
 
 def _placements(roles: Mapping[str, RolePlan]) -> Iterator[str]:

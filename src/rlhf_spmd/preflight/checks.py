@@ -253,7 +253,7 @@ ROLE_RULES: Rules = (
 
 
 def check_settings(plan: RunPlan) -> RunPlan:
-    """Raises ValueError where sections of the configuration contradict each other; returns ``plan``."""
+    """Raise ValueError where sections of the configuration contradict each other; returns ``plan``."""
     config, algorithm = plan.config, plan.config.algorithm
     for placed in plan.generating.values():
         for name, environment in plan.environments.items():
@@ -276,7 +276,7 @@ def check_batches(config: TrainConfig, roles: Mapping[str, RolePlan]) -> None:
 
 
 def _check_idle_sampling(config: TrainConfig) -> None:
-    """Raises ValueError for sampling settings that the algorithm never uses."""
+    """Raise ValueError for sampling settings that the algorithm never uses."""
     kinds = [section.config for section in config.algorithm.streams.values() if issubclass(section.config, PromptsConfig)]
     if not any(issubclass(kind, DatasetConfig) for kind in kinds):
         reason = f"{config.algorithm.name} draws no samples in training"

@@ -156,7 +156,7 @@ def _check_sampling(plan: RunPlan, section: str, where: str, data: PromptsConfig
 
 
 def _check_budget(plan: RunPlan, length: int, words: str, noun: str = "row") -> None:
-    """Raises ValueError where a micro-batch of some role cannot hold ``length`` tokens."""
+    """Raise ValueError where a micro-batch of some role cannot hold ``length`` tokens."""
     shapes = [(role, placed.shape) for role, placed in plan.roles.items() if placed.spec]
     for role, placed in plan.roles.items():
         shapes += [(role, call.shape) for call in placed.calls.values() if not call.shape.generation]
@@ -199,7 +199,7 @@ def read_data(plan: RunPlan) -> RunPlan:
 
 
 def _check_vocabulary(data: TokenDataset, role: RolePlan) -> None:
-    """Raises ValueError if the tokenizer gave ids that the model does not have."""
+    """Raise ValueError if the tokenizer gave ids that the model does not have."""
     largest = max(int(ids.values.max()) for ids in data.columns.values())
     if largest >= _spec(role).vocab_size:
         raise ValueError(

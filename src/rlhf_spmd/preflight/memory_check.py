@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, inf
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_spmd.config.rules import shown
 from rlhf_spmd.controller import Graph
@@ -32,11 +32,23 @@ DeviceBytes = Sequence[float] | float  # memory of each rank's device, or one nu
 Remedy = dict[tuple[str | None, str], Any]  # settings that save memory: (role, or None: of the algorithm; key) -> value
 
 
-def check_launch(run: RunPlan, graph: Graph, launch: Launch) -> tuple[str, str, str | None, str | None]:
-    """Check a run (``job``, a ``TrainJob``) on this rank's device, and on rank 0 also the disk.
+class FitReport(NamedTuple):
+    """How a run fits its devices.
 
-    Return what :func:`decide_checkpointing` chooses, what the fullest rank needs, in words, and the warnings of
-    :func:`check_memory` and :func:`check_disk`. Raises ValueError, also if the rank has no device, and CheckpointError.
+    - checkpointing: what :func:`decide_checkpointing` returns
+    - memory: what the fullest rank needs, in words
+    - warnings: of :func:`check_memory` and :func:`check_disk`
+    """
+
+    checkpointing: str
+    memory: str
+    warnings: tuple[str, ...]
+
+
+def check_launch(run: RunPlan, graph: Graph, launch: Launch) -> FitReport:
+    """Check ``run`` on this rank's device, and on rank 0 the disk. Return how it fits.
+
+    Raises ValueError, also if the rank has no device, and CheckpointError.
     """
     facts = step_facts(run, graph, choose_device(launch))
     device_bytes = total_bytes(facts.device, launch.local_size)
@@ -44,8 +56,9 @@ def check_launch(run: RunPlan, graph: Graph, launch: Launch) -> tuple[str, str, 
     plans = with_checkpointing(run.roles, level)
     needs = f"memory: at most {_gib(measure(plans, facts).peaks.max())} GiB of {_gib(device_bytes)} on a rank, as estimated"
     # before the disk: a smaller model may fit there, too
-    warning = check_memory(plans, facts, device_bytes, launch.local_size, launch.rank, host_bytes())
-    return level, needs, warning, check_disk(run) if launch.rank == 0 else None
+    memory_warning = check_memory(plans, facts, device_bytes, launch.local_size, launch.rank, host_bytes())
+    disk_warning = check_disk(run) if launch.rank == 0 else None
+    return FitReport(level, needs, tuple(warning for warning in (memory_warning, disk_warning) if warning))
 
 
 def with_checkpointing(plans: Plans, level: str) -> dict[str, RolePlan]:
@@ -108,10 +121,10 @@ def _check_host(report: MemoryReport, memory: float, local_size: int, rank: int 
 
 
 def _host_remedy(report: MemoryReport) -> str:
-    at_once = f", or {BACKGROUND_SAVE}=false" * any(name.endswith(CHECKPOINT_COPY) for name in report.resident)
+    background_save_remedy = f", or {BACKGROUND_SAVE}=false" * any(name.endswith(CHECKPOINT_COPY) for name in report.resident)
     return (
         "offload less (offload, optim.offload, activation_offload, generation.buffers and kv_cache), raise layout.zero, or use more "
-        f"hosts with fewer ranks on each{at_once}"
+        f"hosts with fewer ranks on each{background_save_remedy}"
     )
 
 
@@ -154,7 +167,7 @@ def _remedy(plans: Plans, step: StepFacts, device_bytes: DeviceBytes, local_size
 
     Each remedy of the ranked list is tried alone, then with all before it. From those, what is not needed is left out.
     """
-    always, remedies = _usual_shares(plans, step), _remedies(plans, step, local_size)
+    always, remedies = _default_shares(plans, step), _remedies(plans, step, local_size)
     excesses: list[tuple[float, float]] = []  # of each trial: bytes too many on the fullest rank, which has so many
 
     def joined(chosen: Sequence[Remedy]) -> Remedy:
@@ -189,12 +202,12 @@ def _remedy(plans: Plans, step: StepFacts, device_bytes: DeviceBytes, local_size
     return "it would fit with " + " ".join(settings)
 
 
-def _usual_shares(plans: Plans, step: StepFacts) -> Remedy:
+def _default_shares(plans: Plans, step: StepFacts) -> Remedy:
     """Return the default ``gpu_memory_utilization`` for roles with a lower one, which leaves memory unused."""
-    usual = GenerationConfig().memory_share(on_host=False)
+    default_share = GenerationConfig().memory_share(on_host=False)
     limits = {role: plan.config.generation for role, plan in plans.items() if plan.generation and not step.on_host}
-    low = [role for role, limit in limits.items() if limit.num_pages is None and limit.memory_share(False) < usual]
-    return {(role, "generation.gpu_memory_utilization"): usual for role in low}
+    low = [role for role, limit in limits.items() if limit.num_pages is None and limit.memory_share(False) < default_share]
+    return {(role, "generation.gpu_memory_utilization"): default_share for role in low}
 
 
 def _remedies(plans: Plans, step: StepFacts, local_size: int) -> list[Remedy]:

@@ -22,7 +22,7 @@ from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.parallel.layout import Grid, Layout
-from rlhf_spmd.planner import memory as model
+from rlhf_spmd.planner import memory as role_memory
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.planner.memory import RoleSettings
 from rlhf_spmd.planner.shapes import Workload, adapter_numel, call_settings, quantized_numel, shape_of
@@ -67,7 +67,7 @@ class StepFacts:
 
     @property
     def micro_tokens(self) -> int:
-        """The most tokens of a micro-batch on a rank."""
+        """Return the largest number of tokens of a micro-batch on a rank."""
         return int(self.limits.max_tokens if self.limits.rows is None else self.limits.rows * self.longest)
 
     @property
@@ -76,7 +76,7 @@ class StepFacts:
 
     @property
     def reserve(self) -> float:
-        return model.HOST_RESERVE if self.on_host else model.RESERVE
+        return role_memory.HOST_RESERVE if self.on_host else role_memory.RESERVE
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ class MemoryReport:
     @cached_property
     def peaks(self) -> np.ndarray:
         """Peak bytes [kinds], with the reserve."""
-        resident = np.asarray(model.total(self.resident) + np.zeros(len(self.ranks)))
+        resident = np.asarray(role_memory.total(self.resident) + np.zeros(len(self.ranks)))
         return np.max([self.reserve + resident, *(self._during(name) for name in self.call_bytes)], 0)
 
     def _during(self, call: str) -> np.ndarray:
         """Return bytes [kinds] that a device must have so that the call has room in its share of it."""
-        call_bytes = np.asarray(model.total(self.call_bytes[call]))
-        used = model.total(self.resident) + call_bytes
+        call_bytes = np.asarray(role_memory.total(self.call_bytes[call]))
+        used = role_memory.total(self.resident) + call_bytes
         return np.maximum(self.reserve + used, np.where(call_bytes > 0, used / self.shares.get(call, 1.0), 0.0))
 
     def by_host(self, local_size: int) -> np.ndarray:
@@ -240,7 +240,7 @@ class _RoleMemory:
         )
         self.replica = replace(self.settings, trained=False, offload=False)  # of its weights, on a method's other ranks
 
-    def _at(self, place: str, settings: RoleSettings | None = None) -> model.RankMemory:
+    def _memory_in(self, place: str, settings: RoleSettings | None = None) -> role_memory.RankMemory:
         """Return the memory model of each kind of ranks at a place. ``settings``: by default the role's."""
         grid = self.places[place][1]
         layout = grid if isinstance(grid, Layout) else Layout(grid.pp, grid.tp, grid.ranks.shape[1])
@@ -257,7 +257,7 @@ class _RoleMemory:
             cp=(layout.cp,),
             ep=(layout.ep,),
         )
-        return model.RankMemory(self.shape, call, settings or self.settings, np.maximum(self.stages[place], 0))
+        return role_memory.RankMemory(self.shape, call, settings or self.settings, np.maximum(self.stages[place], 0))
 
     def _inside(self, place: str, parts: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return ``parts`` with 0 bytes on ranks outside a place."""
@@ -265,7 +265,7 @@ class _RoleMemory:
 
     def resident(self) -> dict[str, np.ndarray]:
         """Return bytes that the role holds between calls."""
-        home = self._at(self.role)
+        home = self._memory_in(self.role)
         parts = home.resident()
         if self.config.generation.buffers == "keep" and self.plan.shape.generation is not None:
             parts["buffers"] = self._generation_weights()
@@ -275,7 +275,7 @@ class _RoleMemory:
         for method in self.plan.calls:
             place = f"{self.role}.{method}"
             if copies := self._copies(method):
-                weights = self._at(place, self.replica).resident()["weights"]
+                weights = self._memory_in(place, self.replica).resident()["weights"]
                 named |= self._inside(place, {f"{place} weights": copies * weights})
             if self.config.calls[method].delta:
                 named |= self._inside(self.role, {f"{self.role} as sent to {method}": self._resident_weights()})
@@ -288,7 +288,7 @@ class _RoleMemory:
 
     def pinned(self) -> dict[str, np.ndarray]:
         """Return bytes in host memory that the role holds between calls."""
-        home = self._at(self.role)
+        home = self._memory_in(self.role)
         parts = home.pinned()
         if self.config.generation.buffers == "offload" and getattr(self.plan.shape.generating, "consecutive", False):
             parts["training shards while generating"] = self._resident_weights()
@@ -299,7 +299,7 @@ class _RoleMemory:
     def pinned_by(self, call: CallRecord) -> dict[str, np.ndarray]:
         """Return bytes in host memory that one of the role's calls uses."""
         if call.spec.kind == "train" and self.settings.trained:
-            return self._inside(self.role, self._at(self.role).pinned_activations(self.step.work(call)))
+            return self._inside(self.role, self._memory_in(self.role).pinned_activations(self.step.work(call)))
         if call.spec.kind == "generate" and self.config.generation.kv_cache == "offload":
             return {"pages": self.call_bytes(call)["cache"]}
         return {}
@@ -316,12 +316,12 @@ class _RoleMemory:
         return self._inside(self.role, {"weights": self._resident_weights()})["weights"]
 
     def _resident_weights(self) -> Any:
-        return self._at(self.role, self.replica).resident()["weights"]
+        return self._memory_in(self.role, self.replica).resident()["weights"]
 
     def _generation_weights(self) -> Any:
         beside = bool(getattr(self.plan.shape.generation, "consecutive", False))
-        there = self._at(f"{self.role} generates")
-        return model.weights_for_generation(self._at(self.role), there, self.config.generation, beside)
+        generation_memory = self._memory_in(f"{self.role} generates")
+        return role_memory.weights_for_generation(self._memory_in(self.role), generation_memory, self.config.generation, beside)
 
     def call_bytes(self, call: CallRecord) -> dict[str, np.ndarray]:
         """Return bytes beside what is resident while a call runs; {} if it does not use the model."""
@@ -330,7 +330,7 @@ class _RoleMemory:
         work = self.step.work(call)
         elsewhere = method in self.plan.calls
         place = f"{self.role}.{method}" if elsewhere else self.role
-        rank = self._at(place, self.replica if elsewhere else self.settings)
+        rank = self._memory_in(place, self.replica if elsewhere else self.settings)
         parts = {"communicators": rank.communicators()}
         if elsewhere and not self._copies(method):  # otherwise they stay there
             parts["weights"] = rank.resident()["weights"]
@@ -338,7 +338,7 @@ class _RoleMemory:
             return self._inside(place, parts | rank.train(work)) if rank.role.trained else {}
         if kind == "generate" or issubclass(self.plan.worker, JudgeWorker):
             if not elsewhere:
-                rank = self._at(f"{self.role} generates")
+                rank = self._memory_in(f"{self.role} generates")
                 parts = {"communicators": rank.communicators()}
                 if self.config.generation.buffers != "keep":
                     parts["weights"] = self._generation_weights()
@@ -349,7 +349,7 @@ class _RoleMemory:
 
 
 def step_facts(run: RunPlan, graph: Graph, device: torch.device) -> StepFacts:
-    """Return what is known of a step of a checked run ``run``, whose calls are ``graph``.
+    """Return the facts of a step of a checked run ``run``, whose calls are ``graph``.
 
     Generated responses count with their longest length, those of a file with their own.
     """

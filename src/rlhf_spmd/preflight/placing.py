@@ -40,17 +40,17 @@ def place_run(plan: RunPlan) -> RunPlan:
 
 
 def place(
-    described: Mapping[str, RolePlan],
+    unplaced_roles: Mapping[str, RolePlan],
     placement: PlacementConfig,
     num_ranks: int,
     ranks_per_host: int,
     graph: Callable[[], Graph],
 ) -> dict[str, RolePlan]:
-    """Return every role on its pool, in its layout there. ``graph``: traces a step of the described roles if the strategy needs it.
+    """Return every role on its pool, in its layout there. ``graph``: traces a step of the unplaced roles if the strategy needs it.
 
     Raises ValueError that names the role, the value and what is allowed.
     """
-    models = {role: plan for role, plan in described.items() if issubclass(plan.worker, ModelWorker)}
+    models = {role: plan for role, plan in unplaced_roles.items() if issubclass(plan.worker, ModelWorker)}
     named = {role: plan.config.pool for role, plan in models.items()}
     named |= {
         f"{role}.calls.{method}": call.pool for role, plan in models.items() for method, call in plan.config.calls.items()
@@ -58,17 +58,19 @@ def place(
     facts = {role: _facts(plan) for role, plan in models.items()}
     pools = place_roles(placement, named, num_ranks, ranks_per_host, facts, graph)
     roles = {role: _place_role(role, plan, pools) for role, plan in models.items()}
-    last_trained = [role for role, plan in models.items() if plan.trained][-1]
-    for role, plan in described.items():
+    trained = [role for role, plan in models.items() if plan.trained]
+    if not trained:
+        raise ValueError(f"none of the algorithm's roles is trained ({', '.join(models)}); at least one must be")
+    for role, plan in unplaced_roles.items():
         if role not in models:
             pool_of: tuple[str, ...] = plan.worker.pool_of  # type: ignore[union-attr]
-            pool = roles[next((name for name in pool_of if name in roles), last_trained)].pool
+            pool = roles[next((name for name in pool_of if name in roles), trained[-1])].pool
             roles[role] = replace(plan, pool=pool, shape=GroupShape(Layout(dp=len(pool.ranks))))
     return roles
 
 
 def _facts(plan: RolePlan) -> RoleFacts:
-    """Return what placement strategies know of a described role with a model class."""
+    """Return what placement strategies know of an unplaced role with a model class."""
     config, layout = plan.config, plan.shape.layout
     if plan.spec is None:
         return RoleFacts(unit=layout.size, fixed=config.layout.dp is not None)
@@ -89,10 +91,10 @@ def _methods(worker: RoleClass) -> dict[str, str]:
     return {name: call.spec.kind for name in dir(worker) if hasattr(call := getattr(worker, name), "spec")}
 
 
-def _place_role(role: str, described: RolePlan, pools: Mapping[str, ResourcePool]) -> RolePlan:
+def _place_role(role: str, unplaced_role: RolePlan, pools: Mapping[str, ResourcePool]) -> RolePlan:
     """Return the role on its pool, and its methods on theirs. A method that the strategy moves keeps the role's pp, tp, cp and ep, or
     the layout of generation if it generates."""
-    config, kinds = described.config, _methods(described.worker)
+    config, kinds = unplaced_role.config, _methods(unplaced_role.worker)
     calls, layout, generation = dict(config.calls), config.layout, config.generation
     moved = [key.partition(".calls.")[2] for key in pools if key.startswith(f"{role}.calls.")]
     for method in dict.fromkeys([*calls, *moved]):
@@ -101,7 +103,7 @@ def _place_role(role: str, described: RolePlan, pools: Mapping[str, ResourcePool
             calls[method] = replace(call, layout=LayoutConfig(pp=generation.pp, tp=generation.tp))
         elif method not in calls:
             calls[method] = CallConfig(layout=LayoutConfig(pp=layout.pp, tp=layout.tp, cp=layout.cp, ep=layout.ep))
-    plan = lay_out(role, replace(described, config=replace(config, calls=calls), pool=pools[role]), layout)
+    plan = lay_out(role, replace(unplaced_role, config=replace(config, calls=calls), pool=pools[role]), layout)
     return replace(plan, calls={method: _plan_call(role, plan, method, pools) for method in calls})
 
 
@@ -112,20 +114,20 @@ def lay_out(role: str, plan: RolePlan, config: LayoutConfig) -> RolePlan:
     if spec is not None:
         _check_layout(spec, layout, f"{where}.layout")
         check_quantized(spec, plan.config.lora, layout.tp, f"{where}.lora")
-    generates_here = plan.generation is not None and "generate_sequences" not in plan.config.calls
+    generates_on_pool = plan.generation is not None and "generate_sequences" not in plan.config.calls
     plan = replace(plan, config=replace(plan.config, layout=config), shape=GroupShape(layout))
-    if not generates_here:
+    if not generates_on_pool:
         return plan
-    return replace(plan, shape=GroupShape(layout, _generation_at_home(role, plan)))
+    return replace(plan, shape=GroupShape(layout, _layout_of_generation(role, plan)))
 
 
 def _check_layout(spec: ModelSpec, layout: Layout, where: str) -> None:
-    """Raises ValueError if a model cannot be split so."""
+    """Raise ValueError if a model cannot be split so."""
     shared = layout.expert_parallel_generation
     check_layout(spec, where, layout.pp, layout.tp, layout.vpp, layout.cp, layout.ep, expert_parallel_generation=shared)
 
 
-def _generation_at_home(role: str, plan: RolePlan) -> GenerationLayout:
+def _layout_of_generation(role: str, plan: RolePlan) -> GenerationLayout:
     """Return the generation layout on the role's own ranks. Raises ValueError if it does not fit the training layout."""
     config, layout, spec, where = plan.config.generation, plan.shape.layout, plan.spec, f"models.{role}"
     assert spec is not None, "a role that generates has a model"

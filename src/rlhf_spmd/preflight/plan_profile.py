@@ -55,7 +55,7 @@ def profile(
         sizes = sizes_of(shape_of(spec, head))
         for tp in (1 << power for power in range(world.launch.local_size.bit_length())):
             if world.size % tp == 0 and fits(spec, tp) and (sizes, tp) not in measured:
-                num_layers = min(profiler.most_layers(kind, head, tp, max_tokens) for kind, _ in kinds(spec))
+                num_layers = min(profiler.max_layers(kind, head, tp, max_tokens) for kind, _ in kinds(spec))
                 if num_layers > FEW:
                     measured[sizes, tp] = profiler.measure(spec, head, tp, generation, num_layers)
     if not measured:
@@ -143,7 +143,7 @@ class LayerProfiler:
     dtype: torch.dtype
     room: float
 
-    def most_layers(self, spec: ModelSpec, head: str, tp: int, max_tokens: int) -> int:
+    def max_layers(self, spec: ModelSpec, head: str, tp: int, max_tokens: int) -> int:
         """Return the largest number of :data:`MORE` of which the model trains in the room, or 0."""
         settings = call_settings([(1, tp, 1)], micro_tokens=(max_tokens,))
         role = RoleSettings(trained=True, itemsize=self.dtype.itemsize)
@@ -171,9 +171,9 @@ class LayerProfiler:
             more, update = self._model_times(_alike(kind, 0, num_layers), head, tp, generation, counts, rows)
             for name in few:
                 a, b = np.array(few[name]), np.array(more[name])
-                one_layer = np.maximum(b - a, 1e-9) / (num_layers - FEW)
-                layer[name] = layer.get(name, 0.0) + share * one_layer
-                ends[name] = ends.get(name, 0.0) + share * np.maximum(a - FEW * one_layer, 0.0)
+                layer_seconds = np.maximum(b - a, 1e-9) / (num_layers - FEW)
+                layer[name] = layer.get(name, 0.0) + share * layer_seconds
+                ends[name] = ends.get(name, 0.0) + share * np.maximum(a - FEW * layer_seconds, 0.0)
             updates += share * update
         layer_times = LayerTimes(
             sizes_of(shape_of(spec, head)),
@@ -214,7 +214,7 @@ class LayerProfiler:
         """Return seconds per parameter that a micro-batch over all ranks takes longer with ZeRO 0 to 3: forward and backward, and
         forward with 3."""
         forward, both = [0.0] * 4, [0.0] * 4
-        few = [(kind, self.most_layers(kind, head, 1, round(self.work.length))) for kind, _ in kinds(spec)]
+        few = [(kind, self.max_layers(kind, head, 1, round(self.work.length))) for kind, _ in kinds(spec)]
         fitting = [_alike(kind, 0, num_layers) for kind, num_layers in few if num_layers]
         if not fitting:  # what no device could hold is not run so either
             return both, 0.0

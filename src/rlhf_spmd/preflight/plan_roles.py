@@ -1,6 +1,6 @@
 """Connects a run's roles with the planner.
 
-:func:`model_calls` turns described roles into calls to plan. :func:`checked_plan` searches for a plan that training accepts.
+:func:`model_calls` turns unplaced roles into calls to plan. :func:`checked_plan` searches for a plan that training accepts.
 :func:`placed_roles` applies a plan to roles. :func:`placed_calls` is its inverse: roles as a plan has them.
 """
 
@@ -136,12 +136,12 @@ def placed_calls(calls: Sequence[ModelCall], plans: Mapping[str, RolePlan]) -> d
 
 
 def placed_roles(
-    described: Mapping[str, RolePlan], file: PlanFile, graph: Callable[[], Graph], ahead: int
+    unplaced_roles: Mapping[str, RolePlan], file: PlanFile, graph: Callable[[], Graph], ahead: int
 ) -> dict[str, RolePlan]:
-    """Return ``described`` roles with the ranks, layouts and settings of a plan. Raises ValueError as :func:`place`."""
-    settings = apply_plan({"models": {role: to_dict(plan.config) for role, plan in described.items()}}, file)
+    """Return ``unplaced_roles`` with the ranks, layouts and settings of a plan. Raises ValueError as :func:`place`."""
+    settings = apply_plan({"models": {role: to_dict(plan.config) for role, plan in unplaced_roles.items()}}, file)
     roles = {}
-    for role, plan in described.items():
+    for role, plan in unplaced_roles.items():
         roles[role] = replace(plan, config=read_section(type(plan.config), settings["models"][role]))
     placement = PlacementConfig(pools=settings["placement"]["pools"], max_staleness=ahead)
     return place(roles, placement, file.ranks, file.local_size, graph)
@@ -150,7 +150,7 @@ def placed_roles(
 def checked_plan(
     config: Any,
     calls: Sequence[ModelCall],
-    described: Mapping[str, RolePlan],
+    unplaced_roles: Mapping[str, RolePlan],
     step: StepFacts,
     machine: Machine,
     times: CallTimes,
@@ -177,7 +177,7 @@ def checked_plan(
             ) from error
         if proved and not planned.search.optimal:
             raise ValueError("no plan was proved to be the best in time; search by `rlhf-spmd plan` and give plan=FILE")
-        plans = placed_roles(described, planned.file, lambda: step.graph, ahead)
+        plans = placed_roles(unplaced_roles, planned.file, lambda: step.graph, ahead)
         check_batches(config, plans)
         budget = next(iter(planned.file.algorithm.values()), step.limits.max_tokens)
         report = measure(plans, replace(step, limits=replace(step.limits, max_tokens=budget)))
@@ -207,7 +207,7 @@ def token_budgets(limits: BatchLimits, longest: float) -> tuple[list[int], str |
 
 
 def plan_run(
-    config: Any, described: Mapping[str, RolePlan], step: StepFacts, work: Workload, size: int, local_size: int
+    config: Any, unplaced_roles: Mapping[str, RolePlan], step: StepFacts, work: Workload, size: int, local_size: int
 ) -> PlanFile:
     """Return the plan of ``placement.strategy=auto`` for ``size`` ranks, the same on every rank.
 
@@ -222,15 +222,15 @@ def plan_run(
         raise ValueError(
             f"{where}: on CPUs a plan needs measured times; set placement.profile to a file that `rlhf-spmd plan profile` writes"
         )
-    device = measured.device if measured else known_gpu(torch.cuda.get_device_name(), where)
+    device = measured.device if measured else gpu_by_name(torch.cuda.get_device_name(), where)
     memory = device.memory if device.on_host else total_bytes(model_device(), local_size)  # the same on all ranks
     machine = Machine(size, local_size, device, (memory,) * size, ClusterConfig().network_gb_s * 1e9)
     times = ProfileTimes(measured, machine) if measured else FormulaTimes(machine)
-    calls = model_calls(step.graph, described, work)
-    return checked_plan(config, calls, described, step, machine, times, proved=True).file
+    calls = model_calls(step.graph, unplaced_roles, work)
+    return checked_plan(config, calls, unplaced_roles, step, machine, times, proved=True).file
 
 
-def known_gpu(name: str, where: str) -> Gpu:
+def gpu_by_name(name: str, where: str) -> Gpu:
     """Return the GPU of the table that the driver calls ``name``. Raises ValueError if there is none."""
     words = name.lower().replace("-", " ").split()
     if any(word in words for word in ("mig", "grid", "pcie", "nvl")):

@@ -23,7 +23,7 @@ from rlhf_spmd.models.published import published_config
 from rlhf_spmd.planner.shapes import Workload
 from rlhf_spmd.workers import RoleConfig
 
-MANY_TOKENS = 1 << 30
+UNLIMITED_TOKENS = 1 << 30
 FIRST_LETTER = 0x4E00  # first of twenty thousand characters, one for each prompt
 
 
@@ -110,7 +110,7 @@ LENGTH_RULES: Rules = (
 )
 
 
-def usual_rows(section: Any, n: int, training: Mapping[str, TokenDataset]) -> Workload:
+def typical_rows(section: Any, n: int, training: Mapping[str, TokenDataset]) -> Workload:
     """Return lengths of a run's rows: the mean length of its prompts, and the limit of its responses."""
     work = WorkloadConfig().of(section, n)
     prompts = [data for data in training.values() if isinstance(data, PromptDataset)]
@@ -126,7 +126,7 @@ class CharacterTokenizer:
     added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def __len__(self) -> int:
-        return MANY_TOKENS
+        return UNLIMITED_TOKENS
 
     def __call__(self, texts: Sequence[str], **options: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": [[0] * len(text) for text in texts]}
@@ -165,15 +165,15 @@ def stand_in(section: DatasetConfig) -> TokenDataset:
 def directories(models: Mapping[str, RoleConfig]) -> Iterator[dict[str, RoleConfig]]:
     """Yield ``models`` with a temporary directory for each that is given by sizes or by the name of a published model."""
     with TemporaryDirectory() as folder:
-        described = dict(models)
+        model_configs = dict(models)
         for role, config in models.items():
             sizes = published_config(config.path) if config.path and not Path(config.path).is_dir() else None
             if isinstance(config, PlannedRoleConfig) and config.spec is not None:
-                sizes = {"model_type": "llama", "max_position_embeddings": MANY_TOKENS, **vars(config.spec)}
+                sizes = {"model_type": "llama", "max_position_embeddings": UNLIMITED_TOKENS, **vars(config.spec)}
                 config = replace(config, spec=None)
             if sizes is not None:
                 path = Path(folder) / role
                 path.mkdir()
                 (path / "config.json").write_text(json.dumps(sizes))
-                described[role] = replace(config, path=str(path), random_init=True)
-        yield described
+                model_configs[role] = replace(config, path=str(path), random_init=True)
+        yield model_configs

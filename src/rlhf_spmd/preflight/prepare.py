@@ -23,7 +23,7 @@ from rlhf_spmd.preflight.memory_check import check_launch
 from rlhf_spmd.preflight.memory_estimate import step_facts
 from rlhf_spmd.preflight.placing import place_run
 from rlhf_spmd.preflight.plan_roles import plan_run
-from rlhf_spmd.preflight.plan_stand_ins import usual_rows
+from rlhf_spmd.preflight.plan_stand_ins import typical_rows
 from rlhf_spmd.preflight.roles import describe_roles, rewarded_roles, with_templates
 from rlhf_spmd.preflight.step_graph import check_step, trace_step
 from rlhf_spmd.rewards.config import named_rewards
@@ -62,10 +62,10 @@ def describe_run(plan: RunPlan) -> RunPlan:
     check_ranks(plan.config.plan, plan.num_ranks)
     for role, model in plan.config.models.items():
         model.generation.check_device(f"models.{role}.generation")
-    return describe(plan, plan.config.models)
+    return describe_roles_without_ranks(plan, plan.config.models)
 
 
-def describe(plan: RunPlan, models: Mapping[str, RoleConfig], weights: bool = True) -> RunPlan:
+def describe_roles_without_ranks(plan: RunPlan, models: Mapping[str, RoleConfig], weights: bool = True) -> RunPlan:
     """Return the plan with the roles of ``models`` before they are placed. While ``data.epochs`` says the length, ``run.steps`` is more
     than any run has.
 
@@ -92,7 +92,7 @@ def plan_automatically(plan: RunPlan) -> RunPlan:
     if plan.config.placement.strategy != AUTO:
         return plan
     plan = trace_step(decide_exactness(read_data(plan)))
-    work = usual_rows(next(iter(plan.streams.values())), plan.config.sampling.n, plan.training)
+    work = typical_rows(next(iter(plan.streams.values())), plan.config.sampling.n, plan.training)
     step = step_facts(plan, plan.graph, model_device())
     best = plan_run(plan.config, plan.roles, step, work, plan.num_ranks, plan.ranks_per_host)
     config, algorithm = plan.source.read(planned=best)
@@ -103,10 +103,9 @@ def check_fit(plan: RunPlan) -> RunPlan:
     """Return the plan with its activation checkpointing and memory. Raises ValueError where it does not fit this rank."""
     if plan.launch is None:
         return plan
-    checkpointing, memory, *warnings = check_launch(plan, plan.graph, plan.launch)
-    return replace(
-        plan, checkpointing=checkpointing, memory=memory, warnings=(*plan.warnings, *(line for line in warnings if line))
-    )
+    fit = check_launch(plan, plan.graph, plan.launch)
+    warnings = (*plan.warnings, *fit.warnings)
+    return replace(plan, checkpointing=fit.checkpointing, memory=fit.memory, warnings=warnings)
 
 
 STAGES: tuple[Stage, ...] = (

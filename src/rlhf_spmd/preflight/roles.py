@@ -83,7 +83,7 @@ def with_templates(
 
 
 def refuse_changes(section: Any, default: Any, where: str, why: str) -> None:
-    """Raises ValueError for a setting of ``section`` that differs from ``default``. ``why`` nothing reads it."""
+    """Raise ValueError for a setting of ``section`` that differs from ``default``. ``why`` nothing reads it."""
     defaults = dict(leaves(to_dict(default), where))
     for key, value in leaves(to_dict(section), where):
         if key not in defaults or value != defaults[key]:
@@ -156,7 +156,7 @@ def describe_roles(
     environment_rewards: bool = False,
     weights: bool = True,
 ) -> dict[str, RolePlan]:
-    """Return every role with its model, on as many ranks as its layout needs at least: what is known before ``place_roles``.
+    """Return every role with its model, on as many ranks as its layout needs at least: the facts before ``place_roles``.
 
     - classes: of the algorithm's roles
     - exported: the role whose model other roles take if they name none
@@ -167,31 +167,33 @@ def describe_roles(
 
     Reads config.json files and the headers of weights. Raises ValueError that names the role, the value and what is allowed.
     """
-    declared = [role for role, worker in classes.items() if issubclass(worker, RewardWorker)]
+    algorithm_rewards = [role for role, worker in classes.items() if issubclass(worker, RewardWorker)]
     for name in rewards:
-        _check_reward_name(name, classes, declared)
-    known = {role: worker for role, worker in classes.items() if issubclass(worker, ModelWorker)}
-    known |= {name: RewardWorker for name in rewards if name not in known}
-    if not (environment_rewards or rewards.keys() <= {*declared} or "reward" in (*rewards, *models)):
-        del known["reward"]  # the scores of the others are all that is added up
-    known |= {name: JudgeWorker for name, reward in rewards.items() if reward.judge is not None and name != exported}
+        _check_reward_name(name, classes, algorithm_rewards)
+    role_classes = {role: worker for role, worker in classes.items() if issubclass(worker, ModelWorker)}
+    role_classes |= {name: RewardWorker for name in rewards if name not in role_classes}
+    if not (environment_rewards or rewards.keys() <= {*algorithm_rewards} or "reward" in (*rewards, *models)):
+        del role_classes["reward"]  # the scores of the others are all that is added up
+    role_classes |= {name: JudgeWorker for name, reward in rewards.items() if reward.judge is not None and name != exported}
     for role in models:
-        if role not in known:
-            similar = next((name for name in known if name.startswith(role)), exported)  # ref
-            hint = nearest(role, list(known)) or f"; did you mean '{similar}'?"
-            raise ValueError(f"models.{role}: this algorithm has no such role{hint} its roles are {', '.join(known)}")
-    configs = {role: models.get(role, RoleConfig()) for role in known}
-    base = configs[exported]
-    if base.path is None:
+        if role not in role_classes:
+            similar = next((name for name in role_classes if name.startswith(role)), exported)  # ref
+            hint = nearest(role, list(role_classes)) or f"; did you mean '{similar}'?"
+            raise ValueError(f"models.{role}: this algorithm has no such role{hint} its roles are {', '.join(role_classes)}")
+    configs = {role: models.get(role, RoleConfig()) for role in role_classes}
+    exported_config = configs[exported]
+    if exported_config.path is None:
         raise ValueError(f"models.{exported}.path must be given: a Hugging Face model directory")
-    served = tuple(
-        role for role, worker in known.items() if issubclass(worker, ReferenceWorker) and _is_served(configs[role], base)
+    roles_of_exported_model = tuple(
+        role
+        for role, worker in role_classes.items()
+        if issubclass(worker, ReferenceWorker) and _is_served(configs[role], exported_config)
     )
-    for role in served:
-        del known[role], configs[role]
-    for role, worker in known.items():
+    for role in roles_of_exported_model:
+        del role_classes[role], configs[role]
+    for role, worker in role_classes.items():
         if issubclass(worker, RewardWorker) and role != exported:
-            from_environment = environment_rewards and role == next(iter(declared), role)
+            from_environment = environment_rewards and role == next(iter(algorithm_rewards), role)
             reward = rewards.get(role, RewardConfig())
             settings = RewardSettings(role, reward, configs[role], from_environment, len(rewards) == 1)
             check_rules(REWARD_RULES, settings)
@@ -199,27 +201,27 @@ def describe_roles(
             if settings.path is None:
                 reward.check_no_model(reward_key(role))
         elif configs[role].path is None:
-            configs[role] = _with_model_of(base, configs[role], worker)
+            configs[role] = _with_model_of(exported_config, configs[role], worker)
     roles = {
-        role: replace(_describe_role(role, known[role], config, weights), is_added=role not in classes)
+        role: replace(_describe_role(role, role_classes[role], config, weights), is_added=role not in classes)
         for role, config in configs.items()
     }
-    roles[exported] = replace(roles[exported], serves=served)
+    roles[exported] = replace(roles[exported], serves=roles_of_exported_model)
     for role, role_class in {**classes, COMPUTE: ComputeWorker}.items():
         if issubclass(role_class, ComputeWorker):
             roles[role] = RolePlan(role_class, RoleConfig(), ResourcePool("unplaced", (0,)), GroupShape(Layout()), None)
     return roles
 
 
-def _check_reward_name(name: str, classes: Mapping[str, RoleClass], declared: list[str]) -> None:
-    """Raises ValueError for a reward that the algorithm cannot have. ``declared``: the algorithm's own."""
-    is_metric = METRICS.fullmatch(name) and name not in declared
+def _check_reward_name(name: str, classes: Mapping[str, RoleClass], algorithm_rewards: list[str]) -> None:
+    """Raise ValueError for a reward that the algorithm cannot have. ``algorithm_rewards``: the algorithm's own."""
+    is_metric = METRICS.fullmatch(name) and name not in algorithm_rewards
     if is_metric or "/" in name:
         why = f"metrics of the run begin with {name}/" if is_metric else "a name has no '/', its metrics begin with it"
         raise ValueError(f"{reward_key(name)}: {why}; give the reward another name")
-    hint = nearest(name, [role for role in declared if role != "reward"])
-    if name not in declared and ("reward" not in declared or name in (*classes, *RESERVED) or hint):
-        listed = ", ".join(declared) or "none"
+    hint = nearest(name, [role for role in algorithm_rewards if role != "reward"])
+    if name not in algorithm_rewards and ("reward" not in algorithm_rewards or name in (*classes, *RESERVED) or hint):
+        listed = ", ".join(algorithm_rewards) or "none"
         raise ValueError(f"{reward_key(name)}: this algorithm has no such reward{hint or ';'} its rewards are {listed}")
 
 
@@ -296,7 +298,7 @@ def _read_model(where: str, worker: type[ModelWorker], config: RoleConfig, weigh
 
 
 def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
-    """Raises ValueError for settings that a judge cannot have: it generates with its weights where they are."""
+    """Raise ValueError for settings that a judge cannot have: it generates with its weights where they are."""
     default = GenerationConfig()
     keys = ("pp", "tp", "ep", "reshard_method", "buffers", "reuse_rollout_log_probs")
     settings = replace(default, **{key: getattr(config.generation, key) for key in keys})

@@ -32,6 +32,7 @@ def trace(plan: RunPlan) -> Graph:
     first, because a script may keep rows for the next step. Local: no communication, no weights, no device.
     """
     size = 1 + max(pool.ranks[-1] for role in plan.roles.values() for pool in role.pools)
+    # a rank in no pool, so every role is only a description
     world = World(Launch(rank=size, size=size + 1), torch.device("cpu"), lone_store(), timeout_s=1.0)
     controller = Controller(world.all)
     models, data = build_models(plan.roles, build_context(plan, controller, world)), build_data(plan, controller)
@@ -82,7 +83,7 @@ def _calls(plan: RunPlan, kind: str) -> list[CallRecord]:
 
 
 def _check_staleness(plan: RunPlan) -> None:
-    """Raises ValueError where ``placement.max_staleness`` lacks trained roles that generate on ranks where they do not train."""
+    """Raise ValueError where ``placement.max_staleness`` lacks trained roles that generate on ranks where they do not train."""
     ahead, where = plan.config.placement.max_staleness, "placement.max_staleness"
     if not ahead:
         return
@@ -100,7 +101,7 @@ def _check_staleness(plan: RunPlan) -> None:
 
 
 def _check_replays(plan: RunPlan) -> None:
-    """Raises ValueError where ``models.<role>.router_replay`` lacks passes whose experts updates could take."""
+    """Raise ValueError where ``models.<role>.router_replay`` lacks passes whose experts updates could take."""
     for call in _calls(plan, "train"):
         role = call.role.name
         mode = plan.roles[role].config.router_replay
@@ -113,7 +114,7 @@ def _check_replays(plan: RunPlan) -> None:
 
 
 def _check_updates(plan: RunPlan) -> None:
-    """Raises ValueError for an update of a role that does not learn."""
+    """Raise ValueError for an update of a role that does not learn."""
     for call in _calls(plan, "train"):
         if call.role.name not in plan.changing_roles:
             learning = ", ".join(role for role, placed in plan.roles.items() if placed.trained)

@@ -20,7 +20,7 @@ When a rank dies:
    ``launcher``, ``_Job.look`` sees the process end first.
 3. ``board``: ``Board._post`` puts the failure into the store; the first one counts. Its finder prints one line and writes
    exit_status.json (``exit.announce``, ``exit.record_status``).
-4. ``board``: the thread of every rank reads the failure within half a second. ``Board._end`` writes stacks, kills a
+4. ``board``: the thread of every rank reads the failure within half a second. ``Board._end_from_thread`` writes stacks, kills a
    stopped process on the same host, and waits up to 3 s for the main thread and the other ranks.
 5. ``exit``: ``end_process`` ends each rank with the failure's exit code.
 """

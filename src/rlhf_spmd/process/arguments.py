@@ -86,8 +86,8 @@ def cached_help(program: str, arguments: Sequence[str]) -> str | None:
 
     Ranks ask the program itself, whose first rank prints for all.
     """
-    is_asked = {"-h", "--help"} & {*arguments} and not {"RANK", "WORLD_SIZE"} & {*os.environ}
-    if not is_asked or list(arguments[:1]) == ["profile"]:
+    is_help = {"-h", "--help"} & {*arguments} and not {"RANK", "WORLD_SIZE"} & {*os.environ}
+    if not is_help or list(arguments[:1]) == ["profile"]:
         return None
     with suppress(OSError, RuntimeError, ValueError):  # the program itself says what is wrong
         words = [word for word in arguments if (program, word) != ("plan", "--json")]  # plan's only option of its own

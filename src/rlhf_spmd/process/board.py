@@ -68,6 +68,35 @@ class _Call(NamedTuple):
 NO_CALL = _Call(0, "", "", "", 0)
 
 
+class _CallLog:
+    """The last ``HISTORY`` calls that the script has entered. The main thread writes it; the board's thread reads it without a lock."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = [NO_CALL] * HISTORY  # a ring
+        self._num_calls = 0
+        self._chain = 0
+        self._keys: dict[tuple[str, str], bytes] = {}
+
+    def enter(self, seq: int, name: str, site: str, rows: str) -> None:
+        """Add a call, see :meth:`Board.enter_call`."""
+        key = self._keys.get((name, site))
+        if key is None:
+            key = self._keys[(name, site)] = f"{name}@{site}".encode()
+        self._chain = zlib.crc32(rows.encode(), zlib.crc32(key, self._chain))
+        self._calls[self._num_calls % HISTORY] = _Call(seq, name, site, rows, self._chain)
+        self._num_calls += 1
+
+    @property
+    def last_call(self) -> tuple[int, str, str]:
+        """Return sequence number, name and site of the last call; (0, "", "") before the first."""
+        return self._calls[(self._num_calls - 1) % HISTORY][:3]
+
+    def recent(self, number: int = HISTORY) -> list[_Call]:
+        """Return the last calls, at most ``number``, oldest first."""
+        num_calls = self._num_calls
+        return [self._calls[n % HISTORY] for n in range(max(0, num_calls - number), num_calls)]
+
+
 class Board:
     """One per process. The program reads and sets the plain fields ``preempted``, ``run_dir`` and ``last_checkpoint``."""
 
@@ -83,34 +112,26 @@ class Board:
         self.failure: Failure | None = None
         # connections of the main thread, which may block, and of the thread of this board
         self._main_messages = self._messages = Messages(store, key)
-        self._log: list[_Call] = [NO_CALL] * HISTORY  # ring; the thread reads it without a lock
-        self._num_calls = 0
-        self._chain = 0
-        self._keys: dict[tuple[str, str], bytes] = {}
+        self._log = _CallLog()
         self._inside = False
         self._state = "starting"
         self._beats = 0
         self._logged = -1
         self._suspect = False
         self._wake = threading.Event()
-        self._known = threading.Event()  # set once a failure is known
-        self._main_ready = threading.Event()  # set once the main thread has nothing left to do
+        self._failure_known = threading.Event()
+        self._main_done = threading.Event()  # set once the main thread has nothing left to do
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    # ---- the main thread: fields only ------------------------------------------------------------------------------
+    # ---- called by the main thread, which only writes fields -------------------------------------------------------
 
     def enter_call(self, seq: int, name: str, site: str, rows: str = "") -> None:
         """Note that the script enters its ``seq``-th call, on members and other ranks alike.
 
         ``site`` is ``file.py:line``. ``rows``: which rows the call takes, in words that are equal on all ranks.
         """
-        key = self._keys.get((name, site))
-        if key is None:
-            key = self._keys[(name, site)] = f"{name}@{site}".encode()
-        self._chain = zlib.crc32(rows.encode(), zlib.crc32(key, self._chain))
-        self._log[self._num_calls % HISTORY] = _Call(seq, name, site, rows, self._chain)
-        self._num_calls += 1
+        self._log.enter(seq, name, site, rows)
         self._inside = True
         RECORDER.tick()
 
@@ -129,8 +150,8 @@ class Board:
 
     @property
     def call(self) -> tuple[int, str, str]:
-        """Sequence number, name and site of the last call entered; (0, "", "") before the first."""
-        return self._log[(self._num_calls - 1) % HISTORY][:3]
+        """Return sequence number, name and site of the last call entered; (0, "", "") before the first."""
+        return self._log.last_call
 
     @property
     def where(self) -> str:
@@ -179,12 +200,12 @@ class Board:
     def _end_if_failed(self) -> None:
         """End this process if a failure is in the store, or after another thread of this rank has posted the one that it handles."""
         if self.failing:
-            self._known.wait(self.limits.stall_s)
+            self._failure_known.wait(self.limits.stall_s)
         elif (posted := self._main_messages.find(FAILURE)) is not None:
             self.failure = Failure.decode(posted)
         else:
             return
-        self.leave()
+        self.end_with_failure()
 
     def stop(self) -> None:
         self._stopping = True
@@ -195,19 +216,19 @@ class Board:
     # ---- failures --------------------------------------------------------------------------------------------------
 
     def post_error(self, error_class: str, message: str, details: str = "", call: str = "") -> bool:
-        """Post this rank's failure. Returns True if it is the job's first.
+        """Post this rank's failure. Return True if it is the job's first.
 
         The first prints ``details`` and one line, and writes exit_status.json. ``call``: name of the failed call, by
-        default the last one entered. Does not end the process: see :meth:`leave`.
+        default the last one entered. Does not end the process: see :meth:`end_with_failure`.
         """
-        return self._post(self._failure_here(error_class, message, call), details)
+        return self._post(self._failure_of_rank(error_class, message, call), details)
 
-    def _failure_here(self, error_class: str, message: str, call: str = "") -> Failure:
+    def _failure_of_rank(self, error_class: str, message: str, call: str = "") -> Failure:
         call = call or self.call[1]
         return Failure(error_class, message, self.launch.rank, call or None, self.step, self.last_checkpoint)
 
     def await_verdict(self, seconds: float, waited: bool = False) -> bool:
-        """Wait for a failure of another rank that explains this one's. Returns True if one is known.
+        """Wait for a failure of another rank that explains this one's. Return True if there is such a failure.
 
         ``waited``: this rank waited in vain; then a rank that is behind it and still working is to blame.
         """
@@ -218,26 +239,26 @@ class Board:
         try:
             return self._await_verdict(seconds, waited)
         except RuntimeError:  # the store is gone, or a stranger writes there: the board's thread reports it
-            return self._known.wait(seconds)
+            return self._failure_known.wait(seconds)
 
     def _await_verdict(self, seconds: float, waited: bool) -> bool:
         judges = waited and self._messages.store.add("board/waited", 1) <= JUDGES
         before = self._beats_of(set(range(self.launch.size)) - {self.launch.rank}) if judges else []
-        if self._known.wait(seconds if judges or not waited else 2 * seconds):  # a judge reads twice before it posts
+        if self._failure_known.wait(seconds if judges or not waited else 2 * seconds):  # a judge reads twice before it posts
             return True
         pairs = zip(before, self._beats_of([beat.rank for beat in before]), strict=True)
-        at_work = [now for then, now in pairs if now.inside and now.seq <= self.call[0] and now.progress > then.progress]
-        for beat in sorted(at_work, key=lambda beat: (beat.seq, beat.rank))[:1]:
+        workers = [now for then, now in pairs if now.inside and now.seq <= self.call[0] and now.progress > then.progress]
+        for beat in sorted(workers, key=lambda beat: (beat.seq, beat.rank))[:1]:
             message = (
                 f"rank {beat.rank} was still at work in {beat.where} when rank {self.launch.rank} had waited for it as long as "
             )
             self._post(Failure("hang", f"{message}timeout_s allows", beat.rank, beat.name, beat.step, self.last_checkpoint))
-        return bool(at_work)
+        return bool(workers)
 
-    def leave(self) -> NoReturn:
-        """End this process with the code of the job's failure, once every living rank knows it."""
-        assert self.failure is not None, "leave() needs a failure: post_error first"
-        self._main_ready.set()
+    def end_with_failure(self) -> NoReturn:
+        """From the main thread: end this process with the code of the job's failure, once every living rank knows it."""
+        assert self.failure is not None, "a failure was posted: post_error first"
+        self._main_done.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout=3 * self.limits.grace_s)  # the thread ends the process
@@ -252,7 +273,7 @@ class Board:
         if won:
             self._announce(failure, details)
         self.failure = first
-        self._known.set()
+        self._failure_known.set()
         return won
 
     def _announce(self, failure: Failure, details: str) -> None:
@@ -264,7 +285,7 @@ class Board:
         text = self._messages.find(FAILURE)
         return None if text is None else Failure.decode(text)
 
-    # ---- the thread ------------------------------------------------------------------------------------------------
+    # ---- run by the board's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         ranks = range(self.launch.size) if self.launch.rank == 0 else (0,)
@@ -284,7 +305,7 @@ class Board:
                     self._post(self._blame(finding))
                 retried = False
             except ForgedMessage as error:
-                self._post(self._failure_here("error", f"rank {self.launch.rank} ends in {self.where}: {error}"))
+                self._post(self._failure_of_rank("error", f"rank {self.launch.rank} ends in {self.where}: {error}"))
             except (RuntimeError, MemoryError) as error:  # torch's store clients raise nothing more precise in all versions
                 if self._stopping or self.failure is not None or classify(error) == "memory":
                     pass  # without memory the store is not lost; the main thread meets the same, and posts it
@@ -294,11 +315,11 @@ class Board:
                 else:
                     self._store_lost(str(error))
             if self.failure is not None:
-                self._end(self.failure)
+                self._end_from_thread(self.failure)
 
     def _publish(self) -> None:
         self._beats += 1
-        rank, recent = self.launch.rank, self._recent(WINDOW)
+        rank, recent = self.launch.rank, self._log.recent(WINDOW)
         seq, name, site = (recent[-1] if recent else NO_CALL)[:3]
         beat = Heartbeat(
             rank=rank,
@@ -321,14 +342,9 @@ class Board:
         if self._suspect:
             self._messages.store.set("board/suspect", "1")
 
-    def _recent(self, number: int) -> list[_Call]:
-        """Return the last calls, at most ``number``."""
-        num_calls = self._num_calls
-        return [self._log[n % HISTORY] for n in range(max(0, num_calls - number), num_calls)]
-
     def _look(self, watch: Watch) -> Finding | None:
         beats = {beat.rank: beat for beat in self._beats_of(watch.ranks)}
-        calls = [(entry.seq, entry.chain) for entry in self._recent(HISTORY)]
+        calls = [(entry.seq, entry.chain) for entry in self._log.recent()]
         suspect = self._suspect or self._messages.store.check(["board/suspect"])
         return watch.judge(time.monotonic(), beats, calls, suspect, self._call_text)
 
@@ -341,8 +357,9 @@ class Board:
 
     def _call_text(self, rank: int, seq: int) -> tuple[str, str]:
         """Return a call of a rank and its rows, in words."""
-        entries = self._log
-        if rank != self.launch.rank:
+        if rank == self.launch.rank:
+            entries = self._log.recent()
+        else:
             entries = [_Call(*entry) for entry in json.loads(self._messages.get(f"board/log/{rank}"))]
         return next(((f"{it.name} ({it.site})", it.rows) for it in entries if it.seq == seq), ("another call", ""))
 
@@ -367,21 +384,21 @@ class Board:
             f"rank {self.launch.rank} lost the store that all ranks share, in {self.where}: "
             f"the torchrun agent of the first node is gone ({one_line(reason)[:120]})"
         )
-        failure = self._failure_here("lost", message)
+        failure = self._failure_of_rank("lost", message)
         if self.launch.local_rank == 0:
             self._announce(failure, "")
         self.failure = failure
 
-    def _end(self, failure: Failure) -> NoReturn:
+    def _end_from_thread(self, failure: Failure) -> NoReturn:
         """Acknowledge the failure, give the main thread and other ranks ``grace_s`` to know it too, then end the
         process."""
-        self._known.set()
+        self._failure_known.set()
         deadline = time.monotonic() + self.limits.grace_s
         if failure.class_ in ("hang", "lost"):
             self._dump_stacks()
         self._kill_silent_neighbour(failure)
         with suppress(RuntimeError, MemoryError):  # the store ended with its host, which knew
-            await_all(self._messages.store, "board/known", self.launch.size, deadline, self._main_ready.is_set)
+            await_all(self._messages.store, "board/known", self.launch.size, deadline, self._main_done.is_set)
         end_process(failure.code)
 
     def _dump_stacks(self) -> None:

@@ -52,7 +52,7 @@ class Preempted(Exception):
     exit_class = "preempted"
 
 
-class ToldToEnd(Exception):
+class EndedBySignal(Exception):
     """A signal ended the program before there was anything to save."""
 
     exit_class = "signal"
@@ -96,7 +96,7 @@ def announce(line: str, details: str = "") -> None:
         stream.write(text)
         stream.flush()
 
-    _within(5.0, write)
+    _run_within(5.0, write)
 
 
 def forget_status(run_dir: Path) -> None:
@@ -117,10 +117,10 @@ def record_status(run_dir: Path, status: ExitStatus) -> None:
 
 def await_all(store: dist.Store, key: str, size: int, deadline: float, ready: Callable[[], bool] = lambda: True) -> None:
     """Count this process under ``key``; wait until all are counted and this one is ``ready``, or until ``deadline``."""
-    known = store.add(key, 1)
-    while not (known >= size and ready()) and time.monotonic() < deadline:
+    num_counted = store.add(key, 1)
+    while not (num_counted >= size and ready()) and time.monotonic() < deadline:
         time.sleep(0.05)
-        known = store.add(key, 0)
+        num_counted = store.add(key, 0)
 
 
 def end_rank(launch: Launch, code: int) -> NoReturn:
@@ -137,9 +137,9 @@ def end_process(code: int) -> NoReturn:
     That exit can block on a process group whose peers are gone. It aborts if a gloo thread still frees a tensor, which
     needs the interpreter.
     """
-    _within(1.0, sys.stdout.flush)
-    _within(1.0, _stream().flush)
-    _within(5.0, run_lock.release)
+    _run_within(1.0, sys.stdout.flush)
+    _run_within(1.0, _stream().flush)
+    _run_within(5.0, run_lock.release)
     _exit(code)
 
 
@@ -147,17 +147,18 @@ def end_process(code: int) -> NoReturn:
 class _Ending:
     """What writes the end of process ``pid``, made before it is needed: a thread that starts without memory is waited for for ever.
 
-    ``stream``: standard error as it was then; the user's code may redirect it since. ``spare``: memory to give back.
+    ``stream``: standard error as it was then; the user's code may redirect it since. ``spare``: memory to give back. ``actions``: what
+    the threads do next; None ends one of them.
     """
 
     stream: TextIO
     pid: int = field(default_factory=os.getpid)
     spare: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, SPARE_BYTES))
-    writes: SimpleQueue[Callable[[], object] | None] = field(default_factory=SimpleQueue)
+    actions: SimpleQueue[Callable[[], object] | None] = field(default_factory=SimpleQueue)
 
     def work(self) -> None:
-        while (write := self.writes.get()) is not None:
-            write()
+        while (action := self.actions.get()) is not None:
+            action()
 
 
 _ending: _Ending | None = None
@@ -176,7 +177,7 @@ def ready_to_end() -> Iterator[None]:
     finally:
         _ending = outer
         for _ in range(NUM_WRITERS):
-            ending.writes.put(None)
+            ending.actions.put(None)
 
 
 def free_spare_memory() -> None:
@@ -189,23 +190,23 @@ def _stream() -> TextIO:
     return sys.stderr if _ending is None else _ending.stream
 
 
-def _within(seconds: float, write: Callable[[], object]) -> None:
-    """Call ``write`` and wait at most ``seconds``: a stalled pipe or disk must not block, and a closed one does not matter.
+def _run_within(seconds: float, action: Callable[[], object]) -> None:
+    """Call ``action`` and wait at most ``seconds``: a stalled pipe or disk must not block, and a closed one does not matter.
 
     Outside :func:`ready_to_end`, and in a fork, it waits as long as it takes.
     """
-    written = threading.Event()
+    is_over = threading.Event()
 
     def attempt() -> None:
         try:
-            write()
+            action()
         except (OSError, ValueError, MemoryError):
             pass
         finally:
-            written.set()
+            is_over.set()
 
     if _ending is None or _ending.pid != os.getpid():
         attempt()
     else:
-        _ending.writes.put(attempt)
-        written.wait(seconds)
+        _ending.actions.put(attempt)
+        is_over.wait(seconds)

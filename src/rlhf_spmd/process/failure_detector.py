@@ -94,28 +94,28 @@ class Watch:
         self,
         now: float,
         beats: dict[int, Heartbeat],
-        own_calls: Iterable[tuple[int, int]],
+        self_calls: Iterable[tuple[int, int]],
         suspect: bool,
         call_text: Callable[[int, int], tuple[str, str]],
     ) -> Finding | None:
         """Look at all heartbeats once, and return a finding, or None. ``now``: seconds of a monotonic clock.
 
-        ``own_calls``: this rank's last calls, as in a heartbeat. ``call_text(rank, seq)`` names a call of a rank, and its rows.
+        ``self_calls``: this rank's last calls, as in a heartbeat. ``call_text(rank, seq)`` names a call of a rank, and its rows.
         """
         # time in which the watcher itself was held up must not count as silence of others
         elapsed = min(now - self._last, 4 * self.limits.beat_s) if self._last is not None else 0.0
         self._last = now
         return (
-            self._diverged(beats, dict(own_calls), call_text)
+            self._diverged(beats, dict(self_calls), call_text)
             or self._ended_early(beats)
             or self._lost(elapsed, beats, suspect)
             or self._stalled(elapsed, beats)
         )
 
     def _diverged(
-        self, beats: dict[int, Heartbeat], own_calls: dict[int, int], call_text: Callable[[int, int], tuple[str, str]]
+        self, beats: dict[int, Heartbeat], self_calls: dict[int, int], call_text: Callable[[int, int], tuple[str, str]]
     ) -> Finding | None:
-        newest = max(own_calls, default=0)
+        newest = max(self_calls, default=0)
         first: tuple[int, int] | None = None
         for rank in self.ranks:
             if rank == self.self_rank or rank not in beats:
@@ -128,7 +128,7 @@ class Watch:
                 if seq > newest:
                     break
                 chain = ahead.pop(seq)
-                if own_calls.get(seq, chain) != chain:
+                if self_calls.get(seq, chain) != chain:
                     first = min(first or (seq, rank), (seq, rank))
                     break
                 self._compared[rank] = seq
@@ -137,11 +137,11 @@ class Watch:
         if first is None:
             return None
         seq, rank = first
-        (entered, rows), (own_call, own_rows) = call_text(rank, seq), call_text(self.self_rank, seq)
-        if entered == own_call:
-            entered, own_call = f"{entered} with {rows}", f"{own_call} with {own_rows}"
+        (entered, rows), (self_call, self_rows) = call_text(rank, seq), call_text(self.self_rank, seq)
+        if entered == self_call:
+            entered, self_call = f"{entered} with {rows}", f"{self_call} with {self_rows}"
         message = (
-            f"call order differs: rank {rank} entered {entered} as call {seq}, rank {self.self_rank} entered {own_call}; "
+            f"call order differs: rank {rank} entered {entered} as call {seq}, rank {self.self_rank} entered {self_call}; "
             "a script may branch only on replicated values"
         )
         return Finding(rank, message, beats[rank], call=entered.partition(" (")[0])
@@ -173,9 +173,9 @@ class Watch:
             return None
 
         def limit(rank: int) -> float:
-            """A rank that has not started yet may still be importing: it is lost later."""
-            usual = self.limits.lost_s * (1 if rank in beats else 3)
-            return min(usual, self.limits.suspect_s) if suspect else usual
+            """Return the silence, in seconds, of a lost rank. One that has not started yet may still be importing: it is lost later."""
+            lost_s = self.limits.lost_s * (1 if rank in beats else 3)
+            return min(lost_s, self.limits.suspect_s) if suspect else lost_s
 
         rank = max(silent, key=lambda r: (self._silence[r] / limit(r), -r))
         if self._silence[rank] < limit(rank):

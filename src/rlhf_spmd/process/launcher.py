@@ -52,7 +52,7 @@ def default_num_ranks() -> int:
 
 @ready_to_end()
 def start_ranks(command: Sequence[str], size: int, run_dir: Path | None = None) -> int:
-    """Run ``command`` as ``size`` ranks and waits for them. Returns the exit code of the first that failed, or 0.
+    """Run ``command`` as ``size`` ranks and wait for them. Return the exit code of the first that failed, or 0.
 
     Signals are passed on. After a failure the other ranks get SIGTERM, as from torchrun, and SIGKILL ``PATIENCE_S``
     later. A rank that ends without a word, whatever its exit code, is named in one line and in
@@ -64,12 +64,12 @@ def start_ranks(command: Sequence[str], size: int, run_dir: Path | None = None) 
     if run_dir is not None:
         forget_status(run_dir)
     job = _Job(Messages(ranks_store(store), key_of_start(key)), run_dir)
-    previous = {number: signal.signal(number, lambda got, _: job.pass_on(got)) for number in PASSED_ON}
+    previous = {number: signal.signal(number, lambda signal_number, _: job.pass_on(signal_number)) for number in PASSED_ON}
     try:
-        while len(job.ranks) < size and not job.stopped_at:
+        while len(job.ranks) < size and not job.stop_times:
             environment = rank_environment(len(job.ranks), size, port, key)
             job.ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
-        if job.stopped_at:
+        if job.stop_times:
             job.stop(signal.SIGTERM)  # the signal may have come while a rank was starting
         while job.look():
             time.sleep(LOOK_S)
@@ -91,7 +91,7 @@ class _Job:
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
     failed: list[int] = field(default_factory=list)
-    stopped_at: list[float] = field(default_factory=list)  # when ranks were told to end
+    stop_times: list[float] = field(default_factory=list)  # when ranks were signalled to end
     passed: str = ""  # name of the first signal that was passed on
     failure: Failure | None = None  # found by the launcher itself
 
@@ -100,12 +100,12 @@ class _Job:
         self.stop(PASSED_ON[number])
 
     def stop(self, number: int) -> None:
-        self.stopped_at.append(time.monotonic())
+        self.stop_times.append(time.monotonic())
         for rank in self.ranks:
             rank.send_signal(number)  # does nothing if the rank has ended
 
     def look(self) -> bool:
-        """Handle ranks that have ended. Returns True while any rank is running."""
+        """Handle ranks that have ended. Return True while any rank is running."""
         for number, rank in enumerate(self.ranks):
             if number not in self.ended and rank.poll() is not None:
                 self.ended.add(number)
@@ -116,9 +116,9 @@ class _Job:
                     self._name(number, rank.returncode)
         if self.passed and not self.ranks:
             self._post(Failure("signal", f"ended by {self.passed} before any rank was started"))
-        if (self.failed or self.failure) and not self.stopped_at:
+        if (self.failed or self.failure) and not self.stop_times:
             self.stop(signal.SIGTERM)
-        if self.stopped_at and time.monotonic() > self.stopped_at[0] + PATIENCE_S:
+        if self.stop_times and time.monotonic() > self.stop_times[0] + PATIENCE_S:
             self.stop(signal.SIGKILL)
         return len(self.ended) < len(self.ranks)
 
@@ -182,7 +182,7 @@ class _Job:
                 record_status(self.run_dir, status)
 
     def close(self) -> int:
-        """Return the job's exit code, and writes exit_status.json if rank 0 could not."""
+        """Return the job's exit code, and write exit_status.json if rank 0 could not."""
         with suppress(ForgedMessage):
             verdict = self.messages.find(VERDICT) or "ok"
             if verdict != "ok" and self.run_dir is not None and read_exit_status(self.run_dir) is None:
@@ -207,6 +207,6 @@ def rank_environment(rank: int, size: int, port: int, key: str) -> Mapping[str, 
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     numbers |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, LAUNCHER: os.getpid()}
     texts = {"MASTER_ADDR": HOST, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", JOB_KEY: key}
-    usual = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    usual |= usual_settings(os.environ)
-    return {**usual, **os.environ, **texts, **{key: str(value) for key, value in numbers.items()}}
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    defaults |= usual_settings(os.environ)
+    return {**defaults, **os.environ, **texts, **{key: str(value) for key, value in numbers.items()}}

@@ -53,20 +53,20 @@ class Messages:
         self.store.set(name, self._sign(name, text) + text)
 
     def get(self, name: str) -> str:
-        """Wait until the message is there."""
+        """Wait for the message ``name``, and return its text."""
         return self._opened(name, self.store.get(name))
 
     def get_all(self, names: Sequence[str]) -> list[str]:
-        """Like :meth:`get`, for several messages."""
+        """Wait for several messages, and return their texts."""
         values = self.store.multi_get(list(names)) if names else []
         return [self._opened(name, value) for name, value in zip(names, values, strict=True)]
 
     def find(self, name: str) -> str | None:
-        """Return None if there is no such message yet."""
+        """Return the text of the message ``name``; None if there is no such message yet."""
         return self.get(name) if self.store.check([name]) else None
 
     def put_first(self, name: str, text: str) -> str:
-        """Write the text unless the name is taken. Returns what is stored then."""
+        """Write the text unless the name has one. Return the text that the store has then."""
         return self._opened(name, self.store.compare_set(name, "", self._sign(name, text) + text))
 
     def forget_key_file(self) -> None:

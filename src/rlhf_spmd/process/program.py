@@ -61,7 +61,7 @@ class ProgramSettings:
     collective_timeout_factor: int = 1  # factor on timeout_s in collectives: a rank may wait for another that is steps behind
     limits: WatchLimits = field(default_factory=WatchLimits)
     must_match: Mapping[str, str] = field(default_factory=dict)  # values and digests that must be equal on all ranks, by name
-    when_told: str = "the run saves after the steps under way and ends"  # printed at the first Ctrl-C if the body polls
+    interrupt_notice: str = "the run saves after the steps under way and ends"  # printed at the first Ctrl-C if the body polls
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def run_program(
     choose_matmul()
     launch = read_launch()
     if dry_run is not None:
-        with _os_exit_caught(lambda left: None):
+        with _os_exit_caught():
             check_input(launch, lambda: dry_run(prepare()))
 
     if launch.rank == 0 and run_dir_hint is not None:
@@ -104,27 +104,32 @@ def run_program(
 
     def checked() -> tuple[Prepared, ProgramSettings]:
         prepared = prepare()
-        chosen = settings(prepared)
-        if chosen.run_dir is not None:
-            create_run_dir(chosen.run_dir)
+        program_settings = settings(prepared)
+        if program_settings.run_dir is not None:
+            create_run_dir(program_settings.run_dir)
             if launch.rank == 0:
-                run_lock.acquire(chosen.run_dir)
-        return prepared, chosen
+                run_lock.acquire(program_settings.run_dir)
+        return prepared, program_settings
 
-    with EarlySignals() as early, _os_exit_caught(lambda left: None):
-        (prepared, chosen), messages = agree_on_input(launch, checked, lambda both: both[1].must_match, run_dir_hint, early)
-    board = Board(launch, messages.store, replace(chosen.limits, stall_s=chosen.timeout_s), messages.key)
-    board.run_dir = chosen.run_dir
+    with EarlySignals() as early, _os_exit_caught():
+        (prepared, program_settings), messages = agree_on_input(
+            launch, checked, lambda checked_pair: checked_pair[1].must_match, run_dir_hint, early
+        )
+    board = Board(launch, messages.store, replace(program_settings.limits, stall_s=program_settings.timeout_s), messages.key)
+    board.run_dir = program_settings.run_dir
     owns_group = not dist.is_initialized()
-    ending = _os_exit_caught(lambda left: fail_beside(board, left, board.call))
-    with _signals(board, chosen.when_told if saves_on_signal else None), ending:
+    ending = _os_exit_caught(lambda exit_error: fail_beside(board, exit_error, board.call))
+    with _signals(board, program_settings.interrupt_notice if saves_on_signal else None), ending:
         try:
             if early.number:
                 signal.raise_signal(early.number)
             _open_run_dir(board)
             board.start()
             world = init_world(
-                launch, messages.store, chosen.timeout_s * chosen.collective_timeout_factor, threads=chosen.threads
+                launch,
+                messages.store,
+                program_settings.timeout_s * program_settings.collective_timeout_factor,
+                threads=program_settings.threads,
             )
             body(ProgramContext(world, board, prepared))
             board.finish()
@@ -182,7 +187,7 @@ def _open_run_dir(board: Board) -> None:
 
 
 @contextmanager
-def _signals(board: Board, when_told: str | None) -> Iterator[None]:
+def _signals(board: Board, interrupt_notice: str | None) -> Iterator[None]:
     """SIGTERM and SIGUSR1 set ``board.preempted``, and end a body that does not poll it; restored on exit.
 
     A first SIGINT does the same for a body that polls. A later one ends the run at once; so does SIGTERM, which
@@ -191,22 +196,22 @@ def _signals(board: Board, when_told: str | None) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    interrupted_at: list[float] = []
+    interrupt_times: list[float] = []
 
     def on_signal(number: int, frame: object) -> None:
         if board.failing or board.failure is not None:
             return
         first, board.preempted = not board.preempted, True
-        if first and when_told is None:
+        if first and interrupt_notice is None:
             raise Preempted(f"ended by {signal.Signals(number).name}")
-        if interrupted_at and number != signal.SIGUSR1 and time.monotonic() - interrupted_at[0] > SAME_PRESS_S:
+        if interrupt_times and number != signal.SIGUSR1 and time.monotonic() - interrupt_times[0] > SAME_PRESS_S:
             raise KeyboardInterrupt
-        if number == signal.SIGINT and not interrupted_at:
-            interrupted_at.append(time.monotonic())
+        if number == signal.SIGINT and not interrupt_times:
+            interrupt_times.append(time.monotonic())
             if board.launch.rank == 0:  # os.write: the signal may interrupt a stream in the middle of its own line
-                os.write(2, f"interrupted: {when_told}; again: it ends at once\n".encode())
+                os.write(2, f"interrupted: {interrupt_notice}; again: it ends at once\n".encode())
 
-    watched = (signal.SIGTERM, signal.SIGUSR1, *((signal.SIGINT,) if when_told is not None else ()))
+    watched = (signal.SIGTERM, signal.SIGUSR1, *((signal.SIGINT,) if interrupt_notice is not None else ()))
     previous = {number: signal.signal(number, on_signal) for number in watched}
     try:
         yield
@@ -215,8 +220,12 @@ def _signals(board: Board, when_told: str | None) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def ignore(exit_error: SystemExit) -> None:
+    """Do nothing: the thread that called ``os._exit`` ends by the exception."""
+
+
 @contextmanager
-def _os_exit_caught(fail: Callable[[SystemExit], object]) -> Iterator[None]:
+def _os_exit_caught(fail: Callable[[SystemExit], object] = ignore) -> Iterator[None]:
     """Inside, the user's code cannot end this process unseen: one rank alone has no launcher, and its shell would read success.
 
     In the main thread ``os._exit`` raises SystemExit, which ends the job with a class and a line. In another thread
@@ -227,10 +236,10 @@ def _os_exit_caught(fail: Callable[[SystemExit], object]) -> Iterator[None]:
     def leave(status: int) -> NoReturn:
         if os.getpid() != process:
             exit_process(status)
-        left = SystemExit(status)
+        exit_error = SystemExit(status)
         if threading.current_thread() is not threading.main_thread():
-            fail(left)
-        raise left
+            fail(exit_error)
+        raise exit_error
 
     module = cast(Any, os)
     module._exit = leave
@@ -279,7 +288,7 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple
     if board.launch.size == 1:
         assert board.failure is not None, "a failure was posted"
         end_rank(board.launch, board.failure.code)
-    board.leave()
+    board.end_with_failure()
 
 
 def _traceback_of(error: BaseException) -> str:

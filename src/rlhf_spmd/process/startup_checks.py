@@ -21,13 +21,13 @@ from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 
 from rlhf_spmd.kernels import model_device
 from rlhf_spmd.parallel.launch import Launch, connect_store
-from rlhf_spmd.process.exit import ToldToEnd, announce, await_all, classify, end_rank, error_text, one_line
+from rlhf_spmd.process.exit import EndedBySignal, announce, await_all, classify, end_rank, error_text, one_line
 from rlhf_spmd.process.messages import VERDICT, ForgedMessage, Messages, agree_on_key, await_key
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES, ExitStatus, write_exit_status
@@ -41,7 +41,14 @@ SIGNAL_S = (
 TELL_LATE_S = 300.0  # then ranks that are still checking their input are named
 PREPARE_TIMEOUT_S = 4200.0  # longest check of the input; a rank may wait for another process to fill data.cache_dir
 NO_KEY = "key/none"  # unsigned: why a rank lacks the key of the job
-InputRefusal = tuple[str, str, str]  # class, line, traceback (only for defects of the program)
+
+
+class InputRefusal(NamedTuple):
+    """Why a rank cannot start. ``details``: a traceback, only for defects of the program."""
+
+    error_class: str
+    line: str
+    details: str = ""
 
 
 class EarlySignals:
@@ -49,7 +56,7 @@ class EarlySignals:
 
     def __init__(self) -> None:
         self.number = 0
-        self._came_at = self._since = 0.0
+        self._arrival_time = self._since = 0.0
         self._awaited = ""
         self.ends = False  # True while an exception may end what is running
         self._previous: dict[int, object] = {}
@@ -57,28 +64,30 @@ class EarlySignals:
     def __enter__(self) -> EarlySignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._came)
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _came(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.ends:
             self.ends = False
-            raise ToldToEnd(f"ended by {signal.Signals(number).name} before the first step")
+            raise EndedBySignal(f"ended by {signal.Signals(number).name} before the first step")
         if not self.number:
-            self.number, self._came_at = number, time.monotonic()
+            self.number, self._arrival_time = number, time.monotonic()
 
     def waits(self, launch: Launch, whom: str, tells: bool = True) -> None:
         """Called again and again while this rank waits for ``whom``. With ``tells`` the first rank of a machine says so once.
 
-        Raises ToldToEnd ``SIGNAL_S`` after a signal.
+        Raises EndedBySignal ``SIGNAL_S`` after a signal.
         """
         now = time.monotonic()
-        if self.number and now - self._came_at > SIGNAL_S:
-            raise ToldToEnd(f"ended by {signal.Signals(self.number).name} before the first step, while it waited for {whom}")
+        if self.number and now - self._arrival_time > SIGNAL_S:
+            raise EndedBySignal(
+                f"ended by {signal.Signals(self.number).name} before the first step, while it waited for {whom}"
+            )
         if self._awaited != whom:
             self._awaited, self._since = whom, now
         elif tells and launch.local_rank == 0 and now - self._since > TELL_WAIT_S:
@@ -108,7 +117,7 @@ def agree_on_input(
 ) -> tuple[T, Messages]:
     """Run ``prepare`` on every rank, and wait until all have succeeded with equal ``must_match`` values.
 
-    Returns what ``prepare`` returned, and the store with the job's key. The first rank that fails prints for the job. A
+    Return what ``prepare`` returned, and the store with the job's key. The first rank that fails prints for the job. A
     few store messages per rank; a failing rank waits up to 30 s until the others know, so each exits with the code.
 
     Collective over the world: every rank of it must call, in program order.
@@ -119,7 +128,7 @@ def agree_on_input(
         if refusal is None:
             signals.ends = True
             if signals.number:  # it came while no exception could be raised
-                raise ToldToEnd(f"ended by {signal.Signals(signals.number).name} before the first step")
+                raise EndedBySignal(f"ended by {signal.Signals(signals.number).name} before the first step")
             prepared.append(prepare())
     except (Exception, SystemExit) as error:  # the process boundary
         refusal = _refusal(launch, error)
@@ -152,24 +161,24 @@ def _connect(launch: Launch, run_dir_hint: Path | None, signals: EarlySignals) -
     on_wait = partial(signals.waits, launch)
     try:
         store = connect_store(launch, on_wait=on_wait)
-    except (ToldToEnd, ValueError) as error:
+    except (EndedBySignal, ValueError) as error:
         _end(launch, _refusal(launch, error), run_dir_hint)
     except (RuntimeError, OSError) as error:
         line = f"rank {launch.rank} cannot reach the store that all ranks share: {one_line(str(error))[:300]}"
-        _end(launch, ("hang", line, ""), run_dir_hint)
+        _end(launch, InputRefusal("hang", line), run_dir_hint)
     try:
         return agree_on_key(launch, store, run_dir_hint, on_wait), None
-    except ToldToEnd as error:
+    except EndedBySignal as error:
         _end(launch, _refusal(launch, error), run_dir_hint)
     except ValueError as error:
         refusal = _refusal(launch, error)
         store.compare_set(NO_KEY, "", json.dumps([*refusal[:2], launch.rank]))  # unsigned: this rank has no key to sign with
         return Messages(store, b""), refusal
     except TimeoutError as error:
-        return Messages(store, b""), ("hang", str(error), "")
+        return Messages(store, b""), InputRefusal("hang", str(error))
     except RuntimeError as error:
         line = f"rank {launch.rank} lost the store that all ranks share: {one_line(str(error))[:300]}"
-        return Messages(store, b""), ("hang", line, "")
+        return Messages(store, b""), InputRefusal("hang", line)
 
 
 def _end(launch: Launch, refusal: InputRefusal, run_dir_hint: Path | None, prints: bool = True) -> NoReturn:
@@ -188,8 +197,8 @@ def _explain_forged(launch: Launch, messages: Messages, error: ForgedMessage) ->
     except (ValueError, TypeError):
         error_class = line = ""
     if error_class == "config":
-        return error_class, one_line(str(line))[:500], ""
-    return "error", f"rank {launch.rank} ends before the first step: {error}", ""
+        return InputRefusal(error_class, one_line(str(line))[:500])
+    return InputRefusal("error", f"rank {launch.rank} ends before the first step: {error}")
 
 
 def _end_without_key(launch: Launch, messages: Messages, refusal: InputRefusal, run_dir_hint: Path | None) -> NoReturn:
@@ -216,12 +225,14 @@ def versions() -> dict[str, str]:
 
 def _differing(launch: Launch, messages: Messages, values: Mapping[str, str]) -> InputRefusal | None:
     """Return a refusal if a value differs from that of the first rank that came here."""
-    here = f"rank {launch.rank} on {socket.gethostname()}"
-    there, first = json.loads(messages.put_first(f"prepare/must_match/{next(iter(values))}", json.dumps([here, values])))
+    rank_name = f"rank {launch.rank} on {socket.gethostname()}"
+    message = messages.put_first(f"prepare/must_match/{next(iter(values))}", json.dumps([rank_name, values]))
+    first_name, first = json.loads(message)
     for name in {**first, **values}:
         if first.get(name) != values.get(name):
             both = f"{one_line(str(values.get(name)))[:80]}, not {one_line(str(first.get(name)))[:80]}"
-            return "config", f"{here} has another {name} than {there} ({both}): give all ranks the same", ""
+            line = f"{rank_name} has another {name} than {first_name} ({both}): give all ranks the same"
+            return InputRefusal("config", line)
     return None
 
 
@@ -248,7 +259,7 @@ def _await_verdict(
         try:
             if await_key(store, VERDICT, seconds, on_wait):
                 break
-        except ToldToEnd as error:
+        except EndedBySignal as error:
             _post_verdict(launch, messages, _refusal(launch, error))
             break
         if store.add(f"prepare/late/{is_last}", 1) > 1:
@@ -286,15 +297,16 @@ def input_exit_code(error_class: str) -> int:
 
 
 def _refusal(launch: Launch, error: BaseException) -> InputRefusal:
-    """Return class, message and traceback of an exception from ``prepare``."""
+    """Return the refusal for an exception from ``prepare``."""
     error_class = classify(error)
     if error_class == "error" and isinstance(error, OSError):
         error_class = "data"  # an unreadable file that the configuration names
     origin = f" [rank {launch.rank} on {socket.gethostname()}]" if launch.size > 1 else ""
     if error_class == "signal":
-        return error_class, f"{error_text(error)}{origin}", ""
+        return InputRefusal(error_class, f"{error_text(error)}{origin}")
     if error_class == "lost":
-        return error_class, f"ended while it checked the input: SystemExit: {error_text(error)}{origin}", traceback.format_exc()
+        line = f"ended while it checked the input: SystemExit: {error_text(error)}{origin}"
+        return InputRefusal(error_class, line, traceback.format_exc())
     if error_class == "error":
-        return error_class, f"{type(error).__name__}: {error_text(error)}{origin}", traceback.format_exc()
-    return error_class, f"{error_class} error: {error_text(error)}{origin}", ""
+        return InputRefusal(error_class, f"{type(error).__name__}: {error_text(error)}{origin}", traceback.format_exc())
+    return InputRefusal(error_class, f"{error_class} error: {error_text(error)}{origin}")

@@ -24,7 +24,8 @@ class SignalRule(NamedTuple):
     - keys: metrics that it reads, where ``{role}`` is each role that has them; steps without them do not count
     - holds: of the first of the steps and of another, whether that one is like it
     - text: for people; ``{role}``, ``{steps}``, ``{0}``, ``{1}``, ... are replaced, the numbers by the metrics of the last step
-    - begins_anew: None: any steps of the run. Otherwise only those with which it begins; it begins anew where this is true
+    - restarts_when: None: the rule may match anywhere. Else only the run's first steps count; they restart at a step for which this is
+      true
     - unless: steps with any of these metrics do not count
     """
 
@@ -32,7 +33,7 @@ class SignalRule(NamedTuple):
     steps: int
     holds: Callable[[Values, Values], bool]
     text: str
-    begins_anew: Callable[[Values, Values], bool] | None = None
+    restarts_when: Callable[[Values, Values], bool] | None = None
     unless: tuple[str, ...] = ()
 
 
@@ -48,7 +49,7 @@ SIGNAL_RULES = (
         _same_loss,
         "{role}/loss stays at {0:.4g} for {steps} steps: almost nothing is learnt at models.{role}.optim.lr, now {1:.2g}; raise it, "
         "or look at the data",
-        begins_anew=lambda first, now: now[1] > first[1],  # a warm-up; in later steps a loss may have come to its end
+        restarts_when=lambda first, now: now[1] > first[1],  # a warm-up; in later steps a loss may have come to its end
     ),
     SignalRule(
         ("reward/min", "reward/max"),
@@ -121,10 +122,10 @@ class Signals:
         streak = self._streaks.setdefault((rule, role), _Streak())
         if streak.is_over:
             return False
-        if streak.first is None or (rule.begins_anew is not None and rule.begins_anew(streak.first, now)):
+        if streak.first is None or (rule.restarts_when is not None and rule.restarts_when(streak.first, now)):
             streak.first, streak.count = now, 0
         if not rule.holds(streak.first, now):
-            streak.first, streak.count, streak.is_over = now, 0, rule.begins_anew is not None
+            streak.first, streak.count, streak.is_over = now, 0, rule.restarts_when is not None
         streak.count += rule.holds(streak.first, now)
         streak.is_over = streak.is_over or streak.count == rule.steps
         return streak.count == rule.steps
