@@ -72,7 +72,7 @@ def build_actor(world: World, path: str) -> Actor:
     training = TrainEngine(spec, path, "lm", mesh, optim, device=world.device, dtype=torch.float32, total_updates=1 << 20)
     target = generation_layout(layout, 1, 1)
     mesh = build_mesh(world, range(world.size), target)
-    decoder = Decoder(spec, "lm", 0, 1, mesh.tp, torch.float32, "meta", blocks=target.blocks)
+    decoder = Decoder(spec, "lm", 0, 1, mesh.tp, torch.float32, "meta", fused_slices=target.fused_slices)
     decoder.requires_grad_(False)
     method = choose_method("zero_redundancy", target)
     gather = world.group(method.gather_ranks(target, world.rank), "gather", channel="gather")
@@ -82,7 +82,7 @@ def build_actor(world: World, path: str) -> Actor:
         lambda pp, tp: rank_shards(spec, "lm", layout, pp, tp),
         training.parameters,
         decoder,
-        lambda pp, tp: plan_params(spec, "lm", pp, 1, tp, 1, target.blocks),
+        lambda pp, tp: plan_params(spec, "lm", pp, 1, tp, 1, target.fused_slices),
         gather,
         method,
         target,

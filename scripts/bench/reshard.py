@@ -87,8 +87,8 @@ def num_shards(layout: GenerationLayout) -> int:
 
 
 def shards_at(spec: ModelSpec, layout: Layout | GenerationLayout) -> ShardsAt:
-    blocks = layout.blocks if isinstance(layout, GenerationLayout) else 1
-    return cache(lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, blocks))
+    fused_slices = layout.fused_slices if isinstance(layout, GenerationLayout) else 1
+    return cache(lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, fused_slices))
 
 
 def shards_of(spec: ModelSpec, layout: GenerationLayout, index: int) -> tuple[Shards, Shards]:
@@ -130,7 +130,7 @@ class Model:
         }
         stage, _, _, tp_rank = layout.coordinate(world.rank)
         tp = Group("tp", tuple(range(layout.tp)), tp_rank)
-        decoder = Decoder(MODEL, "lm", stage, layout.pp, tp, torch.float32, "meta", blocks=layout.blocks)
+        decoder = Decoder(MODEL, "lm", stage, layout.pp, tp, torch.float32, "meta", fused_slices=layout.fused_slices)
         train, generation = shards_at(MODEL, layout.train), shards_at(MODEL, layout)
         here: dict[str, Any] = {"max_bucket_bytes": bucket_bytes}
         self.hybrid = HybridWeights(

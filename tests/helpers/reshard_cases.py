@@ -64,7 +64,7 @@ def generation_shards_at(
 ) -> Callable[[int, int], Shards]:
     whole = layout.expert_parallel_generation
     return lambda pp, tp: leave_out(
-        without, plan_params(spec, head, pp, layout.pp, tp, layout.tp, layout.blocks, expert_parallel_generation=whole)
+        without, plan_params(spec, head, pp, layout.pp, tp, layout.tp, layout.fused_slices, expert_parallel_generation=whole)
     )
 
 

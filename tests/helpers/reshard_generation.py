@@ -49,7 +49,10 @@ class Model:
             axis = "dp_shard" if train.dp_replicate > 1 else "dp"
             for module in [*self.decoder.layers, self.decoder]:
                 fully_shard(module, mesh=mesh.device_mesh[axis], reshard_after_forward=train.zero == 3)
-        options: dict[str, Any] = {"blocks": layout.blocks, "expert_parallel_generation": layout.expert_parallel_generation}
+        options: dict[str, Any] = {
+            "fused_slices": layout.fused_slices,
+            "expert_parallel_generation": layout.expert_parallel_generation,
+        }
         self.generation = Decoder(spec, "lm", generation_mesh.pp_rank, layout.pp, generation_mesh.tp, dtype, "meta", **options)
         self.hybrid = HybridWeights(
             train_shards_at(spec, train),

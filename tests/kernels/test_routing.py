@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels import Ops, RoutingRule
 from rlhf_spmd.kernels.gpu_ops import GpuOps
-from rlhf_spmd.kernels.routing import as_parts, from_parts
+from rlhf_spmd.kernels.routing import split_to_bf16_terms, sum_terms
 from triton_device import DEVICE
 
 COUNT = 24
@@ -60,7 +60,7 @@ def weighted_gradient(weights: Tensor, logits: Tensor) -> Tensor:
 def test_experts_that_logits_choose(rule: RoutingRule, score_biased: bool) -> None:
     """In float64 as by a loop over tokens; in Triton as in torch."""
     logits, score_bias = draw(score_biased)
-    parts = None if score_bias is None else as_parts(score_bias)
+    parts = None if score_bias is None else split_to_bf16_terms(score_bias)
     logits.requires_grad_()
     weights, chosen = Ops().route(logits, parts, rule, torch.float64)
     expected = []
@@ -118,7 +118,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_are_there() -> None:
 
 def test_the_parts_of_a_correction_are_exact_in_bf16() -> None:
     values = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 20, 4000)
-    parts = as_parts(values)
+    parts = split_to_bf16_terms(values)
     assert parts.shape == (4000, 3)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        assert torch.equal(from_parts(parts.to(dtype)), values)
+        assert torch.equal(sum_terms(parts.to(dtype)), values)

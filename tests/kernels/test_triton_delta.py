@@ -92,7 +92,9 @@ def test_a_token_equals_float64(shape: DeltaShape, dtype: torch.dtype) -> None:
     length, rows, ops = 6, 3, GpuOps()
     tokens, weights = drawn(shape, dtype, rows, length)
     convs, (log_rate, bias, norm) = weights[:3], weights[3:]
-    blocked = [conv.chunk(shape.blocks)[i].reshape(-1, 1, shape.kernel) for i in range(shape.blocks) for conv in convs]
+    blocked = [
+        conv.chunk(shape.fused_slices)[i].reshape(-1, 1, shape.kernel) for i in range(shape.fused_slices) for conv in convs
+    ]
     given = on_device(torch.cat(blocked), log_rate, bias, norm)
     heads = shape.keys, shape.values // shape.keys
     inputs = torch.full((5, shape.kernel - 1, shape.channels), torch.nan, dtype=dtype, device=DEVICE)
@@ -101,7 +103,7 @@ def test_a_token_equals_float64(shape: DeltaShape, dtype: torch.dtype) -> None:
     for t in range(length):
         begins = [0, 0, 2]
         here = [row for row in range(rows) if t >= begins[row]]
-        product = torch.stack([in_blocks(tokens[row][t - begins[row]], shape.blocks) for row in here])
+        product = torch.stack([in_blocks(tokens[row][t - begins[row]], shape.fused_slices) for row in here])
         product = torch.cat([product, product[:1]]).to(DEVICE)  # padding
         slots = torch.tensor([[4, 1, 2][row] for row in here] + [-1], device=DEVICE)
         positions = torch.tensor([t - begins[row] for row in here] + [t], device=DEVICE)

@@ -43,13 +43,13 @@ def assert_like_float64(function: Callable[..., Sequence[Tensor]], *inputs: Tens
 ROWS = [(1, 64), (67, 64), (33, 80), (3, 1800), (2, 16384)]
 
 
-@pytest.mark.parametrize("case", pairwise({"shape": ROWS, "plus_one": [False, True], "dtype": DTYPES}), ids=str)
+@pytest.mark.parametrize("case", pairwise({"shape": ROWS, "unit_offset": [False, True], "dtype": DTYPES}), ids=str)
 def test_norms_equal_float64(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, plus_one, dtype = case.values()
+    shape, unit_offset, dtype = case.values()
     monkeypatch.setattr(triton_layers, "PROGRAMS", 2)  # so that programs of the backward pass have several rows
     x, y, weight = draw(*shape, dtype=dtype, scale=3), draw(*shape, dtype=dtype, seed=1), draw(shape[1], dtype=dtype)
-    assert_like_float64(lambda ops, x, y, w: ops.add_norm(x, y, w, EPS, plus_one), x, y, weight)
-    assert_like_float64(lambda ops, x, w: [ops.rms_norm(x, w, EPS, plus_one)], x, weight)
+    assert_like_float64(lambda ops, x, y, w: ops.add_norm(x, y, w, EPS, unit_offset), x, y, weight)
+    assert_like_float64(lambda ops, x, w: [ops.rms_norm(x, w, EPS, unit_offset)], x, weight)
 
 
 WIDTHS = [(1, 48), (7, 96), (3, 2200)]

@@ -280,7 +280,7 @@ def test_rules_of_layers() -> None:
     assert spec_from_config({**with_parameters, "rope_parameters": scaled}, "new") == spec_from_config(CONFIGS["llama3"], "old")
     gemma2, gemma3 = (spec_from_config(CONFIGS[name], "test") for name in ("gemma2", "gemma3"))
     assert gemma2.attention_rule(0) == AttentionRule(12**-0.5, 2.0, 5) and gemma2.attention_rule(1).window is None
-    assert [gemma3.local_rope(layer) for layer in range(4)] == [True, True, False, True]
+    assert [gemma3.rope_kind(layer) for layer in range(4)] == ["local", "local", "global", "local"]
     both = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0}}
     both["sliding_attention"] = {"rope_type": "default", "rope_theta": 500.0}
     old = {key: value for key, value in CONFIGS["gemma3"].items() if not key.startswith("rope_")}

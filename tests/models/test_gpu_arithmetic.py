@@ -39,13 +39,13 @@ def results_of(
     checkpointing: str = "none",
     sequence_parallel: bool = False,
     lora: LoraConfig | None = None,
-    blocks: int = 1,
+    fused_slices: int = 1,
     device: torch.device = DEVICE,
     ep: Group | None = None,
 ) -> dict[str, Tensor]:
     """Log-probs with and without gradients, and gradients of all parameters."""
     spec = spec_from_config({**CONFIGS[name], "num_hidden_layers": 2}, "test")
-    decoder = Decoder(spec, "lm", 0, 1, tp, torch.float32, device, blocks, sequence_parallel, ops, lora, ep=ep)
+    decoder = Decoder(spec, "lm", 0, 1, tp, torch.float32, device, fused_slices, sequence_parallel, ops, lora, ep=ep)
     init_random(decoder, 3)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -92,8 +92,8 @@ def test_exact_arithmetic_has_the_gradients_of_torch(checkpointing: str) -> None
 def test_adapters_and_fused_blocks() -> None:
     lora = LoraConfig(rank=2)
     assert_near(results_of(GpuOps(), "llama", solo(), lora=lora), results_of(Ops(), "llama", solo(), lora=lora))
-    expected = results_of(Ops(), "qwen3-tied", solo(), blocks=2)
-    assert_near(results_of(GpuOps(), "qwen3-tied", solo(), "selective", blocks=2), expected)
+    expected = results_of(Ops(), "qwen3-tied", solo(), fused_slices=2)
+    assert_near(results_of(GpuOps(), "qwen3-tied", solo(), "selective", fused_slices=2), expected)
 
 
 def on_rank(world: World, name: str, sequence_parallel: bool, axis: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -58,7 +58,7 @@ def check_cover(family: str, head: str) -> None:
                         assert all(at + n <= size for at, n, size in zip(box.start, box.size, box.shape, strict=True))
                         copies[box.name][box.global_slices] += 1
                         local[box.local_slices] += 1
-                        per_tensor[box.name] += shard.whole_on_tp
+                        per_tensor[box.name] += shard.replicated_on_tp
                     assert bool((local == 1).all()), "boxes do not tile the parameter"
         for name, count in copies.items():
             assert bool(count.all()), f"{name} has elements that no rank of pp({pp}) * tp({tp}) holds"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_spmd.checkpoint.export import export_hugging_face
-from rlhf_spmd.kernels.routing import as_parts
+from rlhf_spmd.kernels.routing import split_to_bf16_terms
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.file_forms import find_tensor
@@ -72,7 +72,7 @@ def test_every_rank_reads_its_part(tmp_path: Path, layout: Layout) -> None:
         for pp, dp, _, tp in map(layout.coordinate, range(layout.size)):
             shards = zero_shards(rank_shards(spec, "lm", layout, pp, tp), dp, layout.dp_shard, ep=(dp, layout.ep))
             for box in (box for shard in shards.values() for box in shard.boxes):
-                expected = as_parts(want[box.name]) if box.name.endswith("correction_bias") else want[box.name]
+                expected = split_to_bf16_terms(want[box.name]) if box.name.endswith("correction_bias") else want[box.name]
                 got = find_tensor(stored, box.name, box.shape, False)[box.global_slices]
                 assert got.numel() and torch.equal(got, expected[box.global_slices]), box
 

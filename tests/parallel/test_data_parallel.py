@@ -16,7 +16,7 @@ from rlhf_spmd.parallel.data_parallel import owned_boxes, partial_boxes, squared
 
 def whole(name: str, *shape: int, replicated: bool = False) -> ParamShard:
     zeros = (0,) * len(shape)
-    return ParamShard(shape, (Box(name, shape, zeros, shape, zeros),), whole_on_tp=replicated)
+    return ParamShard(shape, (Box(name, shape, zeros, shape, zeros),), replicated_on_tp=replicated)
 
 
 def kv_rank(tp_rank: int) -> dict[str, ParamShard]:

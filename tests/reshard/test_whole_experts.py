@@ -87,7 +87,7 @@ def test_what_is_in_place_becomes_a_view() -> None:
         run = Simulated("zero_redundancy", layout_of("zero_redundancy", train, 1, tp, expert_parallel_generation=True), QWEN3)
         for plan, held in zip(run.plans, run.train, strict=True):
             own = {name for name, shard in held.items() if shard.by_expert == by_expert}
-            alike = {name for name, shard in held.items() if shard.whole_on_tp}
+            alike = {name for name, shard in held.items() if shard.replicated_on_tp}
             assert own <= set(plan.locations) <= own | alike
             assert all(len({piece.target.parameter for piece in plan.locations[name]}) == 1 for name in own)
 

@@ -31,7 +31,7 @@ def product(tile: products.ProductTile, dtype: str, out: str, whole: bool) -> di
 
 def attention(form: str, dtype: str, group: int, dim: int, window: int) -> dict[str, Any]:
     itemsize = 4 if dtype == "fp32" else 2
-    of = TileShape.of_alike if form == "chunks" else TileShape.of_singles
+    of = TileShape.of_invariant_chunks if form == "chunks" else TileShape.of_singles
     shape = of(dim, itemsize, 64, group)
     sizes = {"GROUP": group, "PAGE": 64, "DIM": dim, "TAIL": 0, "WINDOW": window, "CAPPED": window > 0, "SINKS": False}
     sizes |= {"SPLIT": SPLIT_KEYS}

@@ -119,7 +119,7 @@ def experts() -> None:
 def layers(dtype: str) -> None:
     """Of a width of 2,048 and heads of 128, as in Qwen3-1.7B, and of heads that are rotated in part."""
     block_r, block_n, warps = triton_layers.rows_of(2048)
-    norm = {"N": 2048, "BLOCK_R": block_r, "BLOCK_N": block_n, "PLUS_ONE": False}
+    norm = {"N": 2048, "BLOCK_R": block_r, "BLOCK_N": block_n, "UNIT_OFFSET": False}
     gate = {"N": 6144, "BLOCK": triton_layers.TILE // 2}
     kernels: list[tuple[Any, int, dict[str, Any]]] = [
         (triton_layers._sum_programs, 4, {"N": 2048, "BLOCK_P": 64, "BLOCK_N": 32})
@@ -128,7 +128,7 @@ def layers(dtype: str) -> None:
         kernels += [(kernel, warps, norm | {"ADDS": flag}) for kernel in (triton_layers._norm, triton_layers._norm_backward)]
         kernels += [(kernel, 4, gate | {"GELU": flag}) for kernel in (triton_layers._gate, triton_layers._gate_backward)]
     block_h, block_d = triton_qkv.head_blocks(HeadShape(16, 8, 128, 1), 32)
-    heads = {"Q": 16, "KV": 8, "DIM": 128, "BLOCKS": 1, "PLUS_ONE": False, "BLOCK_H": block_h, "BLOCK_D": block_d}
+    heads = {"Q": 16, "KV": 8, "DIM": 128, "BLOCKS": 1, "UNIT_OFFSET": False, "BLOCK_H": block_h, "BLOCK_D": block_d}
     normed, turned = (
         heads | {"NORMED": True, "PAIRS": 64, "INTERLEAVED": False},
         heads | {"NORMED": False, "PAIRS": 32, "INTERLEAVED": True},

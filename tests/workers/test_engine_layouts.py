@@ -406,10 +406,12 @@ def test_a_thousand_ranks_hold_each_part_of_the_model_once(config: dict[str, Any
         if index in layout.along(index, "dp", "cp")[:neighbours]:
             shards = held_by(layout, lambda pp, tp: rank_shards(spec, "lm", layout, pp, tp), index)
             for shard in shards.values():
-                sizes[shard.by_expert] += 0 if shard.whole_on_tp else sum(box.numel for box in shard.boxes)
+                sizes[shard.by_expert] += 0 if shard.replicated_on_tp else sum(box.numel for box in shard.boxes)
     plans = [rank_shards(spec, "lm", layout, pp, tp) for pp in range(layout.pp) for tp in range(layout.tp)]
     for by_expert, divided in ((True, layout.ep), (False, layout.dp_shard)):
-        shards = [shard for plan in plans for shard in plan.values() if shard.by_expert == by_expert and not shard.whole_on_tp]
+        shards = [
+            shard for plan in plans for shard in plan.values() if shard.by_expert == by_expert and not shard.replicated_on_tp
+        ]
         assert sizes[by_expert] == neighbours // divided * sum(box.numel for shard in shards for box in shard.boxes)
 
 

@@ -31,13 +31,15 @@ def choose_backend(wanted: str, of_role: str, dtype: torch.dtype, device: torch.
 
 
 def build_backend(name: str, dtype: torch.dtype, device: torch.device, alike: bool = False) -> Backend:
-    """Return the backend that :func:`choose_backend` named. ``alike``: see :attr:`Ops.alike_chunks`."""
+    """Return the backend that :func:`choose_backend` named. ``alike``: see :attr:`Ops.chunk_invariant`."""
     ops = choose_ops(dtype, device, "torch" if name == "triton" else name)
     if name == "triton":  # an optional package
         from rlhf_spmd.generation.triton_attention import TritonAttention
         from rlhf_spmd.kernels.triton_paged_attention import TileShape
 
-        for_step = partial(TritonAttention.for_step, shape_of=TileShape.of_alike) if alike else TritonAttention.for_step
+        for_step = (
+            partial(TritonAttention.for_step, shape_of=TileShape.of_invariant_chunks) if alike else TritonAttention.for_step
+        )
         return Backend(for_step, TritonAttention.decoding, ops, capturable=True)
     if name == "cpp":
         return Backend(KernelAttention.for_step, KernelAttention.decoding, ops)

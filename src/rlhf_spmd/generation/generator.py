@@ -368,7 +368,7 @@ class Generator:
         """Chosen in the first call, since before it the decoder may have no memory."""
         dtype, device = self.decoder.dtype, self._device
         name = choose_backend(self.config.attention, "auto", dtype, device, "generation.attention")
-        return build_backend(name, dtype, device, self.decoder.ops.alike_chunks)
+        return build_backend(name, dtype, device, self.decoder.ops.chunk_invariant)
 
     @property
     def _device(self) -> torch.device:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rlhf_spmd.generation.kv_cache import KVCache, fill_lines, slot_mapping
 from rlhf_spmd.generation.sequence import SequenceWork
-from rlhf_spmd.kernels import AttentionRule, Context, CppOps, on_device
-from rlhf_spmd.kernels.packing import KEY_BLOCK, Alike, visible
+from rlhf_spmd.kernels import AttentionRule, CppOps, LayerKernelArgs, on_device
+from rlhf_spmd.kernels.packing import KEY_BLOCK, PaddedGroup, visible
 
 TILE_QUERIES = 64  # queries of one row computed together; long prompts thus skip most keys that they do not see
 MAX_TILE_SCORES = 1 << 22  # elements of one score matrix
@@ -83,7 +83,7 @@ class _Bucket:
         num_pages, device = tiles[-1].num_pages, cache.pages.device  # groups ascend
         page_table = fill_lines([tile.pages for tile in tiles], num_pages, np.int64)
         self.pages = cache.spread(on_device(page_table, device), cache.num_pages)
-        self.tiles = Alike([tile.token for tile in tiles], [tile.num_queries for tile in tiles], device)
+        self.tiles = PaddedGroup([tile.token for tile in tiles], [tile.num_queries for tile in tiles], device)
         self.positions = positions.index_select(0, self.tiles.index).view(len(tiles), -1)
         self.keys = torch.arange(num_pages * cache.page_size, device=device)
         self.group_size = group_size
@@ -123,12 +123,19 @@ class KernelAttention:
         items = torch.stack([lines, positions, torch.ones_like(lines), lines * page_table.shape[1]], 1)
         return cls(cache, positions, items, page_table)
 
-    def kernel_context(self, layer_index: int) -> Context:
+    def layer_kernel_args(self, layer_index: int) -> LayerKernelArgs:
         """Return the arguments of the kernel that computes a whole layer."""
         pages = self.cache.pages
         address = pages.data_ptr() + layer_index * pages.stride(0) * pages.itemsize
-        sizes = pages.shape[3], self.cache.page_size, pages.shape[4]
-        return self.items.data_ptr(), len(self.items), self.page_table.data_ptr(), address, *sizes
+        return LayerKernelArgs(
+            items=self.items.data_ptr(),
+            num_items=len(self.items),
+            page_table=self.page_table.data_ptr(),
+            cache=address,
+            num_pages=pages.shape[3],
+            page_size=self.cache.page_size,
+            page_elements=pages.shape[4],
+        )
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Writes k and v, then attends over the rows' pages."""

@@ -113,7 +113,7 @@ class StepMixing:
         lengths = [item.num_tokens for item in work]
         self._packing, self._groups = Packing(lengths, device), list[tuple[Tensor, Tensor, Tensor]]()
         order = sorted(range(len(work)), key=lambda i: lengths[i])  # as the groups have it
-        for part in self._packing.alike(1, math.inf):
+        for part in self._packing.padded_groups(1, math.inf):
             some, order = [work[i] for i in order[: part.num_sequences]], order[part.num_sequences :]
             slots, begins = np.array([item.row.slot for item in some]), np.array([item.start == 0 for item in some])
             ends = np.array([item.num_tokens for item in some])
@@ -122,11 +122,11 @@ class StepMixing:
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
         """x [T, C], ``decay`` and ``rate`` [T, value heads] -> [T, value heads, D]. Updates the rows' states."""
         outs = []
-        for part, group in zip(self._packing.alike(1, math.inf), self._groups, strict=True):
+        for part, group in zip(self._packing.padded_groups(1, math.inf), self._groups, strict=True):
             valid = None if part.full else part.valid[:, :, None]
             rows = part.gather(x), part.gather(decay), part.gather(rate)
-            outs.append(part.picked(self._states.mix(layer_index, *group, rows, weight, shape, valid)))
-        return torch.cat(outs).index_select(0, self._packing.places(1, math.inf))
+            outs.append(part.without_padding(self._states.mix(layer_index, *group, rows, weight, shape, valid)))
+        return torch.cat(outs).index_select(0, self._packing.group_positions(1, math.inf))
 
 
 class PackedStepMixing:

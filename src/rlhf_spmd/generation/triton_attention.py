@@ -13,7 +13,7 @@ The bits of a query depend only on that query, its keys and its values:
 
 So batch, chunks, page size and PROGRAMS change nothing where both tiles compile to the same arithmetic, as they do in Triton's
 interpreter, in which the tests run. On a device with wgmma the wide tile may round differently from the narrow one;
-``TileShape.of_alike`` is a wide tile that rounds like the narrow one.
+``TileShape.of_invariant_chunks`` is a wide tile that rounds like the narrow one.
 
 Grids are static for the width of a page table: programs without keys return at once, and there are at most about PROGRAMS of them.
 """

@@ -56,18 +56,18 @@ from rlhf_spmd.kernels.dispatch import ATTENTION, choose_ops, processor_kind
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.linear_attention import DeltaShape, DeltaStates, HasDeltaRuleStep, MixerWeights, StateRows, delta_rule
 from rlhf_spmd.kernels.ops import Ops
-from rlhf_spmd.kernels.packing import AttentionRule, Context, HeadShape, LayerOptions, LayerParts, Packing, PageTarget
+from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, LayerKernelArgs, LayerOptions, LayerParts, Packing, PageTarget
 from rlhf_spmd.kernels.routing import RoutingRule
 
 __all__ = [
     "ATTENTION",
     "AttentionRule",
-    "Context",
     "CppOps",
     "DeltaShape",
     "DeltaStates",
     "HasDeltaRuleStep",
     "HeadShape",
+    "LayerKernelArgs",
     "LayerOptions",
     "LayerParts",
     "MixerWeights",

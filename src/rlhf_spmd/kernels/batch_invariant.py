@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.ops import Ops
-from rlhf_spmd.kernels.packing import KEY_BLOCK, QUERY_BLOCK, Alike, AttentionRule, Packing, pad_rows, round_up, visible
+from rlhf_spmd.kernels.packing import KEY_BLOCK, QUERY_BLOCK, AttentionRule, Packing, PaddedGroup, pad_rows, round_up, visible
 
 HEAD_ALIGN = 8  # MKL is not exact for p v with 10 columns; none of the multiples of 8 showed that
 WIDE_ELEMENTS = 1 << 18  # of a bf16 matrix as fp32 at a time: the copy then lies in the cache, too
@@ -35,17 +35,19 @@ class BatchInvariantOps(Ops):
     chunk_logits, backward_rows, wide_head = 1 << 22, 1 << 10, True  # 16 MiB of logits
 
     def min_rows(self, numel: int, inner: int) -> int:
-        """MKL's kernels for AVX512 cut the sums of fewer rows than ``inner`` / 24 in two, up to 15 rows (seen on Ice Lake for all of
-        23 lengths up to 14,336)."""
+        """Return the fewest rows of a batch-invariant product. MKL's kernels for AVX512 cut the sums of fewer rows than ``inner`` / 24
+        in two, up to 15 rows (seen on Ice Lake for all of 23 lengths up to 14,336)."""
         return max(super().min_rows(numel, inner), min(inner // 24 + 1, 16))
 
     def is_batch_invariant(self, dtype: torch.dtype, threads: int = 1) -> bool:
-        """With several threads torch and MKL divide products by their size."""
+        """Return True if a row's bits do not depend on the batch. With several threads they do:
+        torch and MKL divide products by their size."""
         needed = {dtype, torch.promote_types(dtype, torch.float32)}  # the logits' too
         return threads == 1 and all(_multiplies_exactly(each, torch.get_float32_matmul_precision()) for each in needed)
 
     def wide_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The weight's wide copy exists a part at a time: of a large vocabulary it is larger than all else that the head needs."""
+        """Return the product in fp32. The fp32 copy of the weight is made a part at a time: that of a large vocabulary is larger than
+        all else that the head needs."""
         x, parts = x.float(), max(weight.numel() // WIDE_ELEMENTS, 1)
         if parts == 1:
             return F.linear(x, weight.float())
@@ -63,7 +65,7 @@ class BatchInvariantOps(Ops):
         out.copy_(product.mul_(scale).add_(out))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
-        """Rows q [H, B, R, D] over keys k and values v [H, B, L, D] -> [H, B, R, D]. ``allowed`` [1, B or 1, R, L].
+        """Return the attention of ``q`` [H, B, R, D] over ``k`` and ``v`` [H, B, L, D]: [H, B, R, D]. ``allowed``: [1, B or 1, R, L].
 
         Keys and values that no row sees must still be finite; a row that sees no key gives NaN. L is padded here to a multiple of
         KEY_BLOCK, R to a few rows: callers that gather pages of such a length pay no copy. With grouped-query attention the G
@@ -80,15 +82,15 @@ class BatchInvariantOps(Ops):
         return _weighted_values(p, v.to(wide).contiguous())[:, :, :rows].to(q.dtype)
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
-        """One node for all sequences: no slices, pads or copies for autograd to undo one by one."""
-        wide, parts = torch.promote_types(q.dtype, torch.float32), packing.alike(q.shape[1], MAX_SCORES)
+        """Return the attention of all sequences as one autograd node: no slices, pads or copies to undo one by one."""
+        wide, parts = torch.promote_types(q.dtype, torch.float32), packing.padded_groups(q.shape[1], MAX_SCORES)
         halves = partial(self._packed, parts, rule, torch.is_grad_enabled()), partial(_packed_backward, parts, rule)
         inputs = q.to(wide), k.to(wide), v.to(wide)
         tensors = inputs if rule.sinks is None else (*inputs, rule.sinks)
         return differentiable(*halves, *tensors).to(q.dtype)
 
     def _packed(
-        self, parts: Sequence[Alike], rule: AttentionRule, keeps: bool, q: Tensor, k: Tensor, v: Tensor, *_: Tensor
+        self, parts: Sequence[PaddedGroup], rule: AttentionRule, keeps: bool, q: Tensor, k: Tensor, v: Tensor, *_: Tensor
     ) -> tuple[Tensor, Sequence[Tensor]]:
         kv_heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
         out = torch.empty_like(q)
@@ -108,7 +110,7 @@ class BatchInvariantOps(Ops):
         return out, (q, k, v, *keep)
 
     def _attention_rows(self, q: Tensor) -> int:
-        """Rows that q [B, H, R, D] must have; both products are smallest with one block of keys."""
+        """Return the rows that ``q`` [B, H, R, D] must have. Both products are smallest with one block of keys."""
         return self.min_rows(q.shape[0] * q.shape[1] * q.shape[3] * KEY_BLOCK, max(q.shape[3], KEY_BLOCK))
 
 
@@ -137,14 +139,14 @@ def _multiplies_exactly(dtype: torch.dtype, precision: str) -> bool:
 
 
 def _scores(q: Tensor, k: Tensor, rule: AttentionRule) -> Tensor:
-    """q k^T * scale [B, H, R, L], and its tanh after division by the softcap where there is one: still to be multiplied by it."""
+    """Return q k^T * scale [B, H, R, L]. With a softcap return the tanh of that over the softcap, still to be multiplied by it."""
     scores = torch.matmul(q, k.transpose(-1, -2))
     scores *= rule.scale
     return scores if rule.softcap is None else scores.div_(rule.softcap).tanh_()
 
 
 def _probabilities(q: Tensor, k: Tensor, allowed: Tensor, rule: AttentionRule, sinks: Tensor | None) -> Tensor:
-    """The rule's softmax [B, H, R, L]. ``allowed`` broadcasts to the last columns of the scores, ``sinks`` to one more."""
+    """Return the rule's softmax [B, H, R, L]. ``allowed`` broadcasts to the last columns of the scores, ``sinks`` to one more."""
     scores = _scores(q, k, rule)
     if rule.softcap is not None:
         scores *= rule.softcap
@@ -157,7 +159,7 @@ def _probabilities(q: Tensor, k: Tensor, allowed: Tensor, rule: AttentionRule, s
 
 
 def _weighted_values(p: Tensor, v: Tensor) -> Tensor:
-    """p v [B, H, R, D], KEY_BLOCK keys at a time in order."""
+    """Return p v [B, H, R, D], computed for KEY_BLOCK keys at a time, in order."""
     dim = v.shape[-1]
     v = F.pad(v, (0, -dim % HEAD_ALIGN)) if dim % HEAD_ALIGN else v
     out = torch.matmul(p[..., :KEY_BLOCK], v[..., :KEY_BLOCK, :])
@@ -170,8 +172,9 @@ def _weighted_values(p: Tensor, v: Tensor) -> Tensor:
 def _input_gradients(
     p: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from the probabilities and the gradient of the output, and the products of that with the output [B, H, R,
-    1]. Not under the exactness rules."""
+    """Return the gradients of q, k and v, and the output times its gradient, summed over D, [B, H, R, 1].
+
+    ``p``: the probabilities; ``grad``: the gradient of the output. Bits may depend on the batch here."""
     grad_v = torch.matmul(p.transpose(-1, -2), grad)
     grad_scores = torch.matmul(grad, v.transpose(-1, -2))
     grad_scores *= p
@@ -186,7 +189,7 @@ def _input_gradients(
 def _causal_blocks(
     num_queries: int, group_size: int, window: int | None, device: torch.device
 ) -> list[tuple[slice, slice, Tensor]]:
-    """(query rows, keys, which of the last of those keys they see) per block of QUERY_BLOCK queries."""
+    """Return (query rows, keys, mask of the last of these keys) for each block of QUERY_BLOCK queries."""
     blocks = []
     for first in range(0, num_queries, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, num_queries)
@@ -200,7 +203,7 @@ def _causal_blocks(
 
 
 def _packed_backward(
-    parts: Sequence[Alike], rule: AttentionRule, _: object, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *keep: Tensor
+    parts: Sequence[PaddedGroup], rule: AttentionRule, _: object, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *keep: Tensor
 ) -> tuple[Tensor, ...]:
     kv_heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

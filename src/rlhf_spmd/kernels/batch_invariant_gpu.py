@@ -36,7 +36,7 @@ PAGE_SIZE = 64  # of packed sequences' keys: a multiple of every block
 class BatchInvariantGpuOps(GpuOps):
     """``flash``: torch's backward pass of attention; None: through torch's own forward pass, as for what flash attention has not."""
 
-    name, alike_chunks = "triton", True
+    name, chunk_invariant = "triton", True
 
     def __init__(self, flash: TorchFlash | None = None) -> None:
         super().__init__()
@@ -75,7 +75,8 @@ class BatchInvariantGpuOps(GpuOps):
         return triton_lm_head.cap_logits(logits, softcap)
 
     def draw_rows(self, scores: Tensor, logits: Tensor, settings: SamplingTensors, keys: Tensor, positions: Tensor) -> Drawn:
-        """Log-probs are those that training's head computes from these logits, at a temperature that fp32 holds."""
+        """Return :class:`Drawn`. Log-probs are those that training's head computes from these logits, at a temperature that fp32
+        holds."""
         tokens, tempered, at_one = super().draw_rows(scores, logits, settings, keys, positions)
         if settings.tempered:
             temperature = settings.temperature.double()
@@ -94,10 +95,10 @@ class BatchInvariantGpuOps(GpuOps):
 def _packed(
     packing: Packing, rule: AttentionRule, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """Attention over packed sequences: writes keys and values to pages as a cache has them, then reads these."""
+    """Return the attention over packed sequences. Writes keys and values to pages as a cache has them, then reads these."""
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (tokens, heads, dim), group = k.shape, q.shape[1] // k.shape[1]
-    shape = TileShape.of_alike(dim, q.element_size(), PAGE_SIZE, group)
+    shape = TileShape.of_invariant_chunks(dim, q.element_size(), PAGE_SIZE, group)
     tiles = packing.tiles(shape.rows // group, PAGE_SIZE)
     pages = k.new_empty(2, heads, tiles.num_pages, PAGE_SIZE * dim)
     strides = (*k.stride()[:2], *v.stride()[:2], pages.stride(1))

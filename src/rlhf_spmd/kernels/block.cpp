@@ -4,15 +4,15 @@
 
 namespace {
 
-struct Block {
-  i64 half, rows, tokens, hidden, heads, kv_heads, dim, inner, plus_one, gelu, window, threads, interleaved, whole_norms, pairs;
+struct Block {  // class _Block of cpp_ops.py has the same fields in the same order
+  i64 half, rows, tokens, hidden, heads, kv_heads, dim, inner, unit_offset, gelu, window, threads, interleaved, norms_over_all_heads, pairs;
   const void *x, *cos, *sin;
   void *qkv, *mixed, *out;  // [rows, (heads + 2 kv_heads) dim], [rows, heads dim], [rows, hidden]
   const void *input_norm, *w_qkv, *q_norm, *k_norm, *w_out, *attention_norm, *post_norm, *w_gate_up, *w_down, *mlp_norm;
   const float *b_qkv, *b_gate_up;
   const i64* items;  // of attend_packed the bounds, where there is no cache
   i64 num_items;
-  const int32_t* table;
+  const int32_t* page_table;
   void* cache;
   i64 num_pages, page_size, page_elements;
   double eps, scale, softcap, residual;
@@ -27,7 +27,7 @@ template <class T> struct Layer {
   T* row(void* matrix, i64 at, i64 columns) const { return (T*)matrix + at * columns; }
   const T* row(const void* matrix, i64 at, i64 columns) const { return (const T*)matrix + at * columns; }
   void norm(const T* x, i64 outer, i64 stride, i64 inner, i64 n, const void* weight, T* to, i64 to_stride) const {
-    rms_norm((int)b.half, x, outer, stride, inner, n, weight, (int)b.plus_one, (float)b.eps, to, to_stride, nullptr);
+    rms_norm((int)b.half, x, outer, stride, inner, n, weight, (int)b.unit_offset, (float)b.eps, to, to_stride, nullptr);
   }
   void product(const T* x, i64 m, const void* w, i64 n, i64 k, const float* bias, T* to, int threads) const {
     linear_forward((int)b.half, x, k, m, w, n, k, bias, to, threads);
@@ -55,7 +55,7 @@ template <class T> struct Layer {
   void enter(i64 at, i64 m, int threads) const {
     T* qkv = row(b.qkv, at, width);
     product(normed(row(b.x, at, b.hidden), b.input_norm, m), m, b.w_qkv, width, b.hidden, b.b_qkv, qkv, threads);
-    const i64 q_norms = b.whole_norms ? 1 : b.heads, k_norms = b.whole_norms ? 1 : b.kv_heads, kv_width = b.kv_heads * b.dim;
+    const i64 q_norms = b.norms_over_all_heads ? 1 : b.heads, k_norms = b.norms_over_all_heads ? 1 : b.kv_heads, kv_width = b.kv_heads * b.dim;
     if (b.q_norm) norm(qkv, m, width, q_norms, mixed_width / q_norms, b.q_norm, qkv, width);
     if (b.k_norm) norm(qkv + mixed_width, m, width, k_norms, kv_width / k_norms, b.k_norm, qkv + mixed_width, width);
     const T *cos = row(b.cos, at, b.pairs), *sin = row(b.sin, at, b.pairs);
@@ -67,8 +67,8 @@ template <class T> struct Layer {
     memset(row(b.mixed, b.tokens, mixed_width), 0, (b.rows - b.tokens) * mixed_width * sizeof(T));
     const float scale = (float)b.scale, softcap = (float)b.softcap;
     if (b.cache)
-      attend_paged((int)b.half, q, width, k, width, v, width, b.kv_heads, group, b.dim, b.items, b.num_items, b.table, b.cache,
-                   b.num_pages, b.page_size, b.page_elements, scale, softcap, b.window, nullptr, b.mixed, (int)b.threads);
+      attend_paged((int)b.half, q, width, k, width, v, width, b.kv_heads, group, b.dim, b.items, b.num_items, b.page_table,
+                   b.cache, b.num_pages, b.page_size, b.page_elements, scale, softcap, b.window, nullptr, b.mixed, (int)b.threads);
     else
       attend_packed((int)b.half, q, width, k, width, v, width, b.kv_heads, group, b.dim, b.items, b.num_items, scale, softcap,
                     b.window, nullptr, b.mixed, nullptr, (int)b.threads);

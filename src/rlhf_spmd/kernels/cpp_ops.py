@@ -9,7 +9,6 @@ Shape legend: T tokens or rows, H KV heads, G query heads per KV head, D head_di
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from rlhf_spmd.kernels.dense_attention import sink_gradients
 from rlhf_spmd.kernels.devices import has_amx
 from rlhf_spmd.kernels.gradients import differentiable
 from rlhf_spmd.kernels.ops import UNCHANGED, LogitTransform, Ops
-from rlhf_spmd.kernels.packing import AttentionRule, Context, LayerOptions, LayerParts, Packing, pad_rows
+from rlhf_spmd.kernels.packing import AttentionRule, LayerKernelArgs, LayerOptions, LayerParts, Packing, pad_rows
 
 
 class _Pointer:
@@ -33,8 +32,36 @@ class _Pointer:
         return ctypes.c_void_p(None if value is None else value.data_ptr())
 
 
-_LETTERS = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": _Pointer, "s": ctypes.c_char_p}
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    """Return fields of a ctypes.Structure, all of the type ``kind``. ``names``: separated by blanks."""
+    return [(name, kind) for name in names.split()]
+
+
+class _Block(ctypes.Structure):
+    """The struct Block of block.cpp, with its fields in its order. A field that is not set is 0 or a null pointer."""
+
+    _fields_ = (
+        *_fields(ctypes.c_int64, "half rows tokens hidden heads kv_heads dim inner unit_offset gelu window threads"),
+        *_fields(ctypes.c_int64, "interleaved norms_over_all_heads pairs"),
+        *_fields(ctypes.c_void_p, "x cos sin qkv mixed out"),
+        *_fields(ctypes.c_void_p, "input_norm w_qkv q_norm k_norm w_out attention_norm post_norm w_gate_up w_down mlp_norm"),
+        *_fields(ctypes.c_void_p, "b_qkv b_gate_up items"),
+        *_fields(ctypes.c_int64, "num_items"),
+        *_fields(ctypes.c_void_p, "page_table cache"),
+        *_fields(ctypes.c_int64, "num_pages page_size page_elements"),
+        *_fields(ctypes.c_double, "eps scale softcap residual"),
+    )
+
+
+_TYPES = {
+    "i": ctypes.c_int,
+    "l": ctypes.c_int64,
+    "f": ctypes.c_float,
+    "p": _Pointer,
+    "b": ctypes.POINTER(_Block),
+}
 _ATTENTION = "ipl pl pl lll"  # half; q, k and v with their strides; KV heads, group, head_dim
+# the C functions -> a letter of _TYPES for each argument, in the order of the function's definition in the .cpp file
 _SIGNATURES = {
     "linear_kinds": "",
     "linear_forward": "ipl lp ll ppi",
@@ -50,9 +77,8 @@ _SIGNATURES = {
     "logit_gradients": "p llp lpp i",
     "argmax": "p lll pi",
     "draw": "p lll f ppi",
-    "block_forward": "s",
+    "block_forward": "b",
 }
-_BLOCK = struct.Struct("15q 3q 3q 10q 2q 7q 4d")  # Block of block.cpp
 _LANES = 16  # of the widest vectors
 
 
@@ -65,7 +91,7 @@ class CppOps(BatchInvariantOps):
         library = ctypes.CDLL(path)
         for name, letters in _SIGNATURES.items():
             function = getattr(library, name)
-            function.argtypes = [_LETTERS[letter] for letter in letters.replace(" ", "")]
+            function.argtypes = [_TYPES[letter] for letter in letters.replace(" ", "")]
             function.restype = ctypes.c_int if name == "linear_kinds" else None
         self._c = library
         kinds = library.linear_kinds() & (1 if has_amx() else 7)
@@ -73,7 +99,8 @@ class CppOps(BatchInvariantOps):
         self._widens = kinds & 6 == 2  # the processor has no products of bf16: torch's are several times slower than of fp32
 
     def min_rows(self, numel: int, inner: int) -> int:
-        """Our own products need none, and those of bf16 that torch computes are oneDNN's."""
+        """Return the fewest rows of a batch-invariant product. The C++ kernel needs no padding, and the bf16 products that torch
+        computes are oneDNN's."""
         return Ops.min_rows(self, numel, inner) if torch.float32 in self._products else super().min_rows(numel, inner)
 
     def is_batch_invariant(self, dtype: torch.dtype, threads: int = 1) -> bool:
@@ -81,7 +108,7 @@ class CppOps(BatchInvariantOps):
 
     @staticmethod
     def page_elements(page_size: int, head_dim: int) -> int:
-        """The keys' slots and the values' dims are rounded up to vectors: no other arithmetic needs more."""
+        """Return the elements of a page of one head. The slots of keys and the dims of values are rounded up to whole vectors."""
         return max(-(-page_size // _LANES) * _LANES * head_dim, page_size * (-(-head_dim // _LANES) * _LANES))
 
     def multiplies(self, x: Tensor, weight: Tensor) -> bool:
@@ -105,7 +132,7 @@ class CppOps(BatchInvariantOps):
         return super().logits(pad_rows(hidden, enough), weight)[: len(hidden)]
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
-        """x [T, k], weight [n, k] -> [T, n]; ``wide``: in fp32."""
+        """Return ``x`` [T, k] times the transpose of ``weight`` [n, k], plus ``bias``: [T, n]; in fp32 if ``wide``."""
         assert x.shape[1] == weight.shape[1], f"{list(x.shape)} times the transpose of {list(weight.shape)}"
         x = x if x.stride(1) == 1 and x.stride(0) % 2 == 0 else x.contiguous()
         kind = (2 if wide else 1) if x.dtype == torch.bfloat16 else 0
@@ -125,13 +152,13 @@ class CppOps(BatchInvariantOps):
         )
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor]:
-        """Causal attention within sequences: q [T, H * G, D], k and v [T, H, D], bounds int64 [sequences + 1] ->
-        [T, H * G, D] and the scores' log-sum-exp fp32 [T, H * G]."""
+        """Return the causal attention within sequences [T, H * G, D], and the scores' log-sum-exp fp32 [T, H * G]. ``q``:
+        [T, H * G, D]; ``k`` and ``v``: [T, H, D]; ``bounds``: int64 [sequences + 1]."""
         q, k, v = _heads(q), _heads(k), _heads(v)
         out = torch.empty(q.shape, dtype=q.dtype)
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
-        places = bounds, len(bounds) - 1
-        self._c.attend_packed(*_shapes(q, k, v), *places, *_numbers(rule), _sinks(rule), out, lse, torch.get_num_threads())
+        sequences, threads = len(bounds) - 1, torch.get_num_threads()
+        self._c.attend_packed(*_qkv_args(q, k, v), bounds, sequences, *_score_args(rule), _sinks(rule), out, lse, threads)
         return out, lse
 
     def packed_backward(
@@ -147,11 +174,12 @@ class CppOps(BatchInvariantOps):
         lse: Tensor,
         *sinks: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v and sinks from :meth:`packed`'s inputs and outputs and the gradient of its first output."""
+        """Return the gradients of q, k, v and sinks from :meth:`packed`'s inputs and outputs and the gradient of its first output."""
         q, k, v, grad = _heads(q), _heads(k), _heads(v), grad.contiguous()
         grads = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype), torch.empty(v.shape, dtype=v.dtype)
-        inputs = *_shapes(q, k, v), bounds, len(bounds) - 1, *_numbers(rule), out, grad, lse
-        self._c.attend_packed_backward(*inputs, *grads, torch.get_num_threads())
+        sequences, threads = len(bounds) - 1, torch.get_num_threads()
+        inputs = *_qkv_args(q, k, v), bounds, sequences, *_score_args(rule), out, grad, lse
+        self._c.attend_packed_backward(*inputs, *grads, threads)
         return *grads, *sink_gradients(sinks, grad, out, lse)
 
     def attend_paged(
@@ -165,34 +193,37 @@ class CppOps(BatchInvariantOps):
         page_size: int,
         rule: AttentionRule,
     ) -> Tensor:
-        """Writes k and v [T, H, D] into ``cache`` [2, H, pages, page_elements] and attends: q [T, H * G, D] -> the same shape.
+        """Return the attention of ``q`` [T, H * G, D] over the rows' pages, in the same shape. Writes ``k`` and ``v`` [T, H, D] into
+        ``cache`` [2, H, pages, page_elements] before.
 
         ``items`` int64 [rows, 4]: first token of the step, its position, number of tokens, where the row's pages begin in
         ``table`` (int32).
         """
         q, k, v = _heads(q), _heads(k), _heads(v)
         out = torch.empty(q.shape, dtype=q.dtype)
-        places = items, len(items), table, cache, cache.shape[2], page_size, cache.shape[3]
-        self._c.attend_paged(*_shapes(q, k, v), *places, *_numbers(rule), _sinks(rule), out, torch.get_num_threads())
+        num_pages, page_elements = cache.shape[2:]
+        pages = table, cache, num_pages, page_size, page_elements
+        threads = torch.get_num_threads()
+        self._c.attend_paged(*_qkv_args(q, k, v), items, len(items), *pages, *_score_args(rule), _sinks(rule), out, threads)
         return out
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
-        """x [T, n] or [T, heads, n] -> the same shape, and the scales fp32 [..., 1]."""
+    def norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
+        """Return the norm of ``x`` [T, n] or [T, heads, n], in the same shape, and the scales fp32 [..., 1]."""
         x = _heads(x)
         n, inner = x.shape[-1], 1 if x.dim() == 2 else x.shape[1]
         out = torch.empty(x.shape, dtype=x.dtype)
         scales = torch.empty(*x.shape[:-1], 1, dtype=torch.float32)
         sizes = len(x), x.stride(0), inner, n
-        self._c.rms_norm(x.dtype == torch.bfloat16, x, *sizes, weight, plus_one, eps, out, inner * n, scales)
+        self._c.rms_norm(x.dtype == torch.bfloat16, x, *sizes, weight, unit_offset, eps, out, inner * n, scales)
         return out, scales
 
     def norm_backward(
-        self, plus_one: bool, _: object, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
+        self, unit_offset: bool, _: object, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         x, grad = x.contiguous(), grad.contiguous()
         out, grad_weight = torch.empty_like(x), torch.empty(x.shape[-1], dtype=torch.float32)
         half, sizes = x.dtype == torch.bfloat16, (scale.numel(), x.shape[-1])
-        self._c.rms_norm_backward(half, x, scale, *sizes, weight, plus_one, grad, out, grad_weight)
+        self._c.rms_norm_backward(half, x, scale, *sizes, weight, unit_offset, grad, out, grad_weight)
         return out, grad_weight.to(weight.dtype)
 
     def apply_rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -224,40 +255,67 @@ class CppOps(BatchInvariantOps):
             return None
         shape = options.heads
         heads, kv_heads, dim = shape.queries, shape.keys, shape.dim
+        scale, softcap, window = _score_args(rule)
+        settings: dict[str, Any] = {
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "dim": dim,
+            "inner": options.inner,
+            "unit_offset": shape.unit_offset,
+            "gelu": options.gelu,
+            "window": window,
+            "interleaved": shape.interleaved,
+            "norms_over_all_heads": options.norms_over_all_heads,
+            "eps": shape.eps,
+            "scale": scale,
+            "softcap": softcap,
+            "residual": options.residual,
+        }
 
         def run(x: Tensor, cos: Tensor, sin: Tensor, attention: Any, num_tokens: int) -> Tensor | None:
-            context: Callable[[int], Context] | None = getattr(attention, "kernel_context", None)
-            if context is None:
+            kernel_args: Callable[[int], LayerKernelArgs] | None = getattr(attention, "layer_kernel_args", None)
+            if kernel_args is None:
                 return None
             x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
-            weights = [None if part is None else part.weight.contiguous() for part in parts]
-            biases = [None if part.bias is None else part.bias.float() for part in (parts.qkv, parts.gate_up)]
-            rows, hidden = x.shape
             out = torch.empty_like(x)
-            size, space = rows * (2 * heads + 2 * kv_heads) * dim, attention.space  # of q, k and v, and the attention's output
-            if space is None or space.numel() < size or space.dtype != x.dtype:
-                space = attention.space = x.new_empty(size)
-            sizes = rows, num_tokens, hidden, heads, kv_heads, dim, options.inner
-            switches = shape.plus_one, options.gelu, rule.window or 0, torch.get_num_threads()
-            rotation = shape.interleaved, options.whole_norms, cos.shape[-1]
-            inputs = x.data_ptr(), cos.data_ptr(), sin.data_ptr()
-            qkv = space.data_ptr()
-            outputs = qkv, qkv + rows * (heads + 2 * kv_heads) * dim * x.itemsize, out.data_ptr()
-            pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*weights, *biases)]
-            numbers = shape.eps, *_numbers(rule)[:2], options.residual
-            self._c.block_forward(
-                _BLOCK.pack(
-                    x.dtype == torch.bfloat16,
-                    *sizes,
-                    *switches,
-                    *rotation,
-                    *inputs,
-                    *outputs,
-                    *pointers,
-                    *context(index),
-                    *numbers,
-                )
+            rows, hidden = x.shape
+            qkv_size, mixed_size = rows * (heads + 2 * kv_heads) * dim, rows * heads * dim
+            space = attention.space
+            if space is None or space.numel() < qkv_size + mixed_size or space.dtype != x.dtype:
+                space = attention.space = x.new_empty(qkv_size + mixed_size)
+            weights = LayerParts(*(None if part is None else part.weight.contiguous() for part in parts))
+            tensors = {
+                "x": x,
+                "cos": cos,
+                "sin": sin,
+                "out": out,
+                "qkv": space,
+                "mixed": space[qkv_size:],
+                "input_norm": weights.input_norm,
+                "w_qkv": weights.qkv,
+                "q_norm": weights.q_norm,
+                "k_norm": weights.k_norm,
+                "w_out": weights.out,
+                "attention_norm": weights.attention_norm,
+                "post_norm": weights.post_norm,
+                "w_gate_up": weights.gate_up,
+                "w_down": weights.down,
+                "mlp_norm": weights.mlp_norm,
+                "b_qkv": None if parts.qkv.bias is None else parts.qkv.bias.float(),
+                "b_gate_up": None if parts.gate_up.bias is None else parts.gate_up.bias.float(),
+            }
+            block = _Block(
+                half=x.dtype == torch.bfloat16,
+                rows=rows,
+                tokens=num_tokens,
+                hidden=hidden,
+                threads=torch.get_num_threads(),
+                pairs=cos.shape[-1],
+                **settings,
+                **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
+                **kernel_args(index)._asdict(),
             )
+            self._c.block_forward(block)
             return out
 
         return run
@@ -299,24 +357,27 @@ class CppOps(BatchInvariantOps):
 
 
 def _sinks(rule: AttentionRule) -> Tensor | None:
+    """Return the sinks of ``rule`` in fp32; None without sinks."""
     return None if rule.sinks is None else rule.sinks.detach().float().contiguous()
 
 
 def _with_adjacent_columns(logits: Tensor) -> Tensor:
-    """Return logits [rows, n] whose columns lie side by side, as those of a wider matrix do: no copy of these."""
+    """Return ``logits`` [rows, n] with their columns side by side. A part of a wider matrix is not copied."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def _heads(x: Tensor) -> Tensor:
-    """x [T, heads, D] with its heads side by side, or [T, D]."""
+    """Return ``x`` [T, heads, D] with its heads side by side, or ``x`` [T, D]; a copy only where they lie apart."""
     return x if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2]) else x.contiguous()
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int | Tensor, ...]:
+def _qkv_args(q: Tensor, k: Tensor, v: Tensor) -> tuple[int | Tensor, ...]:
+    """Return the arguments ``_ATTENTION`` of a C function, for q [T, H * G, D], k and v [T, H, D]."""
     kv_heads, dim = k.shape[1:]
     half = q.dtype == torch.bfloat16
     return half, q, q.stride(0), k, k.stride(0), v, v.stride(0), kv_heads, q.shape[1] // kv_heads, dim
 
 
-def _numbers(rule: AttentionRule) -> tuple[float, float, int]:
+def _score_args(rule: AttentionRule) -> tuple[float, float, int]:
+    """Return scale, softcap and window of ``rule`` for a C function: 0 for no softcap, and for no window."""
     return rule.scale, rule.softcap or 0.0, rule.window or 0

@@ -22,7 +22,7 @@ HEAD_DIMS = 8  # torch's fused kernels take multiples of it
 def attend_dense(
     q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor | None, sinks: Tensor | None = None
 ) -> Tensor:
-    """torch's own attention: q [B, H * G, R, D], k and v [B, H, L, D] -> [B, H * G, R, D].
+    """Return torch's attention [B, H * G, R, D]. ``q``: [B, H * G, R, D]; ``k`` and ``v``: [B, H, L, D].
 
     ``allowed`` None is causal, else it includes the rule's window. ``sinks``: the rule's, as they broadcast to the scores. torch's
     kernels have no sinks, so a key with the value 0 stands for them. They have no softcap: plain products then.
@@ -50,7 +50,7 @@ def attend_dense(
 
 
 def _attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor | None, sinks: Tensor) -> Tensor:
-    """:func:`attend_dense` with one more dim and one more key, the first: their product is the sink. Dims are a multiple of
+    """Return :func:`attend_dense` with one more dim and one more key, the first: their product is the sink. Dims are a multiple of
     ``HEAD_DIMS`` then, which torch's fused kernels ask for. Half precision rounds a sink like a query."""
     dim, more = q.shape[-1], HEAD_DIMS - q.shape[-1] % HEAD_DIMS
     q = torch.cat([q, (sinks / rule.scale).to(q.dtype).expand(*q.shape[:-1], 1), q.new_zeros(*q.shape[:-1], more - 1)], -1)
@@ -63,8 +63,8 @@ def _attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, all
 
 
 def sink_gradients(sinks: Sequence[Tensor], grad: Tensor, out: Tensor, log_sums: Tensor) -> list[Tensor]:
-    """Gradients of the ``sinks`` [heads], of which there are one or none, from the output [T, heads, D], its gradient and the scores'
-    log-sum-exps [T, heads], sinks included."""
+    """Return the gradients of the ``sinks`` [heads], of which there are one or none, from the output [T, heads, D], its gradient
+    and the scores' log-sum-exps [T, heads], sinks included."""
     along = (grad.float() * out.float()).sum(-1)
     return [-(torch.exp(sink.float() - log_sums) * along).sum(0).to(sink.dtype) for sink in sinks]
 
@@ -87,8 +87,9 @@ class LatentKeys(NamedTuple):
 
 
 def latent_heads(ops: Any, q: Tensor, short: Tensor, keys: LatentKeys) -> tuple[Tensor, Tensor]:
-    """Queries [T, H, N + E] and ``short`` [T, C + E], the short vector and what is rotated -> queries [T, H, C + E] and keys
-    [T, C + E]. Without gradients; ``ops`` norm and rotate."""
+    """Return queries [T, H, C + E] and keys [T, C + E], without gradients.
+
+    ``q``: [T, H, N + E]; ``short`` [T, C + E]: the short vector and the elements that are rotated. ``ops`` norm and rotate."""
     (rank, nope), turns = (keys.weight.shape[0], keys.to_keys.shape[1]), (keys.cos, keys.sin, keys.interleaved)
     absorbed = torch.bmm(q[..., :nope].transpose(0, 1), keys.to_keys).transpose(0, 1)
     q = torch.cat([absorbed, ops.rotate(q[..., nope:], *turns)], 2)

@@ -61,7 +61,7 @@ def model_device() -> torch.device:
 
 
 def has_amx() -> bool:
-    """True if torch multiplies with AMX: the processor has it, and ONEDNN_MAX_CPU_ISA does not forbid it."""
+    """Return True if torch multiplies with AMX: the processor has it, and ONEDNN_MAX_CPU_ISA does not forbid it."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     return torch.cpu._is_amx_tile_supported() and (limit in ("", "ALL", "DEFAULT") or "AMX" in limit)
 

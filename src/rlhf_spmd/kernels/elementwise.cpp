@@ -5,7 +5,7 @@
 namespace {
 
 template <class T>
-void norm(const T* x, i64 outer, i64 stride, i64 inner, i64 n, const T* weight, int plus_one, float eps, T* out,
+void norm(const T* x, i64 outer, i64 stride, i64 inner, i64 n, const T* weight, int unit_offset, float eps, T* out,
           i64 out_stride, float* scales) {
   for (i64 row = 0; row < outer * inner; row++) {
     const T* from = x + row / inner * stride + row % inner * n;
@@ -19,7 +19,7 @@ void norm(const T* x, i64 outer, i64 stride, i64 inner, i64 n, const T* weight, 
     if (scales) scales[row] = scale;
     for (i64 at = 0; at < n; at += W) {
       vf normal = load_upto(from + at, n - at) * scale, factor = load_upto(weight + at, n - at);
-      normal = plus_one ? normal * (factor + 1.0f) : round_to(normal, from) * factor;
+      normal = unit_offset ? normal * (factor + 1.0f) : round_to(normal, from) * factor;
       store_upto(to + at, normal, n - at);
     }
   }
@@ -86,13 +86,13 @@ template <class T> void gated_gradients(const T* gate_up, const T* grad, i64 row
 }
 
 template <class T>
-void norm_gradients(const T* x, const float* scales, i64 rows, i64 n, const T* weight, int plus_one, const T* grad, T* out,
+void norm_gradients(const T* x, const float* scales, i64 rows, i64 n, const T* weight, int unit_offset, const T* grad, T* out,
                     float* grad_weight) {
   memset(grad_weight, 0, n * 4);
   for (i64 row = 0; row < rows; row++) {
     const T *from = x + row * n, *d = grad + row * n;
     const float scale = scales[row];
-    auto weighted = [&](i64 at) { return load_upto(d + at, n - at) * (load_upto(weight + at, n - at) + (plus_one ? 1.0f : 0.0f)); };
+    auto weighted = [&](i64 at) { return load_upto(d + at, n - at) * (load_upto(weight + at, n - at) + (unit_offset ? 1.0f : 0.0f)); };
     vf along = {};
     for (i64 at = 0; at < n; at += W) {
       const vf normal = load_upto(from + at, n - at) * scale;
@@ -170,12 +170,12 @@ void draw(const float* logits, i64 rows, i64 n, i64 stride, float temperature, c
   in_team(team_for(rows * n, threads), rows, 8, draw);
 }
 
-// x [outer, inner, n] -> out (may be x): weight [n] * x / sqrt(mean(x^2) + eps), with plus_one (1 + weight) * ...; strides from outer
+// x [outer, inner, n] -> out (may be x): weight [n] * x / sqrt(mean(x^2) + eps), with unit_offset (1 + weight) * ...; strides from outer
 // to outer. scales [outer * inner] or null: 1 / sqrt(mean(x^2) + eps).
-void rms_norm(int half, const void* x, i64 outer, i64 stride, i64 inner, i64 n, const void* weight, int plus_one, float eps,
+void rms_norm(int half, const void* x, i64 outer, i64 stride, i64 inner, i64 n, const void* weight, int unit_offset, float eps,
               void* out, i64 out_stride, float* scales) {
-  if (half) norm((const bf16*)x, outer, stride, inner, n, (const bf16*)weight, plus_one, eps, (bf16*)out, out_stride, scales);
-  else norm((const float*)x, outer, stride, inner, n, (const float*)weight, plus_one, eps, (float*)out, out_stride, scales);
+  if (half) norm((const bf16*)x, outer, stride, inner, n, (const bf16*)weight, unit_offset, eps, (bf16*)out, out_stride, scales);
+  else norm((const float*)x, outer, stride, inner, n, (const float*)weight, unit_offset, eps, (float*)out, out_stride, scales);
 }
 
 // x [tokens, heads, dim] -> out (may be x), strides from token to token; cos and sin [tokens, pairs] of the first 2 * pairs dims.
@@ -196,11 +196,11 @@ void gated_linear(int half, const void* gate_up, i64 rows, i64 n, int gelu, void
 }
 
 // Gradients of rms_norm (x and grad contiguous, [rows, n]) from its scales: of x -> out, of the weight -> grad_weight [n].
-void rms_norm_backward(int half, const void* x, const float* scales, i64 rows, i64 n, const void* weight, int plus_one,
+void rms_norm_backward(int half, const void* x, const float* scales, i64 rows, i64 n, const void* weight, int unit_offset,
                        const void* grad, void* out, float* grad_weight) {
   if (half)
-    norm_gradients((const bf16*)x, scales, rows, n, (const bf16*)weight, plus_one, (const bf16*)grad, (bf16*)out, grad_weight);
-  else norm_gradients((const float*)x, scales, rows, n, (const float*)weight, plus_one, (const float*)grad, (float*)out, grad_weight);
+    norm_gradients((const bf16*)x, scales, rows, n, (const bf16*)weight, unit_offset, (const bf16*)grad, (bf16*)out, grad_weight);
+  else norm_gradients((const float*)x, scales, rows, n, (const float*)weight, unit_offset, (const float*)grad, (float*)out, grad_weight);
 }
 
 // Gradients of gated_linear: grad [rows, n] -> out [rows, 2 n].

@@ -55,28 +55,28 @@ class GpuOps(Ops):
 
     # -- layers
 
-    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> tuple[Tensor, Tensor]:
         def forward(x: Tensor, y: Tensor, weight: Tensor) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
-            total, out, scales = triton_layers.norm(x, y, weight, eps, plus_one)
+            total, out, scales = triton_layers.norm(x, y, weight, eps, unit_offset)
             return (total, out), (total, weight, scales)
 
         def backward(
             _: object, grad_total: Tensor, grad: Tensor, total: Tensor, weight: Tensor, scales: Tensor
         ) -> tuple[Tensor, ...]:
-            of_total, of_weight = triton_layers.norm_backward(grad, grad_total, total, weight, scales, plus_one)
-            return of_total, of_total, of_weight
+            grad_x, grad_weight = triton_layers.norm_backward(grad, grad_total, total, weight, scales, unit_offset)
+            return grad_x, grad_x, grad_weight  # x and y have the same gradient
 
         total, out = differentiable(forward, backward, x, y, weight)
         return total, out
 
     def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
         def forward(qkv: Tensor, *norms: Tensor | None) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
-            of_q, of_k = norms
-            return triton_qkv.heads(qkv, (of_q, of_k), cos, sin, shape), (qkv, cos, sin, *norms)
+            q_weight, k_weight = norms
+            return triton_qkv.heads(qkv, (q_weight, k_weight), cos, sin, shape), (qkv, cos, sin, *norms)
 
         def backward(_: object, *tensors: Any) -> tuple[Tensor | None, ...]:
-            q, k, v, qkv, cos, sin, of_q, of_k = tensors
-            return triton_qkv.heads_backward((q, k, v), qkv, (of_q, of_k), cos, sin, shape)
+            grad_q, grad_k, grad_v, qkv, cos, sin, q_weight, k_weight = tensors
+            return triton_qkv.heads_backward((grad_q, grad_k, grad_v), qkv, (q_weight, k_weight), cos, sin, shape)
 
         q, k, v = differentiable(forward, backward, qkv, *norms)
         return q, k, v
@@ -95,13 +95,13 @@ class GpuOps(Ops):
     def latent_to_pages(self, q: Tensor, short: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
         return triton_latent.latent_to_pages(q, short, keys, pages)
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
-        return triton_layers.norm(x, None, weight, eps, plus_one)[1:]
+    def norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
+        return triton_layers.norm(x, None, weight, eps, unit_offset)[1:]
 
     def norm_backward(
-        self, plus_one: bool, _: object, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
+        self, unit_offset: bool, _: object, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return triton_layers.norm_backward(grad, None, x, weight, scale, plus_one)
+        return triton_layers.norm_backward(grad, None, x, weight, scale, unit_offset)
 
     def gate(self, gate_up: Tensor, gelu: bool) -> Tensor:
         return triton_layers.gate(gate_up, gelu)

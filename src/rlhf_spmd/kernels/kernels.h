@@ -4,7 +4,7 @@
 
 extern "C" {
 void linear_forward(int kind, const void* x, i64 ldx, i64 m, const void* w, i64 n, i64 k, const float* bias, void* out, int threads);
-void rms_norm(int half, const void* x, i64 outer, i64 stride, i64 inner, i64 n, const void* weight, int plus_one, float eps,
+void rms_norm(int half, const void* x, i64 outer, i64 stride, i64 inner, i64 n, const void* weight, int unit_offset, float eps,
               void* out, i64 out_stride, float* scales);
 void rotate(int half, const void* x, i64 tokens, i64 stride, i64 heads, i64 dim, i64 pairs, const void* cos, const void* sin,
             int interleaved, void* out, i64 out_stride);

@@ -26,17 +26,18 @@ EPS = 1e-6  # of the length of queries and keys
 
 
 class DeltaShape(NamedTuple):
-    """Heads of one rank. ``blocks``: channels are so many equal parts, each of queries, keys and values."""
+    """Heads of one rank. ``fused_slices``: channels are so many equal parts, each of queries, keys and values."""
 
     keys: int
     values: int
     key_dim: int
     value_dim: int
     kernel: int
-    blocks: int = 1
+    fused_slices: int = 1
 
     @property
     def channels(self) -> int:
+        """Return the columns of queries, keys and values of all heads."""
         return 2 * self.keys * self.key_dim + self.values * self.value_dim
 
 
@@ -74,16 +75,17 @@ class HasDeltaRuleStep(Protocol):
     """Ops with a kernel for one token of each row."""
 
     def delta_rule_step(self, product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
-        """The first product's rows [B, columns] -> what the last matrix takes [B, H * G, D]. Updates the states."""
+        """Return the input of the last matrix [B, H * G, D] from the first product's rows [B, columns]. Updates the states."""
 
 
 def delta_rule(
     x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape, valid: Tensor | None, states: DeltaStates | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [B, S, C], ``decay`` g and ``rate`` b [B, S, H * G], ``weight`` [C, 1, kernel] of the convolution -> the outputs
-    [B, S, H * G, D] in the dtype of x, the inputs of the convolution with those before [B, kernel - 1 + S, C], and the memory after.
+    """Return the outputs [B, S, H * G, D] in the dtype of x, the inputs of the convolution with those before them
+    [B, kernel - 1 + S, C], and the memory behind the last token.
 
-    ``valid`` [B, S, 1] is False for tokens behind a sequence's end, which leave the memory as it is. ``states`` None: sequences begin.
+    ``x``: [B, S, C]; ``decay`` g and ``rate`` b: [B, S, H * G]; ``weight``: [C, 1, kernel], of the convolution. ``valid`` [B, S, 1]
+    is False for tokens behind a sequence's end, which leave the memory as it is. ``states`` None: sequences begin.
     """
     before = x.new_zeros(len(x), shape.kernel - 1, x.shape[2]) if states is None else states.inputs
     seen = torch.cat([before, x], 1)
@@ -100,7 +102,7 @@ def delta_rule(
 
 
 def _convolve(seen: Tensor, weight: Tensor) -> Tensor:
-    """[B, kernel - 1 + S, C] -> silu of the convolution [B, S, C], wide."""
+    """Return silu of the convolution [B, S, C] of ``seen`` [B, kernel - 1 + S, C], in fp32 at least."""
     wide, kernel = torch.promote_types(seen.dtype, torch.float32), weight.shape[2]
     seen, weight = seen.to(wide), weight.to(wide)
     num = seen.shape[1] - kernel + 1
@@ -111,39 +113,40 @@ def _convolve(seen: Tensor, weight: Tensor) -> Tensor:
 
 
 def _heads(x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, S, C] -> q and k [B, S, H, K], of length one and 1 / sqrt(K), and v [B, S, H, G, D]."""
+    """Return q and k [B, S, H, K], of length 1 / sqrt(K) and 1, and v [B, S, H, G, D] of ``x`` [B, S, C]."""
     q, k, v = split_channels(x, shape)
     q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPS) for each in (q, k))
     return q * shape.key_dim**-0.5, k, v
 
 
 def split_channels(x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, S, C] -> q and k [B, S, H, K], and v [B, S, H, G, D]."""
+    """Return q and k [B, S, H, K], and v [B, S, H, G, D] of ``x`` [B, S, C]."""
     batch, length = x.shape[:2]
     widths = [shape.keys * shape.key_dim, shape.keys * shape.key_dim, shape.values * shape.value_dim]
-    parts = x.view(batch, length, shape.blocks, -1).split([width // shape.blocks for width in widths], 3)
+    parts = x.view(batch, length, shape.fused_slices, -1).split([width // shape.fused_slices for width in widths], 3)
     q, k = (part.reshape(batch, length, shape.keys, shape.key_dim) for part in parts[:2])
     return q, k, parts[2].reshape(batch, length, shape.keys, -1, shape.value_dim)
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule for S = 1, see :func:`_chunks`."""
+    """Return output and memory for S = 1, see :func:`_chunks`."""
     memory = memory * decay[:, 0, :, :, None, None].exp()
     key, query = k[:, 0, :, None, :, None], q[:, 0, :, None, None, :]  # [B, H, 1, K, 1] and [B, H, 1, 1, K]
-    known = key.transpose(3, 4) @ memory
-    memory = memory + key * ((v[:, 0, :, :, None] - known) * rate[:, 0, :, :, None, None])
+    recalled = key.transpose(3, 4) @ memory
+    memory = memory + key * ((v[:, 0, :, :, None] - recalled) * rate[:, 0, :, :, None, None])
     return (query @ memory).transpose(2, 3).transpose(1, 2), memory
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k [B, S, H, K], v [B, S, H, G, D], ``decay`` and ``rate`` [B, S, H, G], memory [B, H, G, K, D] -> outputs
-    [B, S, H, G, D] and the memory behind the last token."""
+    """Return the outputs [B, S, H, G, D] and the memory behind the last token.
+
+    ``q`` and ``k``: [B, S, H, K]; ``v``: [B, S, H, G, D]; ``decay`` and ``rate``: [B, S, H, G]; ``memory``: [B, H, G, K, D]."""
     length = q.shape[1]
     size = min(CHUNK, length)
     missing = -length % size
 
     def cut(x: Tensor) -> Tensor:
-        """[B, S, heads..., n] -> [B, heads..., N, L, n]"""
+        """Return ``x`` [B, S, heads..., n] as [B, heads..., N, L, n]."""
         x = F.pad(x, (*(0, 0) * (x.ndim - 2), 0, missing)).unflatten(1, (-1, size))
         return x.movedim((1, 2), (-3, -2))
 
@@ -152,8 +155,8 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory
     ahead = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     between = (sums - sums.transpose(-1, -2)).masked_fill(ahead, -torch.inf).exp()  # decay from the column's token to the row's
     system = (k @ k.transpose(-1, -2)) * between * rate  # whose diagonal is taken to be one
-    known = torch.cat([v * rate, k * (rate * sums.exp())], -1)
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    right_sides = torch.cat([v * rate, k * (rate * sums.exp())], -1)
+    solved = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
     values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
     scores = (q @ k.transpose(-1, -2)) * between
     from_before, last = q * sums.exp(), sums[..., -1:, :]

@@ -55,57 +55,57 @@ class Ops(ProductOps):
     - small_head: up to this many logits, the head's backward pass computes a chunk of rows over the whole vocabulary.
     - keeps_logits: such a chunk's logits are kept from the forward pass instead of recomputed.
     - head_columns: larger chunks are computed in blocks of the vocabulary, whose width is a multiple of this.
-    - alike_chunks: paged attention gives a prompt's tokens the same bits in one chunk and one by one.
+    - chunk_invariant: paged attention gives a prompt's tokens the same bits in one chunk and one by one.
     - wide_head: the products of the head's backward pass are in fp32 for half-precision weights too.
     - packed_delta: kernels of linear attention over packed sequences; None: :func:`~rlhf_spmd.kernels.delta_rule`.
     """
 
     packed_delta: FlashLinearAttention | None = None
-    name, joins_layers, alike_chunks = "torch", False, False
+    name, joins_layers, chunk_invariant = "torch", False, False
     chunk_logits, backward_rows = 1 << 26, 1 << 13
     small_head, keeps_logits, wide_head, head_columns = 1 << 23, False, False, 1
 
     @staticmethod
     def page_elements(page_size: int, head_dim: int) -> int:
-        """Elements of one page of one head in the KV cache, keys or values."""
+        """Return the elements of one page of one head in the KV cache, of keys or of values."""
         return page_size * head_dim
 
     # -- differentiable
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
-        """weight * x / sqrt(mean(x^2) + eps) over the last dim; ``plus_one``: (1 + weight) * ..."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+        """Return weight * x / sqrt(mean(x^2) + eps), the mean over the last dim; with ``unit_offset`` times 1 + weight."""
         if not torch.is_grad_enabled():  # early, because decoding has no host time to spare
-            return self.norm(x, weight, eps, plus_one)[0]
+            return self.norm(x, weight, eps, unit_offset)[0]
 
         def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-            out, scale = self.norm(x, weight, eps, plus_one)
+            out, scale = self.norm(x, weight, eps, unit_offset)
             return out, (x, weight, scale)
 
-        return differentiable(forward, partial(self.norm_backward, plus_one), x, weight)
+        return differentiable(forward, partial(self.norm_backward, unit_offset), x, weight)
 
-    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> tuple[Tensor, Tensor]:
-        """x + y, and :meth:`rms_norm` of it."""
+    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> tuple[Tensor, Tensor]:
+        """Return x + y, and :meth:`rms_norm` of the sum."""
         total = x + y
-        return total, self.rms_norm(total, weight, eps, plus_one)
+        return total, self.rms_norm(total, weight, eps, unit_offset)
 
     def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], k and v [T, Hkv, D]. q and k are normed if ``norms`` has weights, then rotated
-        by cos and sin [T, 1, D / 2], or fewer: of the first dims alone."""
+        """Return q [T, Hq, D], k and v [T, Hkv, D] of ``qkv`` [T, (Hq + 2 Hkv) * D]. q and k are normed if ``norms`` has weights, and
+        rotated by ``cos`` and ``sin`` [T, 1, D / 2]; with fewer columns only their first dims are rotated."""
         queries, keys, dim = shape.queries, shape.keys, shape.dim
         per_head = qkv.view(qkv.shape[0], queries + 2 * keys, dim)
-        if shape.blocks > 1:
-            blocks = per_head.view(qkv.shape[0], shape.blocks, -1, dim)
-            parts = blocks.split([n // shape.blocks for n in (queries, keys, keys)], 2)
+        if shape.fused_slices > 1:
+            blocks = per_head.view(qkv.shape[0], shape.fused_slices, -1, dim)
+            parts = blocks.split([n // shape.fused_slices for n in (queries, keys, keys)], 2)
             per_head = torch.cat([part.flatten(1, 2) for part in parts], 1)
-        of_q, of_k = norms
-        if of_q is None or of_k is None:
+        q_weight, k_weight = norms
+        if q_weight is None or k_weight is None:
             qk, v = per_head.split([queries + keys, keys], 1)
             q, k = self.rotate(qk, cos, sin, shape.interleaved).split([queries, keys], 1)
             return q, k, v
         q, k, v = per_head.split([queries, keys, keys], 1)
         q, k = (
-            self.rotate(self.rms_norm(x, weight, shape.eps, shape.plus_one), cos, sin, shape.interleaved)
-            for x, weight in ((q, of_q), (k, of_k))
+            self.rotate(self.rms_norm(x, weight, shape.eps, shape.unit_offset), cos, sin, shape.interleaved)
+            for x, weight in ((q, q_weight), (k, k_weight))
         )
         return q, k, v
 
@@ -131,14 +131,14 @@ class Ops(ProductOps):
         return q
 
     def gated(self, gate_up: Tensor, gelu: bool) -> Tensor:
-        """[T, 2n] = [gate; up] -> silu(gate) * up [T, n], or gelu(gate) * up, gelu in its tanh form."""
+        """Return silu(gate) * up [T, n] of ``gate_up`` [T, 2n] = [gate; up]; with ``gelu``, gelu(gate) * up in its tanh form."""
         if not torch.is_grad_enabled():
             return self.gate(gate_up, gelu)
         return differentiable(lambda x: (self.gate(x, gelu), [x]), partial(self.gate_backward, gelu), gate_up)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-        """Rotary embedding of x [T, heads, D] in half-split form, or of neighbours; cos and sin [T, 1, D / 2], or fewer: of the first
-        dims alone."""
+        """Return ``x`` [T, heads, D] rotated by ``cos`` and ``sin`` [T, 1, D / 2]; with fewer columns only its first dims are rotated.
+        A pair is a dim of each half, or with ``interleaved`` two neighbours."""
         if not cos.shape[-1]:
             return x
         if not torch.is_grad_enabled():
@@ -147,21 +147,21 @@ class Ops(ProductOps):
         return differentiable(lambda x: (self.apply_rotary(x, cos, sin, interleaved), (cos, sin)), backward, x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor) -> Tensor:
-        """Attention for generation, without gradients: rows q over keys k and values v [H, B, L, D], returned in the shape of q.
-        ``allowed`` (bool, broadcasts to the scores): which keys a row sees, with the rule's window applied."""
+        """Return the attention of ``q`` over keys ``k`` and values ``v`` [H, B, L, D], in the shape of ``q``, without gradients: for
+        generation. ``allowed`` (bool, broadcasts to the scores): which keys a row sees, with the rule's window applied."""
         return attend_dense(q, k, v, rule, allowed, rule.sinks_of_rows(q.shape[0], q.shape[2], 0))
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
-        """Causal attention within each sequence: q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]."""
+        """Return the causal attention within each sequence, [T, H * G, D]. ``q``: [T, H * G, D]; ``k`` and ``v``: [T, H, D]."""
         outs, sinks = [], None if rule.sinks is None else rule.sinks[None, :, None, None]
-        for part in packing.alike(q.shape[1], math.inf):
+        for part in packing.padded_groups(q.shape[1], math.inf):
             queries, keys, values = (part.gather(x).transpose(1, 2) for x in (q, k, v))
             position = torch.arange(part.num_queries, device=q.device)
             reached = rule.window is not None and part.num_queries > rule.window
             allowed = visible(position, position, rule.window) if reached else None
             mixed = attend_dense(queries, keys, values, rule, allowed, sinks).transpose(1, 2)
-            outs.append(part.picked(mixed))
-        return torch.cat(outs).index_select(0, packing.places(q.shape[1], math.inf)) if outs else torch.zeros_like(q)
+            outs.append(part.without_padding(mixed))
+        return torch.cat(outs).index_select(0, packing.group_positions(q.shape[1], math.inf)) if outs else torch.zeros_like(q)
 
     def layer(
         self, parts: LayerParts, options: LayerOptions, rule: AttentionRule, index: int
@@ -177,25 +177,26 @@ class Ops(ProductOps):
 
     # -- forward and backward functions of the above
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+    def norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
         """Return the norm and its scales [..., 1]; computes in fp32 for bf16."""
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        if plus_one:
+        if unit_offset:
             return (wide * scale * (1 + weight.to(wide.dtype))).to(x.dtype), scale
         return weight * (wide * scale).to(x.dtype), scale
 
     def norm_backward(
-        self, plus_one: bool, _: object, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
+        self, unit_offset: bool, _: object, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return gradients of x and of the weight, from ``grad`` of :meth:`norm`'s first result, its inputs and the scales."""
         normal, grad = x.to(scale.dtype) * scale, grad.to(scale.dtype)
         grad_weight = (grad * normal).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-        grad_normal = grad * (1 + weight.to(grad.dtype) if plus_one else weight)
+        grad_normal = grad * (1 + weight.to(grad.dtype) if unit_offset else weight)
         along = (grad_normal * normal).mean(-1, keepdim=True)
         return grad_normal.addcmul_(normal, along, value=-1).mul_(scale).to(x.dtype), grad_weight
 
     def gate(self, gate_up: Tensor, gelu: bool) -> Tensor:
+        """Return :meth:`gated` of ``gate_up``, without gradients."""
         # of views with gaps: on CPUs, silu of a contiguous tensor rounds the last elements differently; here all rows end alike
         gate, up = gate_up.chunk(2, -1)
         return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
@@ -217,6 +218,7 @@ class Ops(ProductOps):
         return (grads,)
 
     def apply_rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+        """Return :meth:`rotate` of ``x``, without gradients."""
         out, turned = torch.empty_like(x), 2 * cos.shape[-1]
         first = slice(0, turned, 2) if interleaved else slice(turned // 2)
         second = slice(1, turned, 2) if interleaved else slice(turned // 2, turned)
@@ -229,12 +231,14 @@ class Ops(ProductOps):
         return out
 
     def apply_rotary_backward(self, interleaved: bool, _: object, grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+        """Return the gradient of x from the gradient of :meth:`apply_rotary`'s result."""
         return (self.apply_rotary(grad.contiguous(), cos, -sin, interleaved),)
 
     # -- the head and the sampler
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """hidden [T, in] times the transpose of ``weight`` [V, in], in fp32 (fp64 for fp64), with enough rows to be batch-invariant."""
+        """Return ``hidden`` [T, in] times the transpose of ``weight`` [V, in]: [T, V], in fp32, or fp64 for fp64. Rows are padded so
+        that the product is batch-invariant."""
         padded = pad_rows(hidden, self.min_rows(weight.numel(), weight.shape[1]))
         if hidden.dtype in (torch.float32, torch.float64):
             return F.linear(padded, weight)[: len(hidden)]
@@ -243,23 +247,25 @@ class Ops(ProductOps):
     def logit_statistics(
         self, logits: Tensor, labels: Tensor, first: int, entropy: bool, transform: LogitTransform = UNCHANGED
     ) -> Tensor:
-        """Logits [T, V], fp32 or fp64, of the vocabulary from ``first`` on -> [4, T]: largest; sum of exp(l - largest); the label's
-        logit, 0 if it lies in another slice; with ``entropy`` the sum of exp(l - largest) * (l - largest), else 0. ``transform``: the
-        logits are the result of :meth:`transform_logits`. Overwrites them unless ``keeps_logits``."""
+        """Return four statistics of ``logits`` [T, V], fp32 or fp64, of the vocabulary from ``first`` on, as [4, T].
+
+        They are the largest logit; the sum of exp(l - largest); the label's logit, or 0 if it lies in another slice; and with
+        ``entropy`` the sum of exp(l - largest) * (l - largest), else 0. ``transform``: the logits are the result of
+        :meth:`transform_logits`. Overwrites the logits unless ``keeps_logits``."""
         local = labels - first
         inside = (local >= 0) & (local < logits.shape[1])
-        at_label = logits.gather(1, local.masked_fill(~inside, 0)[:, None])[:, 0].masked_fill(~inside, 0)
+        label_logits = logits.gather(1, local.masked_fill(~inside, 0)[:, None])[:, 0].masked_fill(~inside, 0)
         maximum = logits.amax(-1)
         shifted = logits.sub_(maximum[:, None])
         exponentials = shifted.exp() if entropy else shifted.exp_()
         total = exponentials.sum(-1)
         weighted = shifted.mul_(exponentials).sum(-1) if entropy else torch.zeros_like(maximum)
-        return torch.stack([maximum, total, at_label, weighted])
+        return torch.stack([maximum, total, label_logits, weighted])
 
     def logit_gradients(
         self, logits: Tensor, labels: Tensor, first: int, log_z: Tensor, grads: Tensor, entropy: Sequence[Tensor] | None = None
     ) -> Tensor:
-        """Return the gradients of the logits [T, V] of the vocabulary from ``first`` on, and overwrites the logits. ``grads`` [T, 1]:
+        """Return the gradients of the logits [T, V] of the vocabulary from ``first`` on, and overwrite the logits. ``grads`` [T, 1]:
         gradients of the log-probs of ``labels`` [T]; ``log_z`` [T, 1]: log-sum-exps over the whole vocabulary; ``entropy``: the
         entropies and their gradients, [T, 1] each."""
         local = labels - first
@@ -273,11 +279,12 @@ class Ops(ProductOps):
         return grad.scatter_add_(1, local[:, None].masked_fill(~inside, 0), grads.masked_fill(~inside, 0))
 
     def cap_logits(self, logits: Tensor, softcap: float) -> Tensor:
-        """Overwrites ``logits`` with softcap * tanh(logits / softcap)."""
+        """Return softcap * tanh(logits / softcap), written over ``logits``."""
         return logits.div_(softcap).tanh_().mul_(softcap)
 
     def transform_logits(self, logits: Tensor, transform: LogitTransform) -> Tensor:
-        """Applies ``transform`` in place. Subclasses whose head kernels apply it as they read return ``logits`` unchanged."""
+        """Return ``logits`` after ``transform``, in place. Subclasses whose head kernels apply it as they read return them as they
+        were."""
         if transform.softcap is not None:
             logits = self.cap_logits(logits, transform.softcap)
         return logits if transform.temperature == 1.0 else logits.div_(transform.temperature)

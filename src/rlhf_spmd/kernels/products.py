@@ -18,7 +18,7 @@ from rlhf_spmd.kernels.routing import RoutingRule, choose, sigmoid, weigh
 
 MIN_ROWS = 4  # fewer rows are multiplied by other kernels, with other rounding
 ONEDNN_MIN_SIZE = 16**3  # torch gives products of at most so many multiplications to MKL even where oneDNN is chosen
-Groups = Sequence[int] | Tensor  # of rows by expert, see ProductOps.expert_groups
+Groups = Sequence[int] | Tensor  # the rows of each expert, see ProductOps.expert_groups
 
 
 class ProductOps:
@@ -33,14 +33,16 @@ class ProductOps:
         return False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, recomputed: bool = False) -> Tensor:
-        """x [T, in] times the transpose of ``weight`` [out, in], plus ``bias``. With at least :meth:`min_rows` rows a row's bits do
-        not depend on the others. ``recomputed``: only the saved tensors are needed, the result may be left out."""
+        """Return ``x`` [T, in] times the transpose of ``weight`` [out, in], plus ``bias``: [T, out].
+
+         With at least :meth:`min_rows` rows a row's bits do not depend on the others.
+        ``recomputed``: only the saved tensors are needed, the result may be left out."""
         return F.linear(x, weight, bias)
 
     def _linear_by(
         self, product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, recomputed: bool
     ) -> Tensor:
-        """:meth:`linear` by ``product(x, weight, bias)``."""
+        """Return :meth:`linear`, computed by ``product(x, weight, bias)``."""
         if not torch.is_grad_enabled():
             return product(x, weight, bias)
 
@@ -53,23 +55,25 @@ class ProductOps:
         self, needed: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         grad_x = self.gradient_product(grad, weight) if needed[0] else None
-        return grad_x, self.gradient_product(grad.t(), x) if needed[1] else None, grad.sum(0) if needed[2] else None
+        grad_weight = self.gradient_product(grad.t(), x) if needed[1] else None
+        grad_bias = grad.sum(0) if needed[2] else None
+        return grad_x, grad_weight, grad_bias
 
     def gradient_product(self, left: Tensor, right: Tensor) -> Tensor:
-        """left [n, k] times right [k, m]; bits may depend on the number of rows."""
+        """Return ``left`` [n, k] times ``right`` [k, m]. Bits may depend on the number of rows."""
         return torch.mm(left, right)
 
     def wide_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [T, in] times the transpose of ``weight`` [out, in], both in half precision -> fp32 [T, out]."""
+        """Return ``x`` [T, in] times the transpose of ``weight`` [out, in], both in half precision, as fp32 [T, out]."""
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
     def add_product(self, out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-        """``out`` [n, m] += ``scale`` * ``left`` [n, k] times ``right`` [k, m], summed in fp32 at least and rounded once."""
+        """Add ``scale`` * ``left`` [n, k] times ``right`` [k, m] to ``out`` [n, m], summed in fp32 at least and rounded once."""
         out.addmm_(left, right, alpha=scale)
 
     def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
-        """``total`` [n, m] += a [n, k] times b [k, m]; if ``begins``, ``total`` = the product. ``total`` may have a wider dtype; the
-        product is not rounded before it is added."""
+        """Add ``a`` [n, k] times ``b`` [k, m] to ``total`` [n, m], or set ``total`` to the product if ``begins``. ``total`` may have a
+        wider dtype; the product is not rounded before it is added."""
         if begins:
             total.zero_()
         if total.dtype == a.dtype:
@@ -87,26 +91,30 @@ class ProductOps:
         dtype: torch.dtype,
         chosen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Weights in ``dtype`` and numbers, int64, of the experts of each token [T, K], from logits [T, E]. ``score_bias`` [E, 3], see
-        :func:`~rlhf_spmd.kernels.routing.as_parts`, has no gradient. ``chosen``: the numbers, if they are known. Computed in fp32 at
-        least."""
+        """Return the weights in ``dtype`` and the numbers, int64, of each token's experts: [T, K] each, from ``logits`` [T, E].
+
+        Computes in fp32 at least. ``score_bias`` [E, 3], see :func:`~rlhf_spmd.kernels.routing.split_to_bf16_terms`, has no gradient.
+        ``chosen``: the numbers, where they have been chosen before."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         chosen = choose(wide, score_bias, rule) if chosen is None else chosen
         return weigh(wide, chosen, rule).to(dtype), chosen
 
     def local_choices(self, weights: Tensor, chosen: Tensor, first: int, num_local: int, count: int) -> tuple[Tensor, Tensor]:
-        """``weights`` and ``chosen`` [T, K] of ``count`` experts, of which this rank has ``num_local`` from the ``first`` on: with
-        weight 0 of others, and numbers that begin with those of the rank. Without gradients."""
+        """Return ``weights`` and ``chosen`` [T, K] as a rank with some of the ``count`` experts needs them, without gradients.
+
+        The rank has ``num_local`` experts from the ``first`` on. The weights of others become 0, and the numbers count from
+        ``first``, in a circle."""
         numbers = (chosen - first) % count
         return weights.masked_fill(numbers >= num_local, 0.0), numbers
 
     def sort_choices(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sorted experts of ``chosen`` [T, K], with ``order`` and ``places`` of the pairs for :meth:`expert_rows`: [T * K] each."""
+        """Return the experts of ``chosen`` [T, K], sorted, with ``order`` and ``places`` of :meth:`expert_rows`: [T * K] each."""
         experts, order = chosen.flatten().sort(stable=True)
-        return experts, order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return experts, order, places
 
     def sigmoid_gate(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The sigmoid of x [T, in] times the transpose of ``weight`` [1, in] -> [T, 1]."""
+        """Return the sigmoid of ``x`` [T, in] times the transpose of ``weight`` [1, in]: [T, 1]."""
         wide = torch.promote_types(x.dtype, torch.float32)  # a sum: no product with one column is exact on CPUs
         return sigmoid((x.to(wide) * weight.to(wide)).sum(-1, keepdim=True)).to(x.dtype)
 
@@ -120,8 +128,8 @@ class ProductOps:
         return True
 
     def per_expert(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-        """x [N, in], sorted by expert, times each row's expert's matrix [blocks, out, in] -> [N, blocks * out]. ``groups``: from
-        :meth:`expert_groups`."""
+        """Return each row of ``x`` [N, in] times the matrix [blocks, out, in] of its expert: [N, blocks * out]. Rows are sorted by
+        expert. ``weight``: [E, blocks, out, in]. ``groups``: from :meth:`expert_groups`."""
         assert not isinstance(groups, Tensor), "rows of experts are counted on the host here"
         return differentiable(partial(self._multiply, groups), partial(self._multiply_backward, groups), x, weight)
 
@@ -143,7 +151,7 @@ class ProductOps:
         return grad_x, grad_weight
 
     def add_expert_bias(self, rows: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
-        """``rows`` [N, m] plus the ``bias`` [E, m] of the expert of each, ``experts`` [N]."""
+        """Return ``rows`` [N, m], each plus the ``bias`` [E, m] of its expert. ``experts``: [N]."""
 
         def forward(rows: Tensor, bias: Tensor, experts: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
             return rows + bias.index_select(0, experts), (bias, experts)
@@ -156,20 +164,23 @@ class ProductOps:
         return differentiable(forward, backward, rows, bias, experts)
 
     def clamped_gate(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        """[T, 2n] = [gate; up] -> gate * sigmoid(alpha * gate) * (up + 1) [T, n], gate at most ``limit``, up within it (gpt-oss)."""
+        """Return gate * sigmoid(alpha * gate) * (up + 1) [T, n] of ``gate_up`` [T, 2n] = [gate; up], as in gpt-oss. The gate is cut at
+        ``limit``, up at -``limit`` and ``limit``."""
         gate, up = gate_up.chunk(2, -1)
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * sigmoid(gate * alpha) * (up + 1)
 
     def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
-        """x [T, hidden] -> one row per token and expert of it, sorted by expert [T * per_token, hidden]. Row i belongs to the (token,
-        choice) pair ``order[i]``; pair j lies at ``places[j]``."""
+        """Return a copy of a token's row of ``x`` [T, hidden] for each of its experts, sorted by expert: [T * per_token, hidden].
+
+        Pairs (token, choice) are numbered by token. Row i of the result belongs to pair ``order[i]``; pair j lies in row
+        ``places[j]``."""
         copies = x[:, None].expand(-1, per_token, -1).reshape(-1, x.shape[1])
         return copies.index_select(0, order)  # not x[order // per_token]: its backward pass would add in no fixed order on GPUs
 
     def sum_experts(self, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        """Sums each token's rows, sorted as by :meth:`expert_rows`, times ``weights`` [T, per_token] -> [T, hidden], in the order of
-        the token's choices. GPUs do not read rows of weight 0."""
+        """Return for each token the sum of its ``rows`` times ``weights`` [T, per_token]: [T, hidden]. Rows are sorted as by
+        :meth:`expert_rows`, and added in the order of the token's choices. GPUs do not read rows of weight 0."""
         parts = rows.index_select(0, places).view(*weights.shape, rows.shape[1]) * weights[:, :, None]
         total, *others = parts.unbind(1)
         for part in others:

@@ -43,13 +43,13 @@ TINY = 1e-20  # added to the sums of sigmoids, as transformers does
 
 def choose(logits: Tensor, score_bias: Tensor | None, rule: RoutingRule) -> Tensor:
     """Return the numbers of the experts that tokens take, int64 [T, K], the highest scores first. ``logits``: [T, E], fp32 or fp64.
-    ``score_bias``: [E, 3], see :func:`as_parts`; it is added to the scores that choose experts, not to their weights."""
+    ``score_bias``: [E, 3], see :func:`split_to_bf16_terms`; it is added to the scores that choose experts, not to their weights."""
     with torch.no_grad():
         ranked = logits
         if rule.groups > 1 or score_bias is not None:
             ranked = sigmoid(logits) if rule.scoring == "sigmoid" else torch.softmax(logits, -1)
         if score_bias is not None:
-            ranked = ranked + from_parts(score_bias)
+            ranked = ranked + sum_terms(score_bias)
         if rule.top_groups < rule.groups:
             grouped = ranked.view(len(ranked), rule.groups, -1)
             sums = grouped.topk(min(rule.group_best, grouped.shape[2]), -1).values.sum(-1)
@@ -59,7 +59,7 @@ def choose(logits: Tensor, score_bias: Tensor | None, rule: RoutingRule) -> Tens
 
 
 def weigh(logits: Tensor, chosen: Tensor, rule: RoutingRule) -> Tensor:
-    """Weights of the ``chosen`` experts [T, K], in the logits' dtype."""
+    """Return the weights of the ``chosen`` experts [T, K], in the dtype of ``logits`` [T, E]."""
     if rule.scoring == "chosen":
         return torch.softmax(logits.gather(1, chosen), -1) * rule.scale
     scores = torch.softmax(logits, -1) if rule.scoring == "softmax" else sigmoid(logits)
@@ -69,16 +69,17 @@ def weigh(logits: Tensor, chosen: Tensor, rule: RoutingRule) -> Tensor:
     return weights if rule.scale == 1.0 else weights * rule.scale
 
 
-def as_parts(values: Tensor) -> Tensor:
-    """fp32 ``values`` [E] as sums of three numbers of bf16's precision [E, 3], in fp32. A model of any dtype holds these exactly, as
-    do transfers between dtypes. Values below 1e-30 lose digits."""
-    parts, rest = [], values.float()
+def split_to_bf16_terms(values: Tensor) -> Tensor:
+    """Return for each of ``values`` [E] three terms whose sum it is, [E, 3] in fp32; each has the precision of bf16.
+
+    A model of any dtype stores such terms exactly, and casts do not change them. Values below 1e-30 lose digits."""
+    terms, rest = [], values.float()
     for _ in range(3):
-        parts.append(rest.bfloat16().float())
-        rest = rest - parts[-1]
-    return torch.stack(parts, -1)
+        terms.append(rest.bfloat16().float())
+        rest = rest - terms[-1]
+    return torch.stack(terms, -1)
 
 
-def from_parts(parts: Tensor) -> Tensor:
-    """The fp32 values [E] of :func:`as_parts`."""
-    return parts.float().sum(-1)
+def sum_terms(terms: Tensor) -> Tensor:
+    """Return the fp32 values [E] that :func:`split_to_bf16_terms` split into ``terms`` [E, 3]."""
+    return terms.float().sum(-1)

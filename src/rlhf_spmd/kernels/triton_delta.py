@@ -22,7 +22,7 @@ PADDING = tl.constexpr(64)  # rows that are looked at together
 
 @triton.jit
 def _log_of_one_plus(x: tl.tensor) -> tl.tensor:
-    """Exact to some roundings also for small x, where 1 + x has lost digits: their loss is divided out."""
+    """Return log(1 + x), exact to some roundings also for small x, where 1 + x has lost digits: their loss is divided out."""
     total = 1.0 + x
     return tl.where(total == 1.0, x, tl.log(total) * (x / tl.where(total == 1.0, 1.0, total - 1.0)))
 
@@ -32,8 +32,8 @@ def _convolved(
     new: tl.tensor, before: tl.tensor, weight: tl.tensor, width: tl.tensor, known: tl.tensor,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """silu of the convolution of ``width`` channels, whose inputs ``before`` then are one token further. ``known``: whether there are
-    any."""
+    """Return silu of the convolution of ``width`` channels, whose inputs ``before`` then are one token further. ``known``: whether
+    there are any."""
     tap, channel = tl.arange(0, BLOCK_J)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = channel < width
     place = before + tap * CHANNELS + channel
@@ -113,12 +113,12 @@ def sizes_of(shape: DeltaShape) -> tuple[dict[str, Any], int]:
     keys, group, block_j = shape.keys, shape.values // shape.keys, triton.next_power_of_2(shape.kernel)
     block_k, block_d = triton.next_power_of_2(shape.key_dim), triton.next_power_of_2(shape.value_dim)
     sizes = {"LENGTH_EPS": EPS, "KEYS": keys, "GROUP": group, "K": shape.key_dim, "D": shape.value_dim, "KERNEL": shape.kernel}
-    sizes |= {"BLOCKS": shape.blocks, "BLOCK_J": block_j, "BLOCK_K": block_k, "BLOCK_D": block_d}
+    sizes |= {"BLOCKS": shape.fused_slices, "BLOCK_J": block_j, "BLOCK_K": block_k, "BLOCK_D": block_d}
     return sizes, min(max(block_k * block_d // ELEMENTS, 1), 16)
 
 
 def delta_rule_step(product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
-    """See :class:`~rlhf_spmd.kernels.linear_attention.HasDeltaRuleStep`."""
+    """Return :meth:`~rlhf_spmd.kernels.linear_attention.HasDeltaRuleStep.delta_rule_step`."""
     assert states.inputs.is_contiguous() and states.memory.is_contiguous(), "a layer's states lie together"
     product, rows = product.contiguous(), len(product)
     out = product.new_empty(rows, shape.values, shape.value_dim)

@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}  # kernels that compute th
 
 @triton.jit
 def _mix(x: tl.tensor) -> tl.tensor:
-    """splitmix64's finaliser on int64: shifts are logical by their masks."""
+    """Return splitmix64's finaliser on int64: shifts are logical by their masks."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -37,14 +37,14 @@ def _mix(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def uniform_of(key: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """fp64 in [0, 1): the bits of :func:`rlhf_spmd.generation.sampler.uniform`."""
+    """Return fp64 numbers in [0, 1) with the bits of :func:`rlhf_spmd.generation.sampler.uniform`."""
     mixed = _mix(_mix(key + -7046029254386353131) ^ (position + -7046029254386353131))
     return ((mixed >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
 
 
 @triton.jit
 def weights_of(x: tl.tensor, largest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """fp32 exp((x - largest) / temperature); the division is rounded once, so that of 1 changes no bit."""
+    """Return fp32 exp((x - largest) / temperature); the division is rounded once, so that of 1 changes no bit."""
     return tl.exp(tl.div_rn(x - tl.where(largest == float("-inf"), 0.0, largest), temperature))
 
 
@@ -59,7 +59,7 @@ def first_above(weights: tl.tensor, goal: tl.tensor, SIZE: tl.constexpr) -> tl.t
 
 @triton.jit
 def _sums(x: tl.tensor, temperature: tl.tensor, TEMPERED: tl.constexpr) -> tl.tensor:
-    """Maximum, and fp64 sums of exponentials at ``temperature`` and at 1."""
+    """Return the maximum, and fp64 sums of exponentials at ``temperature`` and at 1."""
     largest = tl.max(x, 0)
     total = tl.sum(weights_of(x, largest, temperature).to(tl.float64), 0)
     plain = total
@@ -115,7 +115,7 @@ def note_log_probs(
     tiles: tl.tensor, offset: tl.tensor, inside: tl.tensor, step: tl.tensor, temperature: tl.tensor, label: tl.tensor,
     good: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """fp64 log-probs of the logit ``label`` at ``temperature`` and at 1; NaN unless the scores were ``good``."""
+    """Return fp64 log-probs of the logit ``label`` at ``temperature`` and at 1; NaN unless the scores were ``good``."""
     maxima, largest, weights = totals_of(tiles, offset + 2 * step, inside, step, temperature)
     plain = tl.load(tiles + offset + 4 * step, mask=inside, other=0.0) * tl.exp(maxima - largest)
     above = tl.where(good, label.to(tl.float64), float("nan")) - largest
@@ -126,7 +126,7 @@ def note_log_probs(
 def filters_row(
     top_p: tl.tensor, min_p: tl.tensor, top_k: tl.tensor, temperature: tl.tensor, vocabulary: tl.tensor
 ) -> tl.tensor:
-    """True if a filter removes tokens of a row's distribution."""
+    """Return True if a filter removes tokens of a row's distribution."""
     return (temperature > 0.0) & ((top_p < 1.0) | (min_p > 0.0) | ((top_k > 0) & (top_k < vocabulary)))
 
 

@@ -117,7 +117,7 @@ def _clamped_gate(
 
 
 def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """See ``Ops.clamped_gate``."""
+    """Return ``Ops.clamped_gate``, without gradients."""
     gate_up, n = gate_up.contiguous(), gate_up.shape[1] // 2
     out = gate_up.new_empty(len(gate_up), n)
     if len(out):
@@ -126,7 +126,7 @@ def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def clamped_gate_backward(grad: Tensor, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """The gradient of [gate; up] from that of :func:`clamped_gate`'s result."""
+    """Return the gradient of [gate; up] from that of :func:`clamped_gate`'s result."""
     gate_up, (rows, n) = gate_up.contiguous(), grad.shape
     out = torch.empty_like(gate_up)
     if rows:
@@ -136,7 +136,7 @@ def clamped_gate_backward(grad: Tensor, gate_up: Tensor, alpha: float, limit: fl
 
 
 def local_choices(weights: Tensor, chosen: Tensor, first: int, num_local: int, count: int) -> tuple[Tensor, Tensor]:
-    """See ``Ops.local_choices``."""
+    """Return ``Ops.local_choices``."""
     weights, chosen, size = weights.contiguous(), chosen.contiguous(), chosen.numel()
     out, numbers = torch.empty_like(weights), torch.empty_like(chosen)
     if size:
@@ -146,7 +146,7 @@ def local_choices(weights: Tensor, chosen: Tensor, first: int, num_local: int, c
 
 
 def places_of(order: Tensor) -> Tensor:
-    """Where each (token, choice) pair lies: the inverse of the permutation ``order`` int64 [N]."""
+    """Return the row of each (token, choice) pair, int64 [N]: the inverse of the permutation ``order`` int64 [N]."""
     out = torch.empty_like(order)
     if len(order):
         _places[(triton.cdiv(len(order), BLOCK),)](order, out, len(order), BLOCK=BLOCK, **OPTIONS)
@@ -185,7 +185,7 @@ def clear_idle(ends: Tensor, out: Tensor) -> None:
 
 
 def fits_grouped_product(x: Tensor, weight: Tensor) -> bool:
-    """True if torch has a kernel for x [N, in] and ``weight`` [E, blocks, out, in] that does not wait for the host."""
+    """Return True if torch has a kernel for x [N, in] and ``weight`` [E, blocks, out, in] that does not wait for the host."""
     if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] not in (9, 10):
         return False
     aligned = weight.shape[2] % ALIGNED == weight.shape[3] % ALIGNED == 0 and len(x) > 0

@@ -43,7 +43,7 @@ def _row(
     row: tl.tensor, temperatures: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, top_k: tl.tensor, tiles: tl.tensor,
     vocabulary: tl.tensor, num_tiles: tl.tensor, step: tl.tensor, TILES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Temperature, maximum and sum of a row, its settings, and whether its distribution is filtered and has a finite sum."""
+    """Return temperature, maximum and sum of a row, its settings, and whether its distribution is filtered and has a finite sum."""
     tile = tl.arange(0, TILES)
     temperature = tl.load(temperatures + row)
     p, m, k = tl.load(top_p + row), tl.load(min_p + row), tl.load(top_k + row)
@@ -84,7 +84,7 @@ def _count_weights(
 
 @triton.jit
 def _edge(of: tl.tensor) -> tl.tensor:
-    """The least weight of a bin, fp64."""
+    """Return the least weight of a bin, fp64."""
     return (of << 22).to(tl.float32, bitcast=True).to(tl.float64)
 
 

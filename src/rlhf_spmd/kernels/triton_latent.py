@@ -21,7 +21,7 @@ from rlhf_spmd.kernels.triton_qkv import left_dims, right_dims, rotated
 
 
 def latent_tile(rank: int, itemsize: int, page_size: int, chunks: bool) -> TileShape:
-    """The tile of keys whose first ``rank`` elements are the values; a wide key's head's queries may take several.
+    """Return the tile for keys whose first ``rank`` elements are the values; a wide key's head's queries may take several.
 
     With DeepSeek's 512 + 64 elements a program has the registers of a multiprocessor for itself, and no more rows would fit into them.
     """
@@ -80,7 +80,7 @@ def keys_to_pages(
 
 
 def latent_to_pages(q: Tensor, short: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
-    """See ``Ops.latent_to_pages``."""
+    """Return ``Ops.latent_to_pages``."""
     q, short, cos, sin = (x.contiguous() for x in (q, short, keys.cos, keys.sin))
     (tokens, heads, width), (_, nope, rank) = q.shape, keys.to_keys.shape
     out = q.new_empty(tokens, heads, short.shape[1])

@@ -28,16 +28,16 @@ def rounded(x: tl.tensor, like: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def scaled(normal: tl.tensor, weight: tl.tensor, like: tl.tensor, PLUS_ONE: tl.constexpr) -> tl.tensor:
+def scaled(normal: tl.tensor, weight: tl.tensor, like: tl.tensor, UNIT_OFFSET: tl.constexpr) -> tl.tensor:
     """Return the norm's result from a normalised row, rounded as in ``Ops.norm``."""
-    product = normal * (1.0 + weight) if PLUS_ONE else rounded(normal, like) * weight
+    product = normal * (1.0 + weight) if UNIT_OFFSET else rounded(normal, like) * weight
     return rounded(product, like)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm(
     x: tl.tensor, y: tl.tensor, weight: tl.tensor, total: tl.tensor, out: tl.tensor, scales: tl.tensor, rows: tl.tensor,
-    eps: tl.tensor, N: tl.constexpr, ADDS: tl.constexpr, PLUS_ONE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    eps: tl.tensor, N: tl.constexpr, ADDS: tl.constexpr, UNIT_OFFSET: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_N)
@@ -49,7 +49,7 @@ def _norm(
         tl.store(total + offset, wide.to(total.dtype.element_ty), mask=inside)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / N + eps)
     factor = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
-    normed = scaled(wide * scale[:, None], factor[None, :], out, PLUS_ONE)
+    normed = scaled(wide * scale[:, None], factor[None, :], out, UNIT_OFFSET)
     tl.store(out + offset, normed.to(out.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < rows)
 
@@ -57,13 +57,13 @@ def _norm(
 @triton.jit(do_not_specialize=["rows", "per_program"])
 def _norm_backward(
     grad: tl.tensor, grad_total: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: tl.tensor, out: tl.tensor, parts: tl.tensor,
-    rows: tl.tensor, per_program: tl.tensor, N: tl.constexpr, ADDS: tl.constexpr, PLUS_ONE: tl.constexpr, BLOCK_R: tl.constexpr,
+    rows: tl.tensor, per_program: tl.tensor, N: tl.constexpr, ADDS: tl.constexpr, UNIT_OFFSET: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK_N)
     factor = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
-    if PLUS_ONE:
+    if UNIT_OFFSET:
         factor = 1.0 + factor
     sums = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
     first = program.to(tl.int64) * per_program
@@ -100,7 +100,7 @@ def _sum_programs(
 
 @triton.jit
 def _activated(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
-    """silu or tanh's gelu, which is gate * sigmoid of ``inner``: 1 + tanh(z) is 2 * sigmoid(2 z)."""
+    """Return silu or tanh's gelu, which is gate * sigmoid of ``inner``: 1 + tanh(z) is 2 * sigmoid(2 z)."""
     inner = gate
     if GELU:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
@@ -109,7 +109,7 @@ def _activated(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _slope(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
-    """The derivative of :func:`_activated`."""
+    """Return the derivative of :func:`_activated`."""
     inner, change = gate, 1.0
     if GELU:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -153,21 +153,21 @@ def rows_of(n: int) -> tuple[int, int, int]:
 
 
 def sum_parts(parts: Tensor, like: Tensor) -> Tensor:
-    """parts fp32 [programs, n] -> their sum [n], of the weight's dtype."""
+    """Return the sum [n] of ``parts`` fp32 [programs, n], in the dtype of the weight."""
     programs, n = parts.shape
     out = like.new_empty(n)
     _sum_programs[(triton.cdiv(n, 32),)](parts, out, programs, n, 64, 32)
     return out
 
 
-def norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """x + y (x itself where there is no ``y``), its norm over the last dim, and the norm's scales [..., 1] in fp32."""
+def norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x + y (x itself where there is no ``y``), its norm over the last dim, and the norm's scales [..., 1] in fp32."""
     n, x = x.shape[-1], x.contiguous()
     other = x if y is None else y.contiguous()
     total, out = x if y is None else torch.empty_like(x), torch.empty_like(x)
     scales = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     block_r, block_n, warps = rows_of(n)
-    sizes = n, y is not None, plus_one, block_r, block_n
+    sizes = n, y is not None, unit_offset, block_r, block_n
     _norm[(triton.cdiv(scales.numel(), block_r),)](
         x, other, weight, total, out, scales, scales.numel(), eps, *sizes, num_warps=warps, **OPTIONS
     )
@@ -175,7 +175,7 @@ def norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, plus_one: bool
 
 
 def norm_backward(
-    grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, scales: Tensor, plus_one: bool
+    grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, scales: Tensor, unit_offset: bool
 ) -> tuple[Tensor, Tensor]:
     """Return gradients of the norm's input ``x``, to which ``grad_total`` is added, and of the weight."""
     n, rows, x, grad = x.shape[-1], scales.numel(), x.contiguous(), grad.contiguous()
@@ -184,7 +184,7 @@ def norm_backward(
     per_program = triton.cdiv(triton.cdiv(rows, PROGRAMS), block_r) * block_r
     programs = triton.cdiv(rows, max(per_program, 1))
     parts = x.new_empty(programs, n, dtype=torch.float32)
-    sizes = n, grad_total is not None, plus_one, block_r, block_n
+    sizes = n, grad_total is not None, unit_offset, block_r, block_n
     _norm_backward[(programs,)](
         grad, other, x, weight, scales, out, parts, rows, per_program, *sizes, num_warps=warps, **OPTIONS
     )
@@ -192,7 +192,7 @@ def norm_backward(
 
 
 def gate(gate_up: Tensor, gelu: bool) -> Tensor:
-    """See ``Ops.gated``."""
+    """Return ``Ops.gated``, without gradients."""
     gate_up = gate_up.contiguous()
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     out, block = gate_up.new_empty(rows, n), min(triton.next_power_of_2(n), TILE // 2)

@@ -161,7 +161,7 @@ def _cap(logits: tl.tensor, cap: tl.tensor, number: tl.tensor, BLOCK: tl.constex
 
 
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:
-    """Overwrites contiguous fp32 ``logits`` with their softcap, bit for bit as the statistics compute it."""
+    """Return contiguous fp32 ``logits``, overwritten with their softcap, bit for bit as the statistics compute it."""
     assert logits.dtype == torch.float32 and logits.is_contiguous(), "fp32 logits that lie together"
     if logits.numel():
         grid = (triton.cdiv(logits.numel(), BLOCK),)
@@ -170,5 +170,5 @@ def cap_logits(logits: Tensor, softcap: float) -> Tensor:
 
 
 def _factors(transform: LogitTransform) -> tuple[float, float]:
-    """Rounds the temperature to fp32, as generation does for a row that it draws."""
+    """Return the factors of ``transform``, its temperature rounded to fp32, as generation does for a row that it draws."""
     return 1.0 / float(np.float32(transform.temperature)), 1.0 if transform.softcap is None else float(transform.softcap)

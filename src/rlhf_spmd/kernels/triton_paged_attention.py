@@ -39,7 +39,8 @@ class TileShape(NamedTuple):
 
     @classmethod
     def of(cls, head_dim: int, itemsize: int, page_size: int, rows: int) -> TileShape:
-        """Blocks of fp32, whose products are no tensor cores' work, are small: a thread holds whole rows of both factors."""
+        """Return the shape for tiles of ``rows``. Blocks of fp32, whose products are no tensor cores' work, are small: a thread
+        holds whole rows of both factors."""
         elements = max(triton.next_power_of_2(head_dim), 16)
         keys = min(max(BLOCK_BYTES // (elements * itemsize), 16), 64 if itemsize == 2 else 16)
         # two blocks arrive while one is computed; where each waits for the numbers of its pages, these are a step of their own
@@ -54,8 +55,8 @@ class TileShape(NamedTuple):
     def of_chunks(
         cls, head_dim: int, itemsize: int, page_size: int, group_size: int, chunk_rows: int | None = None
     ) -> TileShape:
-        """CHUNK_ROWS at most, fewer where a tile's two sums, of a split and of all, would not fit into registers, or the tile not into
-        shared memory."""
+        """Return the shape for chunks of prompts. It has at most CHUNK_ROWS rows, fewer where a tile's two sums, of a split and of
+        all, would not fit into registers, or the tile not into shared memory."""
         max_rows = min(CHUNK_ROWS, 32 if itemsize > 2 or head_dim > 256 else 64 if head_dim > 128 else 128)
         rows = max(chunk_rows or max_rows, tile_rows(group_size))
         while (shape := cls.of(head_dim, itemsize, page_size, rows)).shared_bytes(itemsize) > devices.shared_memory():
@@ -66,7 +67,7 @@ class TileShape(NamedTuple):
         return shape
 
     @classmethod
-    def of_alike(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:
+    def of_invariant_chunks(cls, head_dim: int, itemsize: int, page_size: int, group_size: int) -> TileShape:
         """Return the shape for chunks whose queries must have the bits of single tokens.
 
         It keeps the instructions, and the warps for the keys of a block. Tensor cores allow twice as many rows: four warps
@@ -76,8 +77,8 @@ class TileShape(NamedTuple):
         return narrow._replace(rows=32) if itemsize == 2 and head_dim <= 128 and narrow.rows == 16 else narrow
 
     def shared_bytes(self, itemsize: int) -> int:
-        """At most what a program has in shared memory: queries, blocks of keys and values in flight, a block's weights where several
-        warps share their rows, page numbers."""
+        """Return an upper bound of a program's shared memory in bytes: queries, blocks of keys and values in flight, a block's
+        weights where several warps share their rows, page numbers."""
         blocks, weights = 1 if self.stages == 2 else 2, self.keys if self.warps * 16 > self.rows else 0
         return itemsize * (self.rows * (self.elements + weights) + 2 * blocks * self.keys * self.elements) + 1024
 
@@ -87,6 +88,7 @@ class TileShape(NamedTuple):
 
 
 def tile_rows(group_size: int) -> int:
+    """Return the fewest rows of a tile that has all query heads of a KV head."""
     return max(triton.next_power_of_2(group_size), 16)
 
 
@@ -128,7 +130,7 @@ def write(
 
 @triton.jit
 def _empty(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr) -> tl.tensor:
-    """A part of a softmax without keys: largest scores, sums of exponentials, weighted values."""
+    """Return a part of a softmax without keys: largest scores, sums of exponentials, weighted values."""
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     return top, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
@@ -137,7 +139,7 @@ def _empty(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr) -> tl.tensor:
 def _add(
     top: tl.tensor, total: tl.tensor, mixed: tl.tensor, other_top: tl.tensor, other_total: tl.tensor, other_mixed: tl.tensor
 ) -> tl.tensor:
-    """Two parts of a softmax. One without keys adds exactly 0."""
+    """Return the sum of two parts of a softmax. One without keys adds exactly 0."""
     new_top = tl.maximum(top, other_top)
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     scale, other_scale = tl.exp2(top - base), tl.exp2(other_top - base)
@@ -148,7 +150,7 @@ def _add(
 
 @triton.jit
 def _with_sinks(top: tl.tensor, total: tl.tensor, sinks: tl.tensor, heads: tl.tensor, SINKS: tl.constexpr) -> tl.tensor:
-    """The sums of exponentials with those of the ``sinks`` fp32 [H * G], whose values are 0."""
+    """Return the sums of exponentials with those of the ``sinks`` fp32 [H * G], whose values are 0."""
     if SINKS:
         total += tl.exp2(tl.load(sinks + heads) * 1.4426950408889634 - top)
     return total
@@ -156,8 +158,8 @@ def _with_sinks(top: tl.tensor, total: tl.tensor, sinks: tl.tensor, heads: tl.te
 
 @triton.jit
 def _page(line: tl.tensor, block: tl.tensor, length: tl.tensor, PAGE: tl.constexpr, BLOCK_N: tl.constexpr) -> tl.tensor:
-    """The page in which a block of keys lies, if it does not span several. It is carried from block to block: loads whose addresses
-    wait for another load of the same turn are pipelined half as deep."""
+    """Return the page in which a block of keys lies, if it does not span several. It is carried from block to block: loads whose
+    addresses wait for another load of the same turn are pipelined half as deep."""
     page = tl.full([], 0, tl.int32)
     if PAGE % BLOCK_N == 0:
         page = tl.load(line + block // PAGE, mask=block < length, other=0)
@@ -168,7 +170,7 @@ def _page(line: tl.tensor, block: tl.tensor, length: tl.tensor, PAGE: tl.constex
 def _locate(
     line: tl.tensor, page: tl.tensor, block: tl.tensor, length: tl.tensor, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
 ) -> tl.tensor:
-    """Slots of the keys of a block: one as int64 and the distances [N] of the keys from it."""
+    """Return slots of the keys of a block: one as int64 and the distances [N] of the keys from it."""
     n = tl.arange(0, BLOCK_N)
     if PAGE % BLOCK_N == 0:
         first = page.to(tl.int64) * PAGE + block % PAGE
@@ -182,7 +184,7 @@ def _locate(
 
 @triton.jit
 def _load(source: tl.tensor, written: tl.tensor, inside: tl.tensor, MASKED: tl.constexpr, PADDED: tl.constexpr) -> tl.tensor:
-    """Elements of keys or values, 0 where nothing was ``written`` or the head ends; masks only where they are needed."""
+    """Return elements of keys or values, 0 where nothing was ``written`` or the head ends; masks only where they are needed."""
     if MASKED and PADDED:
         x = tl.load(source, mask=written & inside, other=0.0)
     elif MASKED:
@@ -201,7 +203,7 @@ def _tail_block(tail: int) -> int:
 
 @triton.jit
 def _tail(x: tl.tensor, x_at: tl.tensor, real: tl.tensor, DIM: tl.constexpr, TAIL: tl.constexpr) -> tl.tensor:
-    """The elements of the queries behind the first D; without these, ``x``, which nobody reads."""
+    """Return the elements of the queries behind the first D; without such elements ``x``, which nobody reads."""
     tail = x
     if TAIL > 0:
         t = tl.arange(0, _tail_block(TAIL))
@@ -216,8 +218,8 @@ def _attend_block(
     MASKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The part of the softmax, and the keys of a block. Without ``MASKED`` every query sees all of these keys. ``scale`` and ``cap``
-    are those of scores in powers of two."""
+    """Return the part of the softmax, and the keys of a block. Without ``MASKED`` every query sees all of these keys. ``scale`` and
+    ``cap`` are those of scores in powers of two."""
     WIDTH: tl.constexpr = DIM + TAIL
     d = tl.arange(0, BLOCK_D)
     inside = d < DIM
@@ -262,7 +264,8 @@ def _walk(
     DIM: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Keys ``first`` .. ``last`` join the part of their split, which joins the sum when the next begins. ``page``: of the first."""
+    """Return the parts after keys ``first`` .. ``last``. These join the part of their split, which joins the sum when the next
+    begins. ``page``: of the first."""
     for block in range(first, last, BLOCK_N):
         next_page = _page(line, block + BLOCK_N, length, PAGE, BLOCK_N)
         if block % SPLIT == 0:

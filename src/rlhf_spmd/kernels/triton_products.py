@@ -37,7 +37,7 @@ class ProductTile(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages}
 
     def shared_bytes(self, itemsize: int) -> int:
-        """At most what a program has in shared memory: the factors of the steps in flight."""
+        """Return an upper bound of a program's shared memory in bytes: the factors of the steps in flight."""
         return itemsize * (self.rows + self.columns) * self.inner * self.stages
 
 
@@ -55,7 +55,7 @@ WIDE_TILES = (ProductTile(64, 64, 16, 8, 3), ProductTile(32, 32, 16, 4, 3), Prod
 
 
 def choose_tile(rows: int, columns: int, itemsize: int) -> ProductTile:
-    """The largest tile that fits into shared memory and leaves enough programs, of no more rows than are there."""
+    """Return the largest tile that fits into shared memory and leaves enough programs, of no more rows than are there."""
     room = devices.shared_memory()
     tiles = [tile for tile in (HALF_TILES if itemsize == 2 else WIDE_TILES) if tile.shared_bytes(itemsize) <= room]
     for tile in tiles[:-1]:
@@ -100,7 +100,7 @@ def _product(
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
-    """x [M, K] times the transpose of ``weight`` [N, K], plus ``bias``, rounded once; ``wide``: in fp32."""
+    """Return ``x`` [M, K] times the transpose of ``weight`` [N, K], plus ``bias``: [M, N], rounded once; in fp32 if ``wide``."""
     assert x.shape[1] == weight.shape[1], f"{list(x.shape)} times the transpose of {list(weight.shape)}"
     assert x.dtype == weight.dtype, f"a product of {x.dtype} and {weight.dtype}"
     x, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (x, weight))

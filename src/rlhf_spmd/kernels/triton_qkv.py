@@ -18,7 +18,7 @@ from rlhf_spmd.kernels.triton_layers import OPTIONS, PROGRAMS, TILE, rounded, sc
 
 @triton.jit
 def _place(head: tl.tensor, Q: tl.constexpr, KV: tl.constexpr, BLOCKS: tl.constexpr) -> tl.tensor:
-    """Where a head lies in a row of BLOCKS blocks. Heads are numbered: all queries, then keys, then values."""
+    """Return where a head lies in a row of BLOCKS blocks. Heads are numbered: all queries, then keys, then values."""
     place = head
     if BLOCKS > 1:
         own_q: tl.constexpr = Q // BLOCKS
@@ -46,7 +46,7 @@ def rotated(
 
 @triton.jit
 def left_dims(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
-    """Where in a head the first dim of each pair lies: the pairs that are rotated, then those of the other dims."""
+    """Return where in a head the first dim of each pair lies: the pairs that are rotated, then those of the other dims."""
     place = column
     if HALF != PAIRS or INTERLEAVED:
         turned = column * 2 if INTERLEAVED else column
@@ -56,7 +56,7 @@ def left_dims(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERL
 
 @triton.jit
 def right_dims(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
-    """Where in a head the second dim of each pair lies."""
+    """Return where in a head the second dim of each pair lies."""
     place = column + HALF
     if HALF != PAIRS or INTERLEAVED:
         turned = column * 2 + 1 if INTERLEAVED else column + PAIRS
@@ -76,7 +76,7 @@ def _weights(q_weight: tl.tensor, k_weight: tl.tensor, column: tl.tensor, inside
 def _heads(
     qkv: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, cos: tl.tensor, sin: tl.tensor, q: tl.tensor, k: tl.tensor,
     v: tl.tensor, slots: tl.tensor, written: tl.tensor, head_elements: tl.tensor, eps: tl.tensor, HEADS: tl.constexpr,
-    Q: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, NORMED: tl.constexpr, PLUS_ONE: tl.constexpr,
+    Q: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, NORMED: tl.constexpr, UNIT_OFFSET: tl.constexpr,
     PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, PAGED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
     """Norms and rotates the first HEADS heads of a token. PAGED: keys and values go to ``k``, the pages of a layer."""
@@ -96,8 +96,8 @@ def _heads(
     x, y = a, b
     if NORMED:
         scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / DIM + eps)[:, None]
-        x = scaled(a * scale, _weights(q_weight, k_weight, left, real, is_q), q, PLUS_ONE)
-        y = scaled(b * scale, _weights(q_weight, k_weight, right, real, is_q), q, PLUS_ONE)
+        x = scaled(a * scale, _weights(q_weight, k_weight, left, real, is_q), q, UNIT_OFFSET)
+        y = scaled(b * scale, _weights(q_weight, k_weight, right, real, is_q), q, UNIT_OFFSET)
     x, y = rotated(x, y, c, s, q, False)
     x = tl.where(is_v[:, None], a, x).to(q.dtype.element_ty)
     y = tl.where(is_v[:, None], b, y).to(q.dtype.element_ty)
@@ -128,7 +128,7 @@ def _heads_backward(
     cos: tl.tensor, sin: tl.tensor, out: tl.tensor, parts: tl.tensor, tokens: tl.tensor, per_program: tl.tensor,
     q_stride: tl.tensor, q_head: tl.tensor, k_stride: tl.tensor, k_head: tl.tensor, v_stride: tl.tensor, v_head: tl.tensor,
     eps: tl.tensor, Q: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, NORMED: tl.constexpr,
-    PLUS_ONE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -150,7 +150,7 @@ def _heads_backward(
     if NORMED:
         weight_a = _weights(q_weight, k_weight, left, real, is_q)
         weight_b = _weights(q_weight, k_weight, right, real, is_q)
-        if PLUS_ONE:
+        if UNIT_OFFSET:
             weight_a, weight_b = 1.0 + weight_a, 1.0 + weight_b
     first = program.to(tl.int64) * per_program
     for token in range(first, tl.minimum(first + per_program, tokens)):
@@ -188,7 +188,7 @@ def _heads_backward(
 
 
 def head_blocks(shape: HeadShape, heads: int) -> tuple[int, int]:
-    """Heads of a program, and elements of half a head's block."""
+    """Return the heads of a program, and elements of half a head's block."""
     block_d = triton.next_power_of_2(shape.dim // 2)
     return min(max(TILE // (2 * block_d), 1), triton.next_power_of_2(heads)), block_d
 
@@ -196,7 +196,8 @@ def head_blocks(shape: HeadShape, heads: int) -> tuple[int, int]:
 def heads(
     qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape, pages: PageTarget | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``Ops.heads``. With one block, v is a view of qkv. With ``pages``, keys and values are written only there."""
+    """Return ``Ops.heads``, without gradients. With one block, v is a view of qkv. With ``pages``, keys and values are written only
+    there."""
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     tokens, count, (of_q, of_k) = len(qkv), shape.queries + shape.keys, norms
     q = qkv.new_empty(tokens, shape.queries, shape.dim)
@@ -206,8 +207,8 @@ def heads(
         k, slots, written, stride = pages.pages, pages.slots, len(pages.slots), pages.pages.stride(1)
     else:
         k, slots, written, stride = qkv.new_empty(tokens, shape.keys, shape.dim), qkv, 0, 0
-        v = v if shape.blocks == 1 else torch.empty_like(k)
-    needed = count if pages is None and shape.blocks == 1 else count + shape.keys
+        v = v if shape.fused_slices == 1 else torch.empty_like(k)
+    needed = count if pages is None and shape.fused_slices == 1 else count + shape.keys
     block_h, block_d = head_blocks(shape, count + shape.keys)  # with and without pages: so the norms' sums have one order
     turned = cos.shape[-1], shape.interleaved
     sizes = (
@@ -215,9 +216,9 @@ def heads(
         shape.queries,
         shape.keys,
         shape.dim,
-        shape.blocks,
+        shape.fused_slices,
         of_q is not None,
-        shape.plus_one,
+        shape.unit_offset,
         *turned,
         pages is not None,
     )
@@ -240,7 +241,16 @@ def heads_backward(
     per_program = max(triton.cdiv(tokens, PROGRAMS), 1)
     grid = triton.cdiv(tokens, per_program), triton.cdiv(shape.queries + 2 * shape.keys, block_h)
     parts = qkv.new_empty(grid[0] * grid[1] if normed else 0, 2 * shape.dim, dtype=torch.float32)
-    sizes = shape.queries, shape.keys, shape.dim, shape.blocks, normed, shape.plus_one, cos.shape[-1], shape.interleaved
+    sizes = (
+        shape.queries,
+        shape.keys,
+        shape.dim,
+        shape.fused_slices,
+        normed,
+        shape.unit_offset,
+        cos.shape[-1],
+        shape.interleaved,
+    )
     _heads_backward[grid](
         *grads_of, qkv, qkv if of_q is None else of_q, qkv if of_k is None else of_k, cos.contiguous(), sin.contiguous(), out,
         parts, tokens, per_program, *strides, shape.eps, *sizes, block_h, block_d, **OPTIONS,

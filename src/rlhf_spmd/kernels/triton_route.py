@@ -148,7 +148,7 @@ def route(
 
 
 def route_backward(rule: RoutingRule, grad: Tensor, logits: Tensor, chosen: Tensor) -> Tensor:
-    """The gradient of the logits [T, E] from that of the weights [T, K]."""
+    """Return the gradient of the logits [T, E] from that of the weights [T, K]."""
     logits = logits.contiguous()
     out = torch.empty_like(logits)
     if len(logits):

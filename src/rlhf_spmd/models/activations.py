@@ -22,13 +22,13 @@ CHECKPOINTING = ("none", "selective", "full")
 
 
 def run_part(part: Callable[..., Any], *args: Any) -> Any:
-    """``part(recomputed, *args)``, see :func:`run_part_again`."""
+    """Return ``part(False, *args)``, see :func:`run_part_again`."""
     return part(False, *args)
 
 
 def run_part_again(part: Callable[..., Any], *args: Any, random: bool = False) -> Any:
-    """:func:`run_again` of ``part(recomputed, *args)``, where ``recomputed`` tells that the result is not wanted: a part ends with a
-    product of C++, which autograd cannot leave before it is done."""
+    """Return ``part(recomputed, *args)`` by :func:`run_again`. ``recomputed`` is true in the backward pass, which does not use the
+    result: a part ends with a product of C++, which autograd cannot leave before it is done."""
     calls = 0
 
     def counted(*args: Any) -> Any:
@@ -40,19 +40,20 @@ def run_part_again(part: Callable[..., Any], *args: Any, random: bool = False) -
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
+    """Return ``function(*args)``."""
     return function(*args)
 
 
 def run_again(function: Callable[..., Any], *args: Any, random: bool = False) -> Any:
-    """``function(*args)`` that keeps the tensors among ``args`` for its backward pass, and computes again what lies between, with the
-    same draws if it is ``random``."""
+    """Return ``function(*args)``. It keeps the tensors among ``args`` for its backward pass, and computes again what lies between,
+    with the same draws if it is ``random``."""
     if not torch.is_grad_enabled():
         return function(*args)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=random)
 
 
 def save_on_host(module: nn.Module, *resident: Tensor) -> saved_tensors_hooks:
-    """A context in which what autograd saves goes to host memory (pinned on GPUs, where the copies run in stream order and the
+    """Return a context in which what autograd saves goes to host memory (pinned on GPUs, where the copies run in stream order and the
     host does not wait) and comes back when the backward pass asks for it.
 
     What stays anyway is saved as it is: the parameters of ``module``, ``resident``, and views of them.

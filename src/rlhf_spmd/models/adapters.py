@@ -22,8 +22,8 @@ from rlhf_spmd.parallel.boxes import ParamShard
 
 
 def merge(ops: Ops, weight: Tensor, a: Tensor, b: Tensor, parts: Sequence[AdapterPart], scale: float, first: int = 0) -> Tensor:
-    """``weight``, rows of a parameter from ``first`` on, plus scale * B A, of whole ``a`` and ``b``; summed in fp32 at least, rounded
-    once. On exact devices a row's bits do not depend on which others are there."""
+    """Return ``weight``, rows of a parameter from ``first`` on, plus scale * B A; summed in fp32 at least, rounded once. ``a`` and
+    ``b`` are not cut by ZeRO. On exact devices a row's bits do not depend on the other rows."""
     merged = weight.clone()
     for part in parts:
         low, high = max(part.rows.start, first), min(part.rows.stop, first + len(weight))
@@ -57,12 +57,12 @@ class Adapter(nn.Module):
 
     @property
     def adds(self) -> bool:
-        """True if products are other ones than those of the base."""
+        """Return True if products differ from those of the base."""
         return self.enabled or self.start is not None
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, recomputed: bool) -> Tensor:
-        """x [R, in] times the transpose of the sum [out, in], plus ``bias``. ``weight``: None where there is a ``base``.
-        ``recomputed``: see :meth:`Ops.linear`."""
+        """Return ``x`` [R, in] times the transpose of weight plus adapter, plus ``bias``: [R, out]. ``weight``: None where there is
+        a ``base``. ``recomputed``: see :meth:`Ops.linear`."""
         factors = (self.a, self.b) if self.enabled else self.start
         if factors is None:
             return self._alone(x, weight, bias)
@@ -75,7 +75,7 @@ class Adapter(nn.Module):
         return differentiable(partial(self._forward, recomputed), self._backward, x, weight, bias, self.a, self.b)
 
     def merged(self, weight: Tensor, a: Tensor, b: Tensor, first: int = 0) -> Tensor:
-        """See :func:`merge`."""
+        """Return :func:`merge` of ``weight`` and the factors ``a`` and ``b``."""
         return merge(self.ops, weight, a, b, self.parts, self.scale, first)
 
     def _whole(self, weight: Tensor | None) -> Tensor:
@@ -85,7 +85,7 @@ class Adapter(nn.Module):
         return weight
 
     def _alone(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Without A and B. A matrix that is made of fewer bits is made again for the backward pass."""
+        """Return the product without A and B. A quantized matrix is widened again for the backward pass."""
         if self.base is None:
             return self.ops.linear(x, self._whole(weight), bias)
         base = self.base
@@ -117,14 +117,14 @@ class Adapter(nn.Module):
         return grad_x, None, None, grad_a, grad_b
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """Drops elements of x. Ranks that read the same x (tp ranks of a column-parallel matrix) drop the same if their default
-        generators are alike; ranks with slices of x drop others. Recomputation finds the generator as it was."""
+        """Return ``x`` with elements dropped. Ranks that read the same x (tp ranks of a column-parallel matrix) drop the same if their
+        default generators are equal; ranks with slices of x drop others. Recomputation finds the generator as it was."""
         generator = torch.Generator(x.device).manual_seed(int(torch.randint(1 << 48, ())) + self.first_column)
         dropped = torch.empty_like(x, dtype=torch.bool).bernoulli_(self.dropout, generator=generator)
         return x.masked_fill(dropped, 0) / (1 - self.dropout)
 
     def _apart(self, x: Tensor, columns: int) -> Tensor:
-        """scale * B A x, [R, in] -> [R, ``columns``]."""
+        """Return scale * B A x [R, ``columns``] of ``x`` [R, in]."""
         out = x.new_zeros(len(x), columns)
         for part in self.parts:
             out = out.slice_scatter(

@@ -13,13 +13,14 @@ from rlhf_spmd.kernels import AttentionRule, Ops, Packing, PageTarget, choose_op
 
 class Attention(Protocol):
     """What a forward pass needs to know about its tokens. One whose ``attend`` the kernel of a whole layer can take over also has a
-    ``kernel_context(layer_index)``, see :meth:`~rlhf_spmd.kernels.Ops.layer`, and from one layer to the next its ``space``: large
+    ``layer_kernel_args(layer_index)``, see :meth:`~rlhf_spmd.kernels.Ops.layer`, and from one layer to the next its ``space``: large
     blocks that are allocated anew cost a page fault per 4 KB."""
 
     positions: Tensor  # [T]
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D], rotated -> [T, Hq, D]. ``layer_index`` counts from 0 within the stage."""
+        """Return the attention [T, Hq, D] of rotated ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D]. ``layer_index`` counts from 0
+        within the stage."""
 
 
 @runtime_checkable
@@ -27,10 +28,10 @@ class WritesPages(Protocol):
     """An attention whose keys and values can be written by the operation that makes them, see ``Ops.heads_to_pages``."""
 
     def page_target(self, layer_index: int) -> PageTarget:
-        """Where those of the layer go."""
+        """Return where the layer's keys and values go."""
 
     def attend_written(self, layer_index: int, q: Tensor, rule: AttentionRule) -> Tensor:
-        """:meth:`Attention.attend` once they are there."""
+        """Return :meth:`Attention.attend` of ``q`` after keys and values were written."""
 
 
 @runtime_checkable
@@ -77,10 +78,11 @@ class PackedAttention:
         self.positions = positions if self.copies is None else positions[self.copies.firsts]
         self.space: Tensor | None = None
         joins = (ops is None or ops.joins_layers) and token_index is None
-        self.kernel_context = self.packing.context if joins else None
+        self.layer_kernel_args = self.packing.layer_kernel_args if joins else None
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Nothing is kept between layers: ``layer_index`` is not used."""
+        """Return the attention [T, H * G, D] of ``q`` [T, H * G, D], ``k`` and ``v`` [T, H, D]. ``layer_index`` is not used: nothing is
+        kept between layers."""
         assert len(q) == len(self.positions), f"{len(q)} tokens for sequences of {len(self.positions)} in all"
         ops = self._ops or choose_ops(q.dtype, q.device)
         if self.copies is None:
@@ -107,7 +109,7 @@ class Copies:
             self._several.append((on_device(tokens, device), on_device(positions, device)))
 
     def spread(self, x: Tensor, only_first: bool = False) -> Tensor:
-        """x [U, ...] -> [T, ...]. ``only_first``: copies other than the first have no gradient."""
+        """Return ``x`` [U, ...] laid out in the sequences, [T, ...]. ``only_first``: copies other than the first have no gradient."""
 
         def backward(_: object, grad: Tensor) -> tuple[Tensor]:
             return (grad.index_select(0, self.firsts) if only_first else self.sum(grad),)
@@ -115,7 +117,7 @@ class Copies:
         return differentiable(lambda x: (x.index_select(0, self.token_index), ()), backward, x)
 
     def sum(self, x: Tensor) -> Tensor:
-        """x [T, ...] -> [U, ...]: sums over the copies of a token, without a gradient."""
+        """Return the sums [U, ...] of ``x`` [T, ...] over the copies of each token, without a gradient."""
         total = x.index_select(0, self.firsts)
         for tokens, positions in self._several:
             copies = x.index_select(0, positions.flatten()).view(*positions.shape, *x.shape[1:])
@@ -124,7 +126,7 @@ class Copies:
         return total
 
     def first(self, x: Tensor) -> Tensor:
-        """x [T, ...] -> [U, ...], what lies at the first copies."""
+        """Return the rows [U, ...] of ``x`` [T, ...] at the first copies."""
 
         def backward(_: object, grad: Tensor) -> tuple[Tensor]:
             return (grad.new_zeros(len(self.token_index), *grad.shape[1:]).index_copy_(0, self.firsts, grad),)

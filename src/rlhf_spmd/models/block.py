@@ -17,13 +17,13 @@ from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention, WritesPages
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts
 from rlhf_spmd.models.latent_attention import LatentAttention
-from rlhf_spmd.models.layer_kinds import SCALAR, SCORE_BIAS, WHOLE
-from rlhf_spmd.models.layers import Linear, RMSNorm, norm_values, split_gates, whole_norms
+from rlhf_spmd.models.layer_kinds import REPLICATED, SCALAR, SCORE_BIAS
+from rlhf_spmd.models.layers import Linear, RMSNorm, norm_over_all_heads, norm_values, split_gates
 from rlhf_spmd.models.linear_attention import DeltaAttention, LinearMixer
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.rope import Rope
 from rlhf_spmd.models.router_balance import Routers
-from rlhf_spmd.models.sharding import fused_blocks, kv_heads_of
+from rlhf_spmd.models.sharding import fused_slice_counts, kv_heads_of
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import copy_to_tp, gather_to_tp, reduce_from_tp, scatter_from_tp
 from rlhf_spmd.parallel.boxes import ParamShard
@@ -31,25 +31,29 @@ from rlhf_spmd.parallel.collectives import Group
 
 
 class Block(nn.Module):
-    """One transformer layer on one tensor-parallel rank. ``shards``: its part of plan_params, names within the block.
+    """One transformer layer on one tensor-parallel rank.
 
-    ``index`` counts the stage's layers of its kind, see :meth:`ModelSpec.attention_kind`; ``layer`` all of the model.
+    - shards: the part of ``plan_params`` for this layer, by the names within the block
+    - index_of_kind: counts the stage's layers of the same :meth:`ModelSpec.attention_kind`
+    - global_layer: counts the layers of the model
+    - fused_slices: number of training slices in a fused matrix, see ``plan_params``
+    - ep: the ranks that share the experts
     """
 
     qkv: Linear
     gate_up: Linear
     down: Linear
-    first_expert: int | None = None  # of the whole experts that this rank has of its tp group's; None: it has a slice of each
+    first_expert: int | None = None  # of this rank, where the ranks of tp share the experts; None: it has a slice of each
 
     def __init__(
         self,
         ops: Ops,
         spec: ModelSpec,
         shards: dict[str, ParamShard],
-        index: int,
-        layer: int,
+        index_of_kind: int,
+        global_layer: int,
         tp: Group,
-        blocks: int,
+        fused_slices: int,
         dtype: torch.dtype,
         device: torch.device,
         sequence_parallel: bool,
@@ -57,7 +61,7 @@ class Block(nn.Module):
         ep: Group,
     ) -> None:
         super().__init__()
-        spec = spec.spec_for_layer(layer)
+        spec = spec.spec_for_layer(global_layer)
 
         def linear(name: str) -> Linear:
             matrix, adapter = shards[f"{name}.weight"], None
@@ -67,24 +71,33 @@ class Block(nn.Module):
             return Linear(matrix.shape, f"{name}.bias" in shards, dtype, device, adapter)
 
         def norm(size: int, eps: float = spec.rms_norm_eps) -> RMSNorm:
-            return RMSNorm(ops, size, eps, spec.norm_plus_one, dtype, device)
+            return RMSNorm(ops, size, eps, spec.norm_unit_offset, dtype, device)
 
-        self.ops, self.index, self.layer, self.tp, self.ep = ops, index, layer, tp, ep
+        self.ops = ops
+        self.index_of_kind, self.global_layer = index_of_kind, global_layer
+        self.tp, self.ep = tp, ep
         self._enter_tp = gather_to_tp if sequence_parallel else copy_to_tp
         self._leave_tp = scatter_from_tp if sequence_parallel else reduce_from_tp
         # how the parts of the layer run: as they are, or so that the backward pass computes them again
         self.run_entry: Callable[..., Any] = run_part
         self.run_part: Callable[..., Any] = run_part
-        self.rule, self.experts = spec.attention_rule(layer), spec.experts_of(layer)
+        self.rule, self.experts = spec.attention_rule(global_layer), spec.experts_of(global_layer)
         self.gelu = spec.hidden_act == "gelu_tanh"
-        qkv_blocks, self.gate_up_blocks = fused_blocks(spec, tp.size, blocks)
+        qkv_slices, self.gate_up_slices = fused_slice_counts(spec, tp.size, fused_slices)
         self.head_dim = spec.head_dim
         self.num_heads = spec.num_attention_heads // tp.size
         self.kv_copies = max(tp.size // spec.num_key_value_heads, 1)
         self.num_kv_heads = len(kv_heads_of(spec, tp.rank, tp.size))
-        heads = self.num_heads, self.num_kv_heads, self.head_dim
-        self.head_shape = HeadShape(*heads, qkv_blocks, spec.rms_norm_eps, spec.norm_plus_one, spec.interleaved_rope)
-        self.residual_scale, self.whole_qk_norm = spec.residual_scale, spec.whole_qk_norm
+        self.head_shape = HeadShape(
+            queries=self.num_heads,
+            keys=self.num_kv_heads,
+            dim=self.head_dim,
+            fused_slices=qkv_slices,
+            eps=spec.rms_norm_eps,
+            unit_offset=spec.norm_unit_offset,
+            interleaved=spec.interleaved_rope,
+        )
+        self.residual_scale, self.qk_norm_over_all_heads = spec.residual_scale, spec.qk_norm_over_all_heads
         self.input_norm = norm(spec.hidden_size) if spec.names.input_norm else None
         self.latent: LatentAttention | None = None
         if spec.latent is None:
@@ -94,9 +107,10 @@ class Block(nn.Module):
         self.q_norm = norm(*shards["q_norm.weight"].shape) if "q_norm.weight" in shards else None
         self.k_norm = norm(*shards["k_norm.weight"].shape) if "k_norm.weight" in shards else None
         self.sinks = linear("sinks") if "sinks.weight" in shards else None
-        delta, self.gated_heads = spec.delta_of(layer), spec.attention_gate
-        of_mixer = (index, tp, blocks, spec.rms_norm_eps, dtype, device)
-        self.mixer = None if delta is None else LinearMixer(ops, delta, shards, *of_mixer)
+        self.gated_heads = spec.attention_gate
+        delta = spec.delta_of(global_layer)
+        mixer_args = index_of_kind, tp, fused_slices, spec.rms_norm_eps, dtype, device
+        self.mixer = None if delta is None else LinearMixer(ops, delta, shards, *mixer_args)
         self.out = linear("out")
         self.attention_norm = norm(spec.hidden_size) if spec.names.attention_norm else None
         self.post_norm = norm(spec.hidden_size) if spec.names.post_norm else None
@@ -109,24 +123,30 @@ class Block(nn.Module):
         self.scalar = linear(SCALAR).requires_grad_(False) if spec.names.scalar else None
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
         supports_fused_layer = (
-            spec.supports_fused_layer(layer)
-            and tp.size == qkv_blocks == self.gate_up_blocks == 1
+            spec.supports_fused_layer(global_layer)
+            and tp.size == qkv_slices == self.gate_up_slices == 1
             and not any(adapter.base for adapter in self.adapters)
         )
         self._fused_layer = self._fuse(shards["down.weight"].shape[-1]) if supports_fused_layer else None
 
     def _fuse(self, inner: int) -> Callable[..., Tensor | None] | None:
+        """Return :meth:`Ops.layer` of this layer. ``inner``: columns of the MLP."""
         attention = self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm
         parts = LayerParts(*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
-        options = LayerOptions(self.head_shape, inner, self.gelu, self.whole_qk_norm, self.residual_scale)
-        return self.ops.layer(parts, options, self.rule, self.index)
+        options = LayerOptions(self.head_shape, inner, self.gelu, self.qk_norm_over_all_heads, self.residual_scale)
+        return self.ops.layer(parts, options, self.rule, self.index_of_kind)
 
     def forward(
         self, x: Tensor, rope: Rope, attention: Attention | DeltaAttention, num_tokens: int, routers: Routers | None = None
     ) -> Tensor:
-        """x [R, hidden] -> the same: all rows, of which those from ``num_tokens`` on are padding, or with sequence parallelism
-        this rank's R / t of them. ``rope`` is of all R rows. ``attention``: a DeltaAttention for a layer with linear attention.
-        ``routers``: through which the router chooses."""
+        """Return the residual stream behind the layer, in the shape of ``x``.
+
+        - x: the residual stream before the layer [R, hidden]; with sequence parallelism the R / t rows of this rank
+        - rope: the tables of all R rows
+        - attention: a DeltaAttention for a layer with linear attention
+        - num_tokens: rows from this one on are padding
+        - routers: chooses the experts of mixtures; None: the router by its logits
+        """
         if self._fused_layer is not None and not torch.is_grad_enabled() and not any(part.adds for part in self.adapters):
             fused = self._fused_layer(x, rope.cos, rope.sin, attention, num_tokens)
             if fused is not None:
@@ -142,26 +162,27 @@ class Block(nn.Module):
         return x if self.scalar is None else x * self.scalar.weight
 
     def _enter(self, recomputed: bool, x: Tensor) -> tuple[Tensor, ...]:
-        """The first norm and the qkv product: [R, hidden], or this rank's rows of it -> all rows of this rank's columns. With latent
-        attention two products."""
+        """Return the qkv product of the first norm: all rows, of the columns of this rank. With latent attention return two products.
+        ``x``: [R, hidden], or the rows of this rank."""
         x = x if self.input_norm is None else self.input_norm(x)
         if self.latent is not None:
             return self.latent.enter(self._enter_tp(x, self.tp), recomputed)
         return (self._product_of_all_rows(x, self.qkv, recomputed),)
 
     def _add(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """x + mixed, and what of it goes into the MLP."""
+        """Return x + mixed, and the MLP's input: the norm of the sum, or the sum itself where there is no norm."""
         if self.post_norm is not None:
             return self.post_norm.add(x, mixed)
         total = x + mixed
         return total, total
 
     def _add_and_enter(self, recomputed: bool, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """x + mixed, which are as in :meth:`_enter`, and of that the norm before the MLP and its first product."""
+        """Return x + mixed, in the rows of :meth:`_enter`, and the first product of the MLP."""
         x, normed = self._add(x, mixed)
         return x, self._product_of_all_rows(normed, self.gate_up, recomputed)
 
     def _product_of_all_rows(self, x: Tensor, linear: Linear, recomputed: bool) -> Tensor:
+        """Return the column-parallel product of all rows. ``x``: [R, hidden], or the rows of this rank."""
         return linear.product(self.ops, self._enter_tp(x, self.tp), recomputed, linear.bias)
 
     def _mix(
@@ -173,14 +194,14 @@ class Block(nn.Module):
         qkv: Tensor,
         *keys_values: Tensor,
     ) -> Tensor:
-        """The attention, and this rank's part of its output matrix: [R, (Hq + 2 Hkv) * D] -> [R, hidden], to be summed.
-        ``keys_values``: the other product of :meth:`_enter`."""
+        """Return the attention's output [R, hidden]: the part of this rank, to be summed over tp. ``qkv`` [R, (Hq + 2 Hkv) * D] and
+        ``keys_values`` are the products of :meth:`_enter`."""
         if self.mixer is not None:
             assert isinstance(attention, DeltaAttention)
             mixed = self.mixer(qkv[:num_tokens], attention)
         elif self.latent is not None:
             assert not isinstance(attention, DeltaAttention)
-            mixed = self.latent.attend((qkv, *keys_values), rope, attention, num_tokens, self.index, self.rule)
+            mixed = self.latent.attend((qkv, *keys_values), rope, attention, num_tokens, self.index_of_kind, self.rule)
         elif self.gated_heads:
             qkv, gates = split_gates(qkv, self.head_shape)
             mixed = self._attend(qkv, rope, attention, num_tokens) * gates[:num_tokens].sigmoid()
@@ -189,50 +210,60 @@ class Block(nn.Module):
         return self.out.product(self.ops, pad_rows(mixed.flatten(1), qkv.shape[0]), recomputed)
 
     def _attend(self, qkv: Tensor, rope: Rope, attention: Attention | DeltaAttention, num_tokens: int) -> Tensor:
-        """[R, (Hq + 2 Hkv) * D] -> the tokens' attention [num_tokens, Hq, D]."""
+        """Return the attention of the tokens [num_tokens, Hq, D]. ``qkv``: [R, (Hq + 2 Hkv) * D]."""
         assert not isinstance(attention, DeltaAttention)
         norms: tuple[Tensor | None, ...] = None, None
         if self.value_norm:
             qkv = norm_values(self.ops, qkv, self.head_shape, self.keys_as_values)
         if self.q_norm is not None and self.k_norm is not None:
-            if self.whole_qk_norm:
-                qkv = whole_norms(self.ops, qkv, self.q_norm, self.k_norm, self.head_shape, self.kv_copies, self.tp)
+            if self.qk_norm_over_all_heads:
+                qkv = norm_over_all_heads(self.ops, qkv, self.q_norm, self.k_norm, self.head_shape, self.kv_copies, self.tp)
             else:  # each rank applies the replicated weights to its own heads only: their gradients are sums over tp
                 norms = copy_to_tp(self.q_norm.weight, self.tp), copy_to_tp(self.k_norm.weight, self.tp)
         parts = qkv, (norms[0], norms[1]), rope.cos, rope.sin, self.head_shape
         rule = self.rule if self.sinks is None else replace(self.rule, sinks=self.sinks.weight)
         if not torch.is_grad_enabled() and isinstance(attention, WritesPages):
-            q = self.ops.heads_to_pages(*parts, attention.page_target(self.index))
+            q = self.ops.heads_to_pages(*parts, attention.page_target(self.index_of_kind))
             q = q if rope.growth is None else q * rope.growth
-            return attention.attend_written(self.index, q[:num_tokens], rule)
+            return attention.attend_written(self.index_of_kind, q[:num_tokens], rule)
         q, k, v = self.ops.heads(*parts)
         q = q if rope.growth is None else q * rope.growth
         if num_tokens < qkv.shape[0]:  # also a slice of all rows would be a copy in the backward pass
             q, k, v = (x[:num_tokens] for x in (q, k, v))
-        return attention.attend(self.index, q, k, v, rule)
+        return attention.attend(self.index_of_kind, q, k, v, rule)
 
     def _activate(self, recomputed: bool, gate_up: Tensor) -> Tensor:
-        """The gated activation, and this rank's part of the last matrix: [R, 2n] -> [R, hidden], to be summed."""
+        """Return the MLP's output [R, hidden] from its first product ``gate_up`` [R, 2n]: this rank's part, to be summed over tp."""
         rows = gate_up.shape[0]
-        inner = self.ops.gated(gate_up.view(rows * self.gate_up_blocks, -1), self.gelu).view(rows, -1)
+        inner = self.ops.gated(gate_up.view(rows * self.gate_up_slices, -1), self.gelu).view(rows, -1)
         return self.down.product(self.ops, inner, recomputed)
 
     def _mix_experts(self, recomputed: bool, x: Tensor, mixed: Tensor, routers: Routers | None) -> tuple[Tensor, Tensor]:
-        """x + mixed, [R, hidden] or this rank's rows of it; of that the norm and the mixture of experts [R, hidden], to be summed."""
+        """Return x + mixed, [R, hidden] or the rows of this rank, and the output of the mixture of experts [R, hidden]: this rank's
+        part, to be summed over tp."""
         assert self.experts is not None
         x, normed = self._add(x, mixed)
         rows = self._enter_tp(normed, self.tp)
         weights = {name: getattr(self, name).weight for name in self.experts.matrices}
-        # every rank weighs its own slices of the experts: the gradients of what it has whole are sums over tp
-        weights |= {name: copy_to_tp(weights[name], self.tp) for name in WHOLE if name in weights}
+        # every rank weighs its own slices of the experts: the gradients of replicated parameters are sums over tp
+        weights |= {name: copy_to_tp(weights[name], self.tp) for name in REPLICATED if name in weights}
         if self.tp.rank and self.first_expert is None and "down_bias" in weights:  # the first rank's part of the sum has it
             weights["down_bias"] = weights["down_bias"] * 0
-        choose = None if routers is None else bind(routers.route, self.ops, self.layer)
-        form = self.experts, self.gelu, self.gate_up_blocks
-        return x, mix_experts(self.ops, rows, MixtureWeights(**weights), *form, choose, self.ep, self.first_expert)
+        output = mix_experts(
+            self.ops,
+            rows,
+            MixtureWeights(**weights),
+            self.experts,
+            self.gelu,
+            self.gate_up_slices,
+            choose=None if routers is None else bind(routers.route, self.ops, self.global_layer),
+            ep=self.ep,
+            first=self.first_expert,
+        )
+        return x, output
 
     def _leave(self, partial: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:
-        """The sum of a row-parallel matrix's parts; its bias, which every rank holds whole, is added after the sum; the norm."""
+        """Return the sum over tp of the parts of a row-parallel product, plus its bias, after ``norm`` if there is one."""
         total = self._leave_tp(partial, self.tp, label)
         total = total if linear.bias is None else total + linear.bias
         total = total if norm is None else norm(total)

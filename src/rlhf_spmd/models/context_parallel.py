@@ -28,12 +28,12 @@ LABEL = "context_parallel"  # under which the all-to-alls are counted
 
 
 def rows_of(num_tokens: int, cp: Group) -> int:
-    """The number of tokens that each rank holds of ``num_tokens``, with padding on some."""
+    """Return the number of tokens of each rank, of ``num_tokens`` in all. On some ranks one of them is padding."""
     return -(-num_tokens // cp.size)
 
 
 def own_tokens(x: Tensor, cp: Group) -> Tensor:
-    """x [T, ...] -> this rank's tokens [rows_of(T), ...]; padding is 0."""
+    """Return this rank's tokens [rows_of(T), ...] of ``x`` [T, ...]; padding is 0."""
     if cp.size == 1:
         return x
     rows = rows_of(len(x), cp)
@@ -48,7 +48,7 @@ class SharedTokens:
         self.positions = own_tokens(inner.positions, cp)
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        """q [T', Hq, D], k and v [T', Hkv, D] of this rank's T' tokens -> [T', Hq, D].
+        """Return the attention [T', Hq, D] of this rank's T' tokens: ``q`` [T', Hq, D], ``k`` and ``v`` [T', Hkv, D].
 
         Collective over cp: every rank of it must call, and run its backward, in program order.
         """
@@ -66,7 +66,8 @@ class SharedTokens:
         return self._exchange(rows).flatten(1, 2)
 
     def _exchange(self, x: Tensor) -> Tensor:
-        """x [T', cp, ...] of this rank's tokens by heads -> [T', cp, ...] of this rank's heads by tokens, or the way back."""
+        """Return all tokens' rows [T', cp, ...] for this rank's heads, from ``x`` [T', cp, ...], this rank's tokens for all heads;
+        or the way back."""
         swapped = differentiable(lambda x: (self._to_all(x), ()), lambda _, grad: (self._to_all(grad),), x.transpose(0, 1))
         return swapped.transpose(0, 1)
 
@@ -75,14 +76,14 @@ class SharedTokens:
 
 
 def share_tokens(attention: Attention, cp: Group) -> Attention:
-    """``attention`` for a decoder that runs on this rank's tokens; without cp the same."""
+    """Return ``attention`` for a decoder that runs on this rank's tokens; without cp ``attention`` itself."""
     return attention if cp.size == 1 else SharedTokens(attention, cp)
 
 
 def at_tokens(
     hidden: Tensor, positions: Tensor, cp: Group, compute: Callable[[Tensor, Tensor], Sequence[Tensor]]
 ) -> list[Tensor]:
-    """``compute(hidden [N, hidden], index [N])`` for the tokens at ``positions`` int64 [N], on the CPU: numbers [N] each.
+    """Return ``compute(hidden [N, hidden], index [N])`` for the tokens at ``positions`` int64 [N], on the CPU: numbers [N] each.
 
     ``hidden``: of this rank's tokens. ``index`` says which of the N ``compute`` gets here; without cp all, on the device. Every rank of
     cp returns the numbers of all tokens, with gradients for its own.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from rlhf_spmd.models.activations import run, run_again, run_part, run_part_agai
 from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention, MixedHeadAttention
 from rlhf_spmd.models.block import Block
-from rlhf_spmd.models.layer_kinds import SCORE_BIAS, WHOLE
+from rlhf_spmd.models.layer_kinds import REPLICATED, SCORE_BIAS
 from rlhf_spmd.models.layers import Linear, RMSNorm
 from rlhf_spmd.models.linear_attention import DeltaAttention, PackedDeltaAttention
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
@@ -31,30 +31,79 @@ from rlhf_spmd.models.router_balance import Routers
 from rlhf_spmd.models.sharding import plan_params, vocab_range
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.tensor_parallel import (
-    gather_whole,
+    gather_replicated,
     reduce_from_tp,
     scatter_from_tp,
     vocab_parallel_embedding,
 )
-from rlhf_spmd.parallel.boxes import zero_shards
+from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
 from rlhf_spmd.parallel.collectives import Group, solo
 from rlhf_spmd.parallel.layout import stage_layers
+
+
+def scattered_params(shards: Mapping[str, ParamShard], hidden_size: int, tp: int, sequence_parallel: bool) -> set[str]:
+    """Return the names of the replicated parameters of which each tp rank computes only a part of the gradient.
+
+    These are the replicated halves of adapters, and with sequence parallelism the vectors that act on the residual stream: norms, and
+    biases that are added after a sum. A rank applies them to its tokens only. Parameters of mixtures and of latent attention see all
+    tokens.
+    """
+    if tp == 1:
+        return set()
+    replicated = {name: shard.shape for name, shard in shards.items() if shard.replicated_on_tp}
+    scattered = set(filter(is_adapter, replicated))
+    if sequence_parallel:
+        mixture = {name for name in replicated if name.rsplit(".", 2)[-2] in REPLICATED}
+        latent = {name for name in replicated if ".latent." in name}
+        scattered |= {name for name, shape in replicated.items() if shape == (hidden_size,)} - mixture - latent
+    return scattered
+
+
+def min_rows_of_layers(ops: Ops, spec: ModelSpec, tp: Group, fused_slices: int, expert_parallel_generation: bool) -> int:
+    """Return the fewest rows with which the products of all layers are batch-invariant on this rank.
+
+    All layers of the model count, because the stages must agree on the padding.
+    """
+    shards = plan_params(
+        spec,
+        head="none",
+        stage=0,
+        pp=1,
+        tp_rank=tp.rank,
+        tp=tp.size,
+        fused_slices=fused_slices,
+        expert_parallel_generation=expert_parallel_generation,
+    )
+    no_products = (SCORE_BIAS, "shared_gate")
+    layers = [shard for name, shard in shards.items() if name.startswith("layers.") and name.split(".")[2] not in no_products]
+    matrices = [shard.shape for shard in layers if len(shard.shape) == 2]
+    return max(ops.min_rows(math.prod(shape), shape[1]) for shape in matrices)
 
 
 class Decoder(nn.Module):
     """Stage ``stage`` of ``pp`` of a model, tensor-parallel over ``tp``. Parameters are allocated, not initialised.
 
-    ``head``: "lm", "value", "both" or "none". ``shards`` is plan_params of this rank; parameter names are its keys. ``layer_ids`` are
-    the global indices of ``layers``. ``blocks``: the order inside fused parameters, see plan_params; a generation module takes t / t_g.
-    A tied model with pp > 1 holds the shared matrix twice, see :attr:`tied_across_stages`. ``ops``: the arithmetic of all operations
-    but the attention; unless given, the best for ``dtype`` and ``device``.
+    Arguments:
 
-    ``sequence_parallel``: outside attention and MLP each tp rank holds 1 / t of the rows (``slices`` is t), between stages too; the
-    gradients of the parameters named in ``scattered`` are then parts, to be summed over tp. The forward pass has the same bits.
-    ``cp``: the group that shares the tokens of each sequence, see ``context_parallel``: hidden states are of this rank's tokens.
-    ``ep``: the group that shares the experts, see ``experts``; ``shards`` has those of this rank.
-    ``expert_parallel_generation``: the ranks of tp share them.
-    ``lora``: with these adapters, whose replicated halves are ``scattered`` in any case; ``quantized``: what is no parameter.
+    - head: "lm", "value", "both" or "none"
+    - fused_slices: number of training slices in a fused matrix, see ``plan_params``; t / t_g in a generation module
+    - sequence_parallel: outside attention and MLP each tp rank holds 1 / t of the rows, between stages too. The bits of a forward pass
+      are the same
+    - ops: the arithmetic of all operations but the attention; None: the best for ``dtype`` and ``device``
+    - lora: with these adapters
+    - cp: the group that shares the tokens of each sequence, see ``context_parallel``; hidden states are of this rank's tokens
+    - ep: the group that shares the experts, see ``experts``
+    - expert_parallel_generation: the ranks of tp share the experts
+
+    Attributes:
+
+    - shards: ``plan_params`` of this rank; parameter names are its keys. With ``ep`` it has the experts of this rank
+    - layer_ids: global indices of ``layers``
+    - slices: t with sequence parallelism, else 1
+    - scattered: names of the parameters whose gradients are parts, to be summed over tp, see :func:`scattered_params`
+    - quantized: the matrices that are no parameters, because adapters have them in fewer bits
+
+    A tied model with pp > 1 holds the shared matrix twice, see :attr:`tied_across_stages`.
     """
 
     def __init__(
@@ -66,7 +115,7 @@ class Decoder(nn.Module):
         tp: Group,
         dtype: torch.dtype,
         device: torch.device | str,
-        blocks: int = 1,
+        fused_slices: int = 1,
         sequence_parallel: bool = False,
         ops: Ops | None = None,
         lora: LoraConfig | None = None,
@@ -75,143 +124,161 @@ class Decoder(nn.Module):
         expert_parallel_generation: bool = False,
     ) -> None:
         super().__init__()
-        device, self.cp, self.ep = torch.device(device), cp or solo(), ep or solo()
-        self.spec, self.head_kind, self.stage, self.pp, self.tp = spec, head, stage, pp, tp
+        device = torch.device(device)
+        self.spec, self.head_kind = spec, head
+        self.stage, self.pp = stage, pp
+        self.tp = tp
+        self.cp = cp or solo()
+        self.ep = ep or solo()
         self.dtype, self.ops = dtype, ops or choose_ops(dtype, device)
-        shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, blocks, lora, expert_parallel_generation)
+        shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, fused_slices, lora, expert_parallel_generation)
         self.shards = zero_shards(shards, 0, 1, (self.ep.rank, self.ep.size))
         self.layer_ids = stage_layers(spec.num_hidden_layers, pp, stage)
         self.vocab_range = vocab_range(spec.vocab_size, tp.rank, tp.size)
         self.slices = tp.size if sequence_parallel else 1
-        # Replicated vectors of this size act on the residual stream: norms, and biases that are added after a sum. With sequence
-        # parallelism each rank applies them to its own tokens only. Parameters of a mixture see all tokens.
-        whole_on_tp = {name: shard.shape for name, shard in self.shards.items() if shard.whole_on_tp}
-        mixture = {name for name in whole_on_tp if name.rsplit(".", 2)[-2] in WHOLE}
-        latent = {name for name in whole_on_tp if ".latent." in name}  # they see all tokens, too
-        residual = {name for name, shape in whole_on_tp.items() if shape == (spec.hidden_size,)} - mixture - latent
-        halves = set(filter(is_adapter, whole_on_tp))
-        self.scattered = (halves if tp.size > 1 else set()) | (residual if self.slices > 1 else set())
+        self.scattered = scattered_params(self.shards, spec.hidden_size, tp.size, sequence_parallel)
         self._random = lora is not None and lora.dropout > 0
-        every_layer = "none", 0, 1, tp.rank, tp.size, blocks, None, expert_parallel_generation
-        every_shard = plan_params(spec, *every_layer)  # stages must agree on the padding
-        products = (
-            name for name in every_shard if name.startswith("layers.") and name.split(".")[2] not in (SCORE_BIAS, "shared_gate")
-        )
-        matrices = [every_shard[name].shape for name in products if len(every_shard[name].shape) == 2]
-        self.min_rows = max(self.ops.min_rows(math.prod(shape), shape[1]) for shape in matrices)
+        self.min_rows = min_rows_of_layers(self.ops, spec, tp, fused_slices, expert_parallel_generation)
         # no buffers: they must survive construction on the meta device
-        self._frequencies = {local: rope_frequencies(spec, local) for local in set(map(spec.local_rope, self.layer_ids))}
+        self._frequencies = {kind: rope_frequencies(spec, kind) for kind in set(map(spec.rope_kind, self.layer_ids))}
 
-        def holder(name: str) -> Linear | None:
+        def linear(name: str) -> Linear | None:
             shard = self.shards.get(f"{name}.weight")
             return None if shard is None else Linear(shard.shape, False, dtype, device)
 
-        self.embed = holder("embed")
+        self.embed = linear("embed")
         self.layers = nn.ModuleList()
-        for number, layer in enumerate(self.layer_ids):
-            prefix = f"layers.{number}."
+        for local, layer in enumerate(self.layer_ids):
+            prefix = f"layers.{local}."
             kind = spec.attention_kind(layer)
-            index = sum(spec.attention_kind(other) == kind for other in list(self.layer_ids)[:number])
-            shards = {name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)}
-            parallel = self.slices > 1, lora, self.ep
-            block = Block(self.ops, spec, shards, index, layer, tp, blocks, dtype, device, *parallel)
+            block = Block(
+                self.ops,
+                spec,
+                shards={name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)},
+                index_of_kind=sum(spec.attention_kind(earlier) == kind for earlier in self.layer_ids[:local]),
+                global_layer=layer,
+                tp=tp,
+                fused_slices=fused_slices,
+                dtype=dtype,
+                device=device,
+                sequence_parallel=self.slices > 1,
+                lora=lora,
+                ep=self.ep,
+            )
             if expert_parallel_generation and block.experts is not None:
                 block.first_expert = block.experts.count // tp.size * tp.rank
             self.layers.append(block)
         self.keep_activations()
-        norm = (self.ops, spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
-        self.norm = RMSNorm(*norm, dtype, device) if self.is_last else None
-        self.head = holder("head")
-        self.value = holder("value")
-        bases = {f"{name.removesuffix('.lora')}.weight": adapter.base for name, adapter in self.adapters.items()}
-        self.quantized = {name: base for name, base in bases.items() if base is not None}
+        self.norm: RMSNorm | None = None
+        if self.is_last:
+            self.norm = RMSNorm(self.ops, spec.hidden_size, spec.rms_norm_eps, spec.norm_unit_offset, dtype, device)
+        self.head = linear("head")
+        self.value = linear("value")
+        self.quantized = {
+            f"{name.removesuffix('.lora')}.weight": adapter.base
+            for name, adapter in self.adapters.items()
+            if adapter.base is not None
+        }
+        self._check_parameters()
+
+    def _check_parameters(self) -> None:
+        """Check that parameters and quantized matrices are those of the plan, in name and shape."""
         built = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
         built |= {name: matrix.shape for name, matrix in self.quantized.items()}
         planned = {name: shard.shape for name, shard in self.shards.items()}
         assert built == planned, f"parameters {built} differ from the plan {planned}"
 
     def keep_activations(self, checkpointing: str = "none", offload: bool = False) -> None:
-        """Set what the layers keep for their backward passes. ``checkpointing``: "none": what each operation needs; "selective": the
-        residual stream and the column-parallel products, from which norms, activations and the attention are computed
-        again; "full": the input of each layer. ``offload``: in host memory.
+        """Set what the layers keep for their backward passes.
 
-        With sequence parallelism rows that were gathered are not kept but gathered again, in every case.
+        - checkpointing "none": what each operation needs
+        - "selective": the residual stream and the column-parallel products; norms, activations and attention are computed again
+        - "full": the input of each layer
+        - offload: what is kept goes to host memory
+
+        With sequence parallelism gathered rows are never kept, but gathered again.
         """
-        again: Callable[..., Any] = run_again
-        part_again: Callable[..., Any] = run_part_again
+        recompute_layer: Callable[..., Any] = run_again
+        recompute_part: Callable[..., Any] = run_part_again
         if self._random:
-            again, part_again = partial(run_again, random=True), partial(run_part_again, random=True)
-        self._run_layer: Callable[..., Tensor] = again if checkpointing == "full" else run
+            recompute_layer = partial(run_again, random=True)
+            recompute_part = partial(run_part_again, random=True)
+        self._run_layer: Callable[..., Tensor] = recompute_layer if checkpointing == "full" else run
         self._saving: Callable[..., Any] = save_on_host if offload else lambda *resident: contextlib.nullcontext()
         for block in self.layers:
             assert isinstance(block, Block)
-            block.run_part = part_again if checkpointing == "selective" else run_part
-            block.run_entry = part_again if checkpointing == "none" and self.slices > 1 else block.run_part
+            block.run_part = recompute_part if checkpointing == "selective" else run_part
+            block.run_entry = recompute_part if checkpointing == "none" and self.slices > 1 else block.run_part
 
     @property
     def adapters(self) -> dict[str, Adapter]:
-        """By name, as ``layers.0.qkv.lora``."""
+        """Return the adapters of this stage by name, such as ``layers.0.qkv.lora``."""
         return {name: part for name, part in self.named_modules() if isinstance(part, Adapter)}
 
-    def own_experts(self) -> list[nn.Parameter]:
-        """The parameters of which each rank of ep holds its own part; [] without experts in parallel."""
+    def local_expert_params(self) -> list[nn.Parameter]:
+        """Return the parameters of which each rank of ep has the rows of its experts; [] without expert parallelism."""
         return [param for name, param in self.named_parameters() if self.shards[name].by_expert and self.ep.size > 1]
 
     def enable_adapters(self, enabled: bool) -> None:
-        """Let passes be of the model with its adapters, the default, or with those that training began with, if any."""
+        """Let forward passes use the adapters as trained, the default; with ``enabled`` false those that training began with, or none
+        if it began without."""
         for adapter in self.adapters.values():
             adapter.enabled = enabled
 
     def num_rows(self, num_tokens: int) -> int:
-        """Rows of the hidden state that this rank hands to the next stage for ``num_tokens`` tokens."""
+        """Return the rows of the hidden state that this rank sends to the next stage for ``num_tokens`` tokens."""
         return round_up(max(num_tokens, self.min_rows), self.slices) // self.slices if self.slices > 1 else num_tokens
 
     @property
     def moe_syncs_host(self) -> bool:
-        """True if a forward pass lets the host wait for the device, to see which experts were chosen."""
+        """Return True if the host waits in a forward pass until the device has chosen experts."""
         for block in self.layers:
             assert isinstance(block, Block)
             if block.experts is not None:
                 if self.ep.size > 1:
                     return True
-                blocks, hidden = block.gate_up_blocks, self.spec.hidden_size
+                fused_slices, hidden = block.gate_up_slices, self.spec.hidden_size
                 count = len(block.down.weight) // hidden
-                entry = block.gate_up.weight.view(blocks, count, -1, hidden).transpose(0, 1)
+                entry = block.gate_up.weight.view(fused_slices, count, -1, hidden).transpose(0, 1)
                 if any(map(self.ops.moe_syncs_host, (entry, block.down.weight.view(count, 1, hidden, -1)))):
                     return True
         return False
 
     @property
     def is_first(self) -> bool:
+        """Return True for the first stage."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
+        """Return True for the last stage."""
         return self.stage == self.pp - 1
 
     @property
     def tied_across_stages(self) -> bool:
-        """First and last stage each hold a copy of the embedding, whose gradients must be added over ``Mesh.first_last_group``."""
+        """Return True if first and last stage each hold a copy of the embedding. The gradients of both copies must then be added over
+        ``Mesh.first_last_group``."""
         return self.spec.tie_word_embeddings and self.pp > 1 and self.head_kind in ("lm", "both")
 
     @property
     def head_weight(self) -> Tensor:
-        """[V_local, hidden] of the language-model head, or [1, hidden] of a value head without one. Last stage only."""
-        holder = self.head if self.head is not None else self.embed
-        assert holder is not None and self.is_last and self.head_kind != "none", (
+        """Return the weight [V_local, hidden] of the language-model head, or without one [1, hidden] of the value head. Last stage
+        only."""
+        linear = self.head if self.head is not None else self.embed
+        assert linear is not None and self.is_last and self.head_kind != "none", (
             f"stage {self.stage} of {self.pp} with head {self.head_kind!r} has no head weight"
         )
-        return holder.weight
+        return linear.weight
 
     @property
     def value_weight(self) -> Tensor:
-        """[1, hidden] of the value head. Last stage only."""
+        """Return the weight [1, hidden] of the value head. Last stage only."""
         assert self.head_kind in ("value", "both"), f"this decoder has no value head, but {self.head_kind!r}"
         return self.head_weight if self.value is None else self.value.weight
 
     @property
     def num_linear(self) -> int:
-        """Layers of this stage with linear attention."""
+        """Return the number of this stage's layers with linear attention."""
         return sum(self.spec.delta_of(layer) is not None for layer in self.layer_ids)
 
     def forward(
@@ -222,41 +289,44 @@ class Decoder(nn.Module):
         routers: Routers | None = None,
         delta_rule: DeltaAttention | None = None,
     ) -> Any:
-        """Token ids [T] (first stage) or hidden [T, hidden] -> hidden [T, hidden], after the final norm on the last stage.
-
-        With sequence parallelism the hidden state between stages is [num_rows(T), hidden]: this rank's rows.
-        With ``head`` the last stage returns ``head(self, hidden)`` instead: called in here so that under FSDP the root's
-        parameters are gathered. ``routers``: through which the routers of mixtures choose. ``delta_rule``: for layers with linear
-        attention; None: sequences of a PackedAttention begin.
+        """Return the hidden state [T, hidden] behind this stage's layers, on the last stage behind the final norm.
 
         Collective over tp: every rank of it must call, in program order.
+
+        - inputs: token ids [T] on the first stage, else the hidden state [T, hidden] of the stage before. With sequence parallelism
+          the hidden state between stages is [num_rows(T), hidden], the rows of this rank
+        - head: the last stage returns ``head(self, hidden)`` in place of the hidden state. It is called in here because FSDP gathers
+          the root's parameters only during a forward pass
+        - routers: chooses the experts of mixtures; None: each router by its logits
+        - delta_rule: for layers with linear attention; None: each sequence of a PackedAttention begins with its first token
         """
         num_tokens = attention.positions.shape[0]
         rows = round_up(max(num_tokens, self.min_rows), self.slices)
         if self.embed is not None and self.is_first:
-            leave = scatter_from_tp if self.slices > 1 else reduce_from_tp
-            x = vocab_parallel_embedding(pad_rows(inputs, rows), self.embed.weight, self.vocab_range[0], self.tp, leave)
+            leave_tp = scatter_from_tp if self.slices > 1 else reduce_from_tp
+            x = vocab_parallel_embedding(pad_rows(inputs, rows), self.embed.weight, self.vocab_range[0], self.tp, leave_tp)
             if self.spec.embed_scale != 1:
                 x = x * torch.tensor(self.spec.embed_scale, dtype=x.dtype).item()
         else:
             x = pad_rows(inputs, rows // self.slices)
-        self._frequencies = {local: frequency.to(x.device) for local, frequency in self._frequencies.items()}
+        self._frequencies = {kind: frequency.to(x.device) for kind, frequency in self._frequencies.items()}
         positions = pad_rows(attention.positions, rows)
         dtype, frequencies = x.dtype, self._frequencies.items()
-        tables = {local: rope_tables(self.spec, frequency, positions, dtype, local) for local, frequency in frequencies}
+        tables = {kind: rope_tables(self.spec, frequency, positions, dtype, kind) for kind, frequency in frequencies}
         if delta_rule is None and self.num_linear:
             delta_rule = PackedDeltaAttention(attention, self.ops.packed_delta)
-        contexts: dict[str, Attention | DeltaAttention | None]
-        contexts = {"full": attention, "global": attention, "linear": delta_rule}
+        attentions: dict[str, Attention | DeltaAttention | None]  # by ModelSpec.attention_kind
+        attentions = {"full": attention, "global": attention, "linear": delta_rule}
         if isinstance(attention, MixedHeadAttention):
-            contexts |= {"full": attention.full, "global": attention.global_heads}
+            attentions |= {"full": attention.full, "global": attention.global_heads}
         for layer, block in zip(self.layer_ids, self.layers, strict=True):
-            rope = tables[self.spec.local_rope(layer)]
+            rope = tables[self.spec.rope_kind(layer)]
+            layer_attention = attentions[self.spec.attention_kind(layer)]
             with self._saving(block, rope.cos, rope.sin):
-                x = self._run_layer(block, x, rope, contexts[self.spec.attention_kind(layer)], num_tokens, routers)
+                x = self._run_layer(block, x, rope, layer_attention, num_tokens, routers)
         if self.norm is not None:
             x = self.norm(x)
-            x = gather_whole(x, self.tp) if self.slices > 1 else x
+            x = gather_replicated(x, self.tp) if self.slices > 1 else x
         # a tensor of its own also where nothing is cut off: FSDP2 hooks the output of each module, and if this one were the last
         # block's, ranks with short and long inputs would run their collectives in different orders
         x = x[: num_tokens if self.is_last else self.num_rows(num_tokens)]

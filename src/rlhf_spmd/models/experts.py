@@ -38,11 +38,11 @@ COUNTS = "expert_counts"  # and the numbers of rows
 class MixtureWeights(NamedTuple):
     """The matrices of one layer, in the order of ``sharding.plan_params``.
 
-    - router [E, hidden], gate_up [blocks * E * 2n, hidden], down [E * hidden, blocks * n]
-    - router_bias [E], gate_up_bias [blocks * E * 2n], down_bias [E * hidden], which is added on one tp rank
+    - router [E, hidden], gate_up [fused_slices * E * 2n, hidden], down [E * hidden, fused_slices * n]
+    - router_bias [E], gate_up_bias [fused_slices * E * 2n], down_bias [E * hidden], which is added on one tp rank
     - E of gate_up, down and their biases: the experts that this rank has
-    - score_bias [E, 3], see :func:`~rlhf_spmd.kernels.routing.as_parts`
-    - shared_gate_up [blocks * 2s, hidden], shared_down [hidden, blocks * s], shared_gate [1, hidden]
+    - score_bias [E, 3], see :func:`~rlhf_spmd.kernels.routing.split_to_bf16_terms`
+    - shared_gate_up [fused_slices * 2s, hidden], shared_down [hidden, fused_slices * s], shared_gate [1, hidden]
     """
 
     router: Tensor
@@ -63,13 +63,15 @@ def mix_experts(
     weights: MixtureWeights,
     experts: Experts,
     gelu: bool,
-    blocks: int,
+    fused_slices: int,
     choose: Callable[..., Any] | None = None,
     ep: Group | None = None,
     first: int | None = None,
 ) -> Tensor:
-    """x [T, hidden] -> [T, hidden], this rank's part of the sum. ``choose``: in place of ``ops.route``. ``ep``: the ranks that share
-    the experts. ``first``: the rank has whole experts, from this one on, and computes their part alone."""
+    """Return the mixture's output [T, hidden] for ``x`` [T, hidden]: this rank's part of the sum over tp.
+
+    ``choose``: in place of ``ops.route``. ``ep``: the ranks that share the experts. ``first``: where the ranks of tp share the experts,
+    the first of this rank; it computes their part alone."""
     factors, chosen = route(ops, x, weights, experts, choose or ops.route)
     if first is not None:
         factors, chosen = ops.local_choices(factors, chosen, first, len(weights.down) // x.shape[1], experts.count)
@@ -77,37 +79,37 @@ def mix_experts(
     rows = ops.expert_rows(x, order, places, experts.per_token)
 
     def compute(rows: Tensor, numbers: Tensor) -> Tensor:
-        return apply_experts(ops, rows, numbers, weights, experts, gelu, blocks)
+        return apply_experts(ops, rows, numbers, weights, experts, gelu, fused_slices)
 
     out = at_experts(ops, rows, sorted_experts, experts.count, ep or solo(), compute)
     total = ops.sum_experts(out, factors, order, places)
     if weights.shared_gate_up is None or weights.shared_down is None:
         return total
     inner = ops.linear(x, weights.shared_gate_up)
-    shared = ops.linear(ops.gated(inner.view(len(x) * blocks, -1), gelu).view(len(x), -1), weights.shared_down)
+    shared = ops.linear(ops.gated(inner.view(len(x) * fused_slices, -1), gelu).view(len(x), -1), weights.shared_down)
     return total + (shared if weights.shared_gate is None else shared * ops.sigmoid_gate(x, weights.shared_gate))
 
 
 def apply_experts(
-    ops: Ops, rows: Tensor, numbers: Tensor, weights: MixtureWeights, experts: Experts, gelu: bool, blocks: int
+    ops: Ops, rows: Tensor, numbers: Tensor, weights: MixtureWeights, experts: Experts, gelu: bool, fused_slices: int
 ) -> Tensor:
-    """``rows`` [N, hidden] sorted by expert, each times its expert's matrices -> [N, hidden]. ``numbers`` [N]: each row's expert, by
-    its place in the weights. Rows with numbers above come last; nobody reads what is returned for them."""
+    """Return ``rows`` [N, hidden], sorted by expert, each after its expert's MLP: [N, hidden]. ``numbers`` [N]: each row's expert, as
+    its index in the weights. Rows with numbers above come last; nobody reads what is returned for them."""
     hidden = rows.shape[1]
     count = weights.down.shape[0] // hidden
     groups = ops.expert_groups(numbers, count)
     if not isinstance(groups, Tensor) and (here := sum(groups)) < len(rows):
-        out = apply_experts(ops, rows[:here], numbers[:here], weights, experts, gelu, blocks)
+        out = apply_experts(ops, rows[:here], numbers[:here], weights, experts, gelu, fused_slices)
         return pad_rows(out, len(rows))
-    entry = weights.gate_up.view(blocks, count, -1, hidden).transpose(0, 1)
+    entry = weights.gate_up.view(fused_slices, count, -1, hidden).transpose(0, 1)
     inner = ops.per_expert(rows, entry, groups)
     if weights.gate_up_bias is not None:
         numbers = numbers.clamp(max=count - 1) if count < experts.count else numbers
-        bias = weights.gate_up_bias.view(blocks, count, -1).transpose(0, 1).reshape(count, -1)
+        bias = weights.gate_up_bias.view(fused_slices, count, -1).transpose(0, 1).reshape(count, -1)
         inner = ops.add_expert_bias(inner, bias, numbers)
-    inner = inner.view(len(rows) * blocks, inner.shape[1] // blocks)  # a rank may have no rows, so sizes are said
+    inner = inner.view(len(rows) * fused_slices, inner.shape[1] // fused_slices)  # a rank may have no rows, so sizes are said
     inner = ops.gated(inner, gelu) if experts.clamp is None else ops.clamped_gate(inner, *experts.clamp)
-    out = ops.per_expert(inner.view(len(rows), blocks * inner.shape[1]), weights.down.view(count, 1, hidden, -1), groups)
+    out = ops.per_expert(inner.view(len(rows), fused_slices * inner.shape[1]), weights.down.view(count, 1, hidden, -1), groups)
     if weights.down_bias is not None:
         out = ops.add_expert_bias(out, weights.down_bias.view(count, -1), numbers)
     return out
@@ -116,7 +118,7 @@ def apply_experts(
 def route(
     ops: Ops, x: Tensor, weights: MixtureWeights, experts: Experts, choose: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Weights, in x's dtype, and numbers of the experts of each token, [T, per_token] each."""
+    """Return the weights, in the dtype of ``x``, and the numbers of each token's experts: [T, per_token] each."""
     wide = torch.promote_types(x.dtype, torch.float32) if experts.wide_router else x.dtype
     logits = ops.linear(x.to(wide), weights.router.to(wide), weights.router_bias)
     return choose(logits, weights.score_bias, experts.rule, x.dtype)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.routing import as_parts, from_parts
+from rlhf_spmd.kernels.routing import split_to_bf16_terms, sum_terms
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.stored import StoredModel
 
@@ -43,7 +43,7 @@ def file_forms(spec: ModelSpec, shapes: Mapping[str, Shape]) -> list[FileForm]:
         if spec.experts is not None and spec.experts.fused and (joined := _joined_name(name)):
             fused.setdefault(joined, []).append(name)
         elif is_score_bias(spec, name):
-            forms.append(FileForm(name, shape[:1], (name,), lambda tensors: from_parts(tensors[0]), torch.float32))
+            forms.append(FileForm(name, shape[:1], (name,), lambda tensors: sum_terms(tensors[0]), torch.float32))
         else:
             forms.append(FileForm(name, shape, (name,), lambda tensors: tensors[0]))
     for joined, parts in fused.items():
@@ -67,7 +67,7 @@ def find_tensor(stored: StoredModel, name: str, shape: Shape, missing_head_ok: b
     value head that may be absent and is. Raises ValueError."""
     spec = stored.spec
     if is_score_bias(spec, name):
-        return as_parts(stored.find(name, shape[:1], False)[:])
+        return split_to_bf16_terms(stored.find(name, shape[:1], False)[:])
     joined = _joined_name(name) if spec.experts is not None else ""
     if joined and spec.experts is not None and spec.experts.stacked and joined in stored.stored:
         number, matrix = _expert_of(name)
@@ -80,13 +80,14 @@ def find_tensor(stored: StoredModel, name: str, shape: Shape, missing_head_ok: b
 
 
 def is_score_bias(spec: ModelSpec, name: str) -> bool:
-    """Return True for the bias of a router's scores, of which the files have the sums in fp32 (``kernels.routing.as_parts``)."""
+    """Return True for the bias of a router's scores. A file has it in fp32, a decoder has the terms of
+    :func:`~rlhf_spmd.kernels.routing.split_to_bf16_terms`."""
     score_biased = spec.experts is not None and spec.experts.score_biased
     return score_biased and name.endswith(spec.names.score_bias.rpartition(".")[2])
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """MXFP4 [..., groups, 16] and [..., groups], uint8 -> bf16 [..., groups * 32]."""
+    """Return the bf16 values [..., groups * 32] of MXFP4 ``blocks`` [..., groups, 16] and ``scales`` [..., groups], both uint8."""
     table = torch.tensor([*FP4, *(-value for value in FP4)])
     values = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], -1).flatten(-2)
     return torch.ldexp(values, scales[..., None].int() - 127).flatten(-2).bfloat16()
@@ -116,7 +117,8 @@ def _fused_shape(spec: ModelSpec, joined: str) -> Shape:
 
 
 def _fuse(interleaved: bool, tensors: list[Tensor]) -> Tensor:
-    """Weights [out, in] or biases [out] of all experts -> [E, in, out] or [E, out]. ``interleaved``: gate and up take turns."""
+    """Return the weights [out, in] or biases [out] of all experts as one tensor [E, in, out] or [E, out]. ``interleaved``: gate and
+    up take turns."""
     transposed = [tensor.t() if tensor.ndim == 2 else tensor for tensor in tensors]
     if not interleaved:
         return torch.stack(transposed)

@@ -26,7 +26,7 @@ from rlhf_spmd.parallel.collectives import Group
 
 
 def _combine(statistics: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Local statistics [4, T] -> (log_probs [T], entropy [T], logsumexp [T]), the same bits on every rank.
+    """Return log-probs, entropies and log-sum-exps [T] from this rank's ``statistics`` [4, T]; the same bits on every rank.
 
     Collective over the group: every rank of it must call, in program order.
     """
@@ -35,7 +35,7 @@ def _combine(statistics: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
         log_total = total.log()
         return (label - largest) - log_total, log_total - weighted / total, largest + log_total
     parts = torch.stack(group.all_gather(statistics, "log_probs"))
-    maxima, sums, at_label, weighted = parts.unbind(1)
+    maxima, sums, label_logits, weighted = parts.unbind(1)
     maximum = maxima.amax(0)
     total = torch.zeros_like(maximum)
     mean_shifted = torch.zeros_like(maximum)
@@ -45,7 +45,7 @@ def _combine(statistics: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
         scale = offset.exp()
         total = total + sums[rank] * scale
         mean_shifted = mean_shifted + (weighted[rank] + sums[rank] * offset) * scale
-        label = label + at_label[rank]
+        label = label + label_logits[rank]
     log_total = total.log()
     return (label - maximum) - log_total, log_total - mean_shifted / total, maximum + log_total
 
@@ -132,7 +132,8 @@ def token_log_probs(
     entropy: bool = False,
     chunk_rows: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(labels [T]) after hidden [T, hidden] at ``temperature``, in nats, and with ``entropy`` that distribution's entropy.
+    """Return log p(labels [T]) after hidden [T, hidden] at ``temperature``, in nats, and the entropies of these distributions, or None
+    without ``entropy``.
 
     Labels are token ids (there is no ignored label). fp32 (fp64 for an fp64 model), [T] each; the same bits on every tp rank.
     Differentiable in ``hidden`` and the head's weight, mostly by recomputation, ``chunk_rows`` tokens at a time.
@@ -153,14 +154,14 @@ def _scaled(decoder: Decoder, hidden: Tensor) -> Tensor:
 
 
 def local_logits(decoder: Decoder, hidden: Tensor) -> Tensor:
-    """This rank's slice of the logits [T, V_local] of hidden [T, hidden], fp32 (fp64 for fp64). No gradient: for generation."""
+    """Return this rank's slice of the logits [T, V_local] of hidden [T, hidden], fp32 (fp64 for fp64). No gradient: for generation."""
     with torch.no_grad():
         logits, softcap = decoder.ops.logits(_scaled(decoder, hidden), decoder.head_weight), decoder.spec.logit_softcap
         return logits if softcap is None else decoder.ops.cap_logits(logits, softcap)
 
 
 def gather_logits(decoder: Decoder, logits: Tensor) -> Tensor:
-    """Slices [T, V_local] -> all logits [T, V] on every rank.
+    """Return all logits [T, V] on every rank, from the slices [T, V_local].
 
     Collective over tp: every rank of it must call, in program order.
     """
@@ -179,27 +180,27 @@ def _tempered(logits: Tensor, temperature: float) -> Tensor:
 
 
 def log_probs_of(decoder: Decoder, logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """log p(labels) from this rank's logits [T, V_local] (:func:`local_logits`), by :func:`token_log_probs`'s arithmetic: of one
+    """Return log p(labels) from this rank's logits [T, V_local] (:func:`local_logits`), by :func:`token_log_probs`'s arithmetic: of one
     label per token [T] -> [T], or of several [T, k] -> [T, k], for which the logits are reduced once.
 
     Collective over tp: every rank of it must call, in program order.
     """
     _check_temperature(temperature)
-    ops, first, many = decoder.ops, decoder.vocab_range[0], labels.dim() == 2
+    ops, first, several_labels = decoder.ops, decoder.vocab_range[0], labels.dim() == 2
     with torch.no_grad():
         untouched = temperature == 1.0 and ops.keeps_logits
         scaled = logits if untouched else _tempered(logits.clone(), temperature)
-        statistics = ops.logit_statistics(scaled, labels[:, 0] if many else labels, first, False)
-        if many:
+        statistics = ops.logit_statistics(scaled, labels[:, 0] if several_labels else labels, first, False)
+        if several_labels:
             statistics = statistics[..., None].repeat(1, 1, labels.shape[1])
             outside = (labels < first) | (labels >= first + logits.shape[1])
-            at_labels = logits.gather(1, (labels - first).masked_fill_(outside, 0)).masked_fill_(outside, 0)
-            statistics[2] = _tempered(at_labels, temperature)
+            label_logits = logits.gather(1, (labels - first).masked_fill_(outside, 0)).masked_fill_(outside, 0)
+            statistics[2] = _tempered(label_logits, temperature)
         return _combine(statistics.flatten(1), decoder.tp)[0].view(labels.shape)
 
 
 def values(decoder: Decoder, hidden: Tensor) -> Tensor:
-    """Value head: hidden [T, hidden] -> [T], fp32 (fp64 for fp64), the same on every tp rank; differentiable."""
+    """Return the values [T] of hidden [T, hidden] by the value head, fp32 (fp64 for fp64), equal on every tp rank; differentiable."""
     weight = decoder.value_weight[0]
     if hidden.dtype not in (torch.float32, torch.float64):
         hidden, weight = hidden.float(), weight.float()

@@ -18,8 +18,9 @@ FOLDERS = [f"{TEMPLATES[:i]}[!{letter}]*/*" for i, letter in enumerate(TEMPLATES
 
 
 def local_directory(path: str, key: str, weights: bool = True) -> str:
-    """Where the model ``path`` is, with ``~`` expanded; one of the hub's that is not there yet is downloaded, without ``weights``
-    configuration and tokenizer alone. ``key``: the setting that names it. One process of a host downloads, the others wait for it.
+    """Return the directory of the model ``path``, with ``~`` expanded. A model of the hub that is not in the cache is downloaded,
+    without ``weights`` its configuration and tokenizer alone. ``key``: the setting that names it. One process of a host downloads,
+    the others wait for it.
 
     Raises ValueError if it is neither a directory nor to be had.
     """
@@ -69,7 +70,8 @@ def local_directory(path: str, key: str, weights: bool = True) -> str:
 
 
 def _snapshot(name: str, weights: bool, only_cached: bool) -> Path:
-    """The client asks for the same files here and there: in its cache it misses what was never chosen."""
+    """Return the directory of a model in the hub's cache. Both calls name the same files: the client misses in its cache what was never
+    chosen."""
     from huggingface_hub import snapshot_download
 
     patterns = SMALL + WEIGHTS * weights
@@ -77,7 +79,7 @@ def _snapshot(name: str, weights: bool, only_cached: bool) -> Path:
 
 
 def _cached(name: str, weights: bool) -> str | None:
-    """The snapshot of a model in the cache if all that is needed of it is there."""
+    """Return the directory of a model in the hub's cache; None if a needed file is missing."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         snapshot = _snapshot(name, weights, only_cached=True)
         index = snapshot / "model.safetensors.index.json"

@@ -24,8 +24,8 @@ def reject_unless(config: Mapping[str, Any], source: str, key: str, *allowed: An
 
 
 def read_size(config: Mapping[str, Any], source: str, key: str, default: int | None = None) -> int:
-    """A positive integer, within ``MOST`` if the key is there; ``default`` where the key is missing or null. Raises ValueError naming
-    the key and the value."""
+    """Return a positive integer, within ``MOST`` if the key is there; ``default`` where the key is missing or null. Raises
+    ValueError naming the key and the value."""
     value = config.get(key)
     if value is None:
         value = default
@@ -37,14 +37,14 @@ def read_size(config: Mapping[str, Any], source: str, key: str, default: int | N
 
 
 def read_positive(value: Any, source: str, key: str) -> float:
-    """``value`` of ``key`` as a float. Raises ValueError naming both unless it is a positive number."""
+    """Return ``value`` of ``key`` as a float. Raises ValueError naming both unless it is a positive number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"{source}: '{key}' is {value!r}; it must be a positive number")
     return float(value)
 
 
 def read_text_config(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """The language model of a model that sees. Raises ValueError if it is not there."""
+    """Return the language model of a model that sees. Raises ValueError if it is not there."""
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise ValueError(f"{source}: 'text_config' is {text!r}; model_type {config['model_type']!r} must have one")
@@ -70,8 +70,8 @@ _KEYS: dict[str, tuple[str, ...]] = {
 
 
 def read_rotary_factor(config: Mapping[str, Any], source: str, default: float) -> float:
-    """``ModelSpec.partial_rotary_factor``, where the older or the newer key gives it. Raises ValueError unless it gives an even number
-    of dims, at most all."""
+    """Return ``ModelSpec.partial_rotary_factor``, where the older or the newer key gives it. Raises ValueError unless it gives an
+    even number of dims, at most all."""
     inner = config.get("rope_parameters") or config.get("rope_scaling") or {}
     factor = read_positive(inner.get(PART, config.get(PART, default)), source, PART)
     heads = read_size(config, source, "num_attention_heads")
@@ -84,8 +84,8 @@ def read_rotary_factor(config: Mapping[str, Any], source: str, default: float) -
 
 
 def read_rope(config: Mapping[str, Any], source: str, partly: bool = False) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling) from transformers 5's ``rope_parameters`` or from the older ``rope_theta`` and ``rope_scaling``. ``partly``:
-    heads may be rotated in part. ``attention_factor`` of the scaling multiplies cos and sin."""
+    """Return (theta, scaling) from transformers 5's ``rope_parameters`` or from the older ``rope_theta`` and ``rope_scaling``.
+    ``partly``: heads may be rotated in part. ``attention_factor`` of the scaling multiplies cos and sin."""
     key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     scaling = config.get(key)
     if scaling is None:
@@ -107,7 +107,7 @@ def read_rope(config: Mapping[str, Any], source: str, partly: bool = False) -> t
 
 
 def _stretched(kind: str, scaling: Mapping[str, Any], config: Mapping[str, Any], source: str, key: str) -> dict[str, Any]:
-    """The numbers of yarn and longrope, which both know the context of pretraining."""
+    """Return the numbers of yarn and longrope, which both know the context of pretraining."""
 
     def optional(name: str, otherwise: float) -> float:
         return read_positive(scaling[name], source, f"{key}.{name}") if scaling.get(name) else otherwise
@@ -138,8 +138,8 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def longest_row(scaling: Mapping[str, Any] | None, context: int) -> int:
-    """Tokens of the longest row whose frequencies are those of its beginning. Where they are ``dynamic``, transformers changes them
-    behind ``context``."""
+    """Return the tokens of the longest row whose frequencies are those of its beginning. Where they are ``dynamic``, transformers
+    changes them behind ``context``."""
     return min(context, scaling["original_max_position_embeddings"]) if scaling and "short_factor" in scaling else context
 
 

@@ -57,7 +57,8 @@ class LatentAttention(nn.Module):
         self.kv_b = linear("latent.kv_b")
 
     def enter(self, x: Tensor, recomputed: bool) -> tuple[Tensor, Tensor]:
-        """x [R, hidden] -> what the queries come from, or the queries, and what keys and values come from [R, entry]."""
+        """Return the short vectors of ``x`` [R, hidden]: that of the queries, or without one the queries, and that of keys and values
+        [R, entry]."""
         q = self.q_b.product(self.ops, x, recomputed) if self.q_a is None else self._product_of_whole(self.q_a, x, recomputed)
         return q, self._product_of_whole(self.kv_a, x, recomputed)
 
@@ -70,7 +71,8 @@ class LatentAttention(nn.Module):
         index: int,
         rule: AttentionRule,
     ) -> Tensor:
-        """``entered`` by :meth:`enter` of R rows, of which ``num_tokens`` are tokens -> [num_tokens, H, value_dim]."""
+        """Return the attention [num_tokens, H, value_dim]. ``entered``: the result of :meth:`enter` for R rows; those from
+        ``num_tokens`` on are padding."""
         sizes, ops, (q, short) = self.sizes, self.ops, entered
         if self.q_a_norm is not None:
             q = self.q_b.product(ops, self._normed(q, self.q_a_norm), False)
@@ -90,7 +92,8 @@ class LatentAttention(nn.Module):
     def _attend_entries(
         self, q: Tensor, short: Tensor, rope: Rope, attention: Attention, num_tokens: int, index: int, rule: AttentionRule
     ) -> Tensor:
-        """:meth:`attend` in generation: queries [R, H, nope_dim + rope_dim], ``short`` [R, entry] -> [num_tokens, H, value_dim]."""
+        """Return :meth:`attend` in generation: [num_tokens, H, value_dim]. ``q``: [R, H, nope_dim + rope_dim]; ``short``: [R,
+        entry]."""
         assert self.kv_b.lora is None, "generation merges adapters into weights"
         sizes = self.sizes
         matrices = self.kv_b.weight.view(self.heads, -1, sizes.kv_rank)
@@ -107,7 +110,7 @@ class LatentAttention(nn.Module):
         return out
 
     def _product_of_whole(self, linear: Linear, x: Tensor, recomputed: bool) -> Tensor:
-        """The product with a matrix that every rank has whole. An adapter's gradient is summed later."""
+        """Return the product with a matrix that is replicated on tp. An adapter's gradient is summed later."""
         if linear.lora is not None:
             return linear.product(self.ops, x, recomputed, linear.bias)
         weight, bias = (None if part is None else copy_to_tp(part, self.tp) for part in (linear.weight, linear.bias))

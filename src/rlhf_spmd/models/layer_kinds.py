@@ -10,8 +10,8 @@ import torch
 from rlhf_spmd.kernels import RoutingRule
 
 SCORE_BIAS, SCALAR = "score_bias", "scalar"  # the parameters of a layer that no optimizer changes
-# every tp rank has them whole, beside its slices of the others: their gradients are sums over tp
-WHOLE = ("router", "shared_gate", "router_bias", "down_bias")
+# the parameters of a mixture that are the same on every tp rank: their gradients are sums over tp
+REPLICATED = ("router", "shared_gate", "router_bias", "down_bias")
 
 BY_EXPERT = ("gate_up", "down", "gate_up_bias", "down_bias")  # those whose rows are of one expert after the other
 _ATTENTION = "model.layers.{layer}.self_attn."
@@ -68,27 +68,35 @@ class Experts:
 
     @property
     def rule(self) -> RoutingRule:
-        grouped = self.groups, self.top_groups, self.group_best
-        return RoutingRule(self.per_token, self.scoring, self.normalise, self.scale, *grouped)
+        """Return the rule by which a token chooses experts."""
+        return RoutingRule(
+            per_token=self.per_token,
+            scoring=self.scoring,
+            normalise=self.normalise,
+            scale=self.scale,
+            groups=self.groups,
+            top_groups=self.top_groups,
+            group_best=self.group_best,
+        )
 
     @property
     def number_dtype(self) -> torch.dtype:
-        """The smallest that can number the experts."""
+        """Return the smallest dtype that can number the experts."""
         return torch.uint8 if self.count <= 256 else torch.int16
 
     @property
     def width(self) -> int:
-        """Columns of the experts that a token takes, the shared one among them."""
+        """Return the columns of the experts that a token takes, the shared expert included."""
         return self.per_token * self.intermediate_size + self.shared_size
 
     @property
     def routers(self) -> int:
-        """Rows of its matrices that give one number each: of the router and of the shared expert's gate."""
+        """Return the number of router outputs of a token: one for each expert, and one for the shared expert's gate."""
         return self.count + self.shared_gate
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """The parameters of a layer's mixture."""
+        """Return the names of the parameters of a layer's mixture, in the order of the decoder's parameters."""
         shared = ("shared_gate_up", "shared_down") if self.shared_size else ()
         biases = ("router_bias", "gate_up_bias", "down_bias") if self.biased else ()
         return (
@@ -123,23 +131,23 @@ class DeltaRule:
 
     @property
     def channels(self) -> int:
-        """Columns of queries, keys and values of all heads, which the convolution sees."""
+        """Return the columns of queries, keys and values of all heads, which the convolution sees."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def columns(self) -> int:
-        """Columns of the fused first product: the channels, the gate, and two numbers for each value head."""
+        """Return the columns of the fused first product: the channels, the gate, and two numbers for each value head."""
         return self.channels + self.value_heads * (self.value_dim + 2)
 
     @property
     def kept(self) -> int:
-        """fp32 numbers that the operations of a layer keep of a token for the backward pass, as measured."""
+        """Return the fp32 numbers that a layer keeps of a token for the backward pass, as measured."""
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         return 17 * keys + 2 * self.value_heads * self.key_dim + 13 * values + 320 * self.value_heads
 
     @property
     def state(self) -> int:
-        """Elements of the state of one sequence in one layer, which are in fp32 at least."""
+        """Return the elements of the state of a sequence in a layer, which are in fp32 at least."""
         return self.value_heads * self.key_dim * self.value_dim
 
 
@@ -163,17 +171,17 @@ class Latent:
 
     @property
     def entry(self) -> int:
-        """Numbers of a token and layer from which a generator makes all keys and values."""
+        """Return the numbers that a generator caches of a token and layer: all keys and values come from them."""
         return self.kv_rank + self.rope_dim
 
     @property
     def width(self) -> int:
-        """Elements of a head as attention kernels see it, which take queries, keys and values of one size."""
+        """Return the elements of a head for attention kernels, which need queries, keys and values of equal size."""
         return max(self.nope_dim + self.rope_dim, self.value_dim)
 
     def matrix_numel(self, hidden: int, heads: int) -> int:
-        """Elements of a layer's matrices, the one behind the attention too."""
-        of_q = heads * (self.nope_dim + self.rope_dim)
-        queries = hidden * of_q if self.q_rank is None else self.q_rank * (hidden + of_q)
-        of_kv = self.kv_rank * heads * (self.nope_dim + self.value_dim)
-        return queries + hidden * self.entry + of_kv + hidden * heads * self.value_dim
+        """Return the elements of a layer's attention matrices, the one behind the attention included."""
+        q_width = heads * (self.nope_dim + self.rope_dim)
+        q_numel = hidden * q_width if self.q_rank is None else self.q_rank * (hidden + q_width)
+        kv_numel = self.kv_rank * heads * (self.nope_dim + self.value_dim)
+        return q_numel + hidden * self.entry + kv_numel + hidden * heads * self.value_dim

@@ -28,7 +28,7 @@ class Linear(nn.Module):
         self.lora = lora
 
     def product(self, ops: Ops, x: Tensor, recomputed: bool, bias: Tensor | None = None) -> Tensor:
-        """x [R, in_local] -> [R, out_local], plus ``bias``. ``recomputed``: see :meth:`Ops.linear`."""
+        """Return the product of ``x`` [R, in_local], plus ``bias``: [R, out_local]. ``recomputed``: see :meth:`Ops.linear`."""
         if self.lora is not None and (self.lora.adds or self.lora.base is not None):
             out: Tensor = self.lora(x, self.weight, bias, recomputed)
             return out
@@ -38,28 +38,30 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """``weight`` [n]; normalises the last dim of n elements, in fp32 for bf16 input, as transformers does.
 
-    ``plus_one``: the factor is 1 + weight, applied before the result is rounded (Gemma).
+    ``unit_offset``: the factor is 1 + weight, applied before the result is rounded (Gemma).
     """
 
-    def __init__(self, ops: Ops, size: int, eps: float, plus_one: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, ops: Ops, size: int, eps: float, unit_offset: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._rms_norm, self._add_norm = ops.rms_norm, ops.add_norm
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
-        self.eps, self.plus_one = eps, plus_one
+        self.eps, self.unit_offset = eps, unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._rms_norm(x, self.weight, self.eps, self.plus_one)
+        """Return the norm of ``x`` [..., n]."""
+        return self._rms_norm(x, self.weight, self.eps, self.unit_offset)
 
     def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """x + y, and its norm."""
-        return self._add_norm(x, y, self.weight, self.eps, self.plus_one)
+        """Return x + y, and the norm of the sum."""
+        return self._add_norm(x, y, self.weight, self.eps, self.unit_offset)
 
 
 def split_gates(qkv: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor]:
-    """[T, (2 Hq + 2 Hkv) * D] -> the same without the gates, which come last in each block, and the gates [T, Hq, D]."""
-    rows, width = len(qkv), shape.queries * shape.dim // shape.blocks
-    blocks = qkv.view(rows, shape.blocks, -1)
-    rest, gates = blocks[:, :, :-width], blocks[:, :, -width:]
+    """Return ``qkv`` [T, (2 Hq + 2 Hkv) * D] without its gates, [T, (Hq + 2 Hkv) * D], and the gates [T, Hq, D]. They come last in each
+    fused slice."""
+    rows, width = len(qkv), shape.queries * shape.dim // shape.fused_slices
+    slices = qkv.view(rows, shape.fused_slices, -1)
+    rest, gates = slices[:, :, :-width], slices[:, :, -width:]
     return rest.reshape(rows, -1).contiguous(), gates.reshape(rows, shape.queries, shape.dim)
 
 
@@ -69,21 +71,24 @@ def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def norm_values(ops: Ops, qkv: Tensor, shape: HeadShape, shared: bool) -> Tensor:
-    """qkv [T, (Hq + 2 Hkv) * D] -> the same, values normed by head, without weights. ``shared``: it is [T, (Hq + Hkv) * D], and what
-    the keys come from serves as values."""
-    rows, blocks = len(qkv), qkv.view(len(qkv), shape.blocks, -1)
-    width, ends = shape.keys * shape.dim // shape.blocks, (shape.queries + shape.keys) * shape.dim // shape.blocks
-    values = blocks[:, :, ends - width : ends] if shared else blocks[:, :, ends:]
+    """Return ``qkv`` [T, (Hq + 2 Hkv) * D] with the values of each head normed, without weights. ``shared``: ``qkv`` is
+    [T, (Hq + Hkv) * D], and the values come from its keys."""
+    rows, slices = len(qkv), qkv.view(len(qkv), shape.fused_slices, -1)
+    width, ends = shape.keys * shape.dim // shape.fused_slices, (shape.queries + shape.keys) * shape.dim // shape.fused_slices
+    values = slices[:, :, ends - width : ends] if shared else slices[:, :, ends:]
     normed = ops.rms_norm(values.reshape(-1, shape.dim), _ones(shape.dim, qkv.dtype, qkv.device), shape.eps, False)
-    return torch.cat([blocks[:, :, :ends], normed.view(rows, shape.blocks, width)], 2).view(rows, -1)
+    return torch.cat([slices[:, :, :ends], normed.view(rows, shape.fused_slices, width)], 2).view(rows, -1)
 
 
-def whole_norms(ops: Ops, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, shape: HeadShape, kv_copies: int, tp: Group) -> Tensor:
-    """qkv [T, (Hq + 2 Hkv) * D] of this rank -> the same, its queries normed over the heads of all ranks, and its keys. ``kv_copies``:
-    ranks that hold the same KV head. Collective over tp: every rank of it must call, in program order."""
-    rows, blocks = len(qkv), qkv.view(len(qkv), shape.blocks, -1)
-    widths = [count * shape.dim // shape.blocks for count in (shape.queries, shape.keys, shape.keys)]
-    q, k, v = blocks.split(widths, 2)
+def norm_over_all_heads(
+    ops: Ops, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, shape: HeadShape, kv_copies: int, tp: Group
+) -> Tensor:
+    """Return this rank's ``qkv`` [T, (Hq + 2 Hkv) * D] with queries and keys normed over the heads of all ranks.
+
+    ``kv_copies``: number of ranks that hold the same KV head. Collective over tp: every rank of it must call, in program order."""
+    rows, slices = len(qkv), qkv.view(len(qkv), shape.fused_slices, -1)
+    widths = [count * shape.dim // shape.fused_slices for count in (shape.queries, shape.keys, shape.keys)]
+    q, k, v = slices.split(widths, 2)
     q, k = q.reshape(rows, -1), k.reshape(rows, -1)
     if tp.size == 1:
         q, k = q_norm(q), k_norm(k)
@@ -97,5 +102,5 @@ def whole_norms(ops: Ops, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, shape: 
         scale_q, scale_k = (torch.rsqrt(sums[:, i, None] / sizes[i] + q_norm.eps) for i in range(2))
         q, k = ((x * scale).to(qkv.dtype) for x, scale in ((wide_q, scale_q), (wide_k, scale_k)))
         q, k = q_norm.weight * q, k_norm.weight * k
-    q, k = q.view(rows, shape.blocks, -1), k.view(rows, shape.blocks, -1)
+    q, k = q.view(rows, shape.fused_slices, -1), k.view(rows, shape.fused_slices, -1)
     return torch.cat([q, k, v], 2).view(rows, -1)

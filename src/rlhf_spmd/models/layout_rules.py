@@ -25,6 +25,7 @@ class DividedModel:
 
     @property
     def stages(self) -> int:
+        """Return the number of pipeline stages, virtual ones included."""
         return self.pp * self.vpp
 
     @property
@@ -48,25 +49,28 @@ class DividedModel:
 
     @property
     def query_heads(self) -> int:
-        """Return how many a rank has."""
+        """Return the query heads of a rank."""
         return self.spec.num_attention_heads // self.tp
 
     @property
     def kv_heads(self) -> list[int]:
-        """Return how many a rank has, for each kind of layers."""
+        """Return the KV heads of a rank, for each kind of layers."""
         return [max(kind.num_key_value_heads // self.tp, 1) for kind in self.spec.kinds_of_heads()]
 
     @property
     def allowed_cp(self) -> list[int]:
+        """Return the values of cp that divide the heads of a rank in all layers."""
         divisors = [n for n in range(1, self.query_heads + 1) if self.query_heads % n == 0]
         return [n for n in divisors if all(count % n == 0 or n % count == 0 for count in self.kv_heads)]
 
     @property
     def num_experts(self) -> int:
+        """Return the number of experts of a mixture; 0 without mixtures."""
         return 0 if self.spec.experts is None else self.spec.experts.count
 
     @property
     def allowed_ep(self) -> list[int]:
+        """Return the values of ep that divide the experts."""
         return [n for n in range(1, max(self.num_experts, 1) + 1) if max(self.num_experts, 1) % n == 0]
 
 

@@ -29,8 +29,8 @@ class DeltaAttention(Protocol):
     """What linear attention needs to know of a forward pass: which tokens follow each other, and what was before them."""
 
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
-        """x [T, C], ``decay`` and ``rate`` [T, value heads] -> [T, value heads, D]; see :func:`~rlhf_spmd.kernels.delta_rule`.
-        ``layer_index`` counts the stage's layers with linear attention."""
+        """Return the outputs [T, value heads, D] of ``x`` [T, C], ``decay`` and ``rate`` [T, value heads]; see
+        :func:`~rlhf_spmd.kernels.delta_rule`. ``layer_index`` counts the stage's layers with linear attention."""
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ class KeepsStates(Protocol):
     """A DeltaAttention of one token of each row, whose states one operation can read and write, see ``HasDeltaRuleStep``."""
 
     def states_of(self, layer_index: int) -> StateRows:
-        """Those of the layer."""
+        """Return the states of the layer."""
 
 
 class PackedDeltaAttention:
@@ -56,14 +56,14 @@ class PackedDeltaAttention:
             mixed, _ = self._kernels.mix(x, decay, rate, weight, shape, packing)
             return mixed if copies is None else copies.first(mixed)
         outs = []
-        for part in packing.alike(1, math.inf):
+        for part in packing.padded_groups(1, math.inf):
             valid = None if part.full else part.valid[:, :, None]
             rows, decays, rates = (part.gather(each) for each in (x, decay, rate))
             out, _, _ = delta_rule(rows, decays, rates, weight, shape, valid, None)
-            outs.append(part.picked(out))
+            outs.append(part.without_padding(out))
         if not outs:
             return x.new_zeros(0, shape.values, shape.value_dim)
-        mixed = torch.cat(outs).index_select(0, packing.places(1, math.inf))
+        mixed = torch.cat(outs).index_select(0, packing.group_positions(1, math.inf))
         return mixed if copies is None else copies.first(mixed)
 
 
@@ -77,14 +77,14 @@ class LinearMixer(nn.Module):
         shards: Mapping[str, ParamShard],
         index: int,
         tp: Group,
-        blocks: int,
+        fused_slices: int,
         eps: float,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         keys, values = rule.key_heads // tp.size, rule.value_heads // tp.size
-        self.shape = DeltaShape(keys, values, rule.key_dim, rule.value_dim, rule.kernel, blocks)
+        self.shape = DeltaShape(keys, values, rule.key_dim, rule.value_dim, rule.kernel, fused_slices)
         self.ops, self.index, self.tp = ops, index, tp
         self.conv, self.decay, self.decay_bias = (
             Linear(shards[f"mixer.{name}.weight"].shape, False, dtype, device) for name in ("conv", "decay", "decay_bias")
@@ -92,7 +92,7 @@ class LinearMixer(nn.Module):
         self.norm = RMSNorm(ops, rule.value_dim, eps, False, dtype, device)
 
     def forward(self, product: Tensor, attention: DeltaAttention) -> Tensor:
-        """The first product's rows [T, columns of this rank] -> [T, value heads, D]."""
+        """Return the input of the last matrix [T, value heads, D]. ``product``: the first product's rows [T, columns of this rank]."""
         shape, rows = self.shape, len(product)
         if isinstance(attention, KeepsStates) and isinstance(self.ops, HasDeltaRuleStep):
             parts = self.conv.weight, self.decay.weight, self.decay_bias.weight, self.norm.weight
@@ -100,7 +100,7 @@ class LinearMixer(nn.Module):
                 product, MixerWeights(*parts, self.norm.eps), shape, attention.states_of(self.index)
             )
         widths = shape.channels, shape.values * shape.value_dim, shape.values, shape.values
-        parts = product.view(rows, shape.blocks, -1).split([width // shape.blocks for width in widths], 2)
+        parts = product.view(rows, shape.fused_slices, -1).split([width // shape.fused_slices for width in widths], 2)
         x, gate, rate, decay = (part.reshape(rows, -1) for part in parts)
         wide = torch.promote_types(product.dtype, torch.float32)
         decay = -self.decay.weight.to(wide).exp() * F.softplus(decay.to(wide) + self.decay_bias.weight)

@@ -138,12 +138,12 @@ def is_trained(name: str, head: str, lora: bool) -> bool:
 
 
 def adapter_tensor(tensor: str, which: str) -> str:
-    """PEFT's name of a matrix's A or B: ``base_model.model.<module>.lora_A.weight``."""
+    """Return PEFT's name of a matrix's A or B: ``base_model.model.<module>.lora_A.weight``."""
     return f"{PREFIX}{tensor.removesuffix('.weight')}.lora_{which}.weight"
 
 
 def adapter_parts(matrix: ParamShard, lora: LoraConfig) -> list[AdapterPart]:
-    """Where the adapters of a parameter's boxes lie."""
+    """Return the rows of A, of B and of the parameter for each box that has an adapter."""
     boxes, parts, first = [box for box in matrix.boxes if lora.targets(box.name)], list[AdapterPart](), 0
     number = {name: i for i, name in enumerate(dict.fromkeys(box.name for box in boxes))}
     for box in boxes:
@@ -154,7 +154,7 @@ def adapter_parts(matrix: ParamShard, lora: LoraConfig) -> list[AdapterPart]:
 
 
 def plan_adapters(block: Mapping[str, ParamShard], lora: LoraConfig | None) -> dict[str, ParamShard]:
-    """The adapters of a layer, of which ``block`` is the plan: ``qkv.lora.a``, ``qkv.lora.b``, and so on."""
+    """Return the plan of a layer's adapters, by the plan ``block`` of the layer: ``qkv.lora.a``, ``qkv.lora.b``, and so on."""
     plan: dict[str, ParamShard] = {}
     if lora is None:
         return plan
@@ -170,6 +170,6 @@ def plan_adapters(block: Mapping[str, ParamShard], lora: LoraConfig | None) -> d
                 a.append(Box(adapter_tensor(box.name, "A"), (rank, columns), (0, column), (rank, width), (part.a.start, 0)))
         if b:
             width, count = matrix.shape[1], sum(box.size[0] for box in b)
-            plan[f"{name}.lora.a"] = ParamShard((rank * len(a), width), tuple(a), whole_on_tp=name not in _BY_ROWS)
-            plan[f"{name}.lora.b"] = ParamShard((count, rank), tuple(b), whole_on_tp=name not in _BY_COLUMNS)
+            plan[f"{name}.lora.a"] = ParamShard((rank * len(a), width), tuple(a), replicated_on_tp=name not in _BY_ROWS)
+            plan[f"{name}.lora.b"] = ParamShard((count, rank), tuple(b), replicated_on_tp=name not in _BY_COLUMNS)
     return plan

@@ -36,18 +36,18 @@ class Quantized(nn.Module):
         self.register_buffer("scales", torch.empty(math.prod(shape) // BLOCK, device=device))
 
     def set(self, values: Tensor) -> None:
-        """To the nearest that it can be; ``values`` [out_local, in_local] in ``dtype``."""
+        """Set each element to the nearest number that ``bits`` allow. ``values``: [out_local, in_local] in ``dtype``."""
         codes, scales = _narrow(values, self.bits)
         self.codes.copy_(codes.view(-1))
         self.scales.copy_(scales)
 
     def values(self) -> Tensor:
-        """[out_local, in_local], new."""
+        """Return a new tensor [out_local, in_local] with the matrix in ``dtype``."""
         return _widen(self.codes, self.scales, self.bits, self.shape, self.dtype)
 
 
 def rounded(values: Tensor, bits: int) -> Tensor:
-    """``values`` [n, a multiple of 64] as a :class:`Quantized` has them."""
+    """Return ``values`` [n, a multiple of 64] as a :class:`Quantized` rounds them."""
     codes, scales = _narrow(values.contiguous(), bits)
     return _widen(codes.view(-1), scales, bits, values.shape, values.dtype)
 
@@ -76,7 +76,7 @@ def _widen(codes: Tensor, scales: Tensor, bits: int, shape: Sequence[int], dtype
 
 @cache
 def bitsandbytes_functional() -> Any:
-    """Imported where it is used: that takes a second."""
+    """Return the module ``bitsandbytes.functional``. It is imported only where it is used: that takes a second."""
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns of a product of its own that it cannot have
@@ -88,7 +88,7 @@ def bitsandbytes_functional() -> Any:
 
 @cache
 def _table(device: torch.device) -> Tensor:
-    """The numbers of a byte."""
+    """Return the numbers that a byte stands for."""
     table: Tensor = bitsandbytes_functional().create_dynamic_map().to(device)
     return table
 
@@ -100,7 +100,8 @@ def _matrices(spec: ModelSpec, lora: LoraConfig, tp: int) -> list[ParamShard]:
 
 
 def quantized_tensors(spec: ModelSpec, lora: LoraConfig) -> frozenset[str]:
-    """Tensors of the model that lie in ``lora.bits``: those that have adapters, and what is fused with them (k_proj beside q_proj)."""
+    """Return the tensors of the model that lie in ``lora.bits``: those that have adapters, and what is fused with them (k_proj
+    beside q_proj)."""
     return frozenset(box.name for matrix in _matrices(spec, lora, 1) for box in matrix.boxes)
 
 

@@ -9,37 +9,38 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.models.spec import ModelSpec, RopeKind
 
 
-def rope_frequencies(spec: ModelSpec, local: bool | None = False) -> Tensor:
-    """Radians per position, fp32 on CPU, for each pair of the dims that are rotated, after the spec's scaling. ``local``: what
-    :meth:`ModelSpec.local_rope` says of a layer; those with ``local_rope_theta`` are not scaled, and None has no pair."""
-    if local is None:
+def rope_frequencies(spec: ModelSpec, kind: RopeKind = "global") -> Tensor:
+    """Return radians per position, fp32 on CPU, for each pair of the dims that are rotated, after the spec's scaling. ``kind``:
+    :meth:`ModelSpec.rope_kind` of a layer; "local" is not scaled, and None has no pair."""
+    if kind is None:
         return torch.empty(0)
+    local = kind == "local"
     theta, scaling = (spec.local_rope_theta, None) if local else (spec.rope_theta, spec.rope_scaling)
-    assert theta is not None, "no layer of this model has a rotary theta of its own"
+    assert theta is not None, "the model sets no local_rope_theta"
     dim = spec.rotated_dims if local or spec.global_heads is None else spec.global_heads[1]
-    kind = "default" if scaling is None else scaling["rope_type"]
-    if scaling is not None and kind == "dynamic":  # 1 up to the context, but for rounding
+    scaling_type = "default" if scaling is None else scaling["rope_type"]
+    if scaling is not None and scaling_type == "dynamic":  # 1 up to the context, but for rounding
         factor, context = scaling["factor"], spec.max_position_embeddings
         theta *= ((factor * context / context) - (factor - 1)) ** (dim / (dim - 2)) if dim > 2 else 1
     power: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     frequency = 1.0 / power
-    if scaling is None or kind == "dynamic":
+    if scaling is None or scaling_type == "dynamic":
         return frequency
-    if kind == "proportional":  # the other pairs of the whole head do not turn
+    if scaling_type == "proportional":  # the other pairs of the head do not turn
         return torch.where(
             torch.arange(dim // 2) < int(scaling["partial_rotary_factor"] * dim // 2), frequency / scaling["factor"], 0
         )
-    if kind == "longrope":
+    if scaling_type == "longrope":
         return 1.0 / (torch.tensor(scaling["short_factor"], dtype=torch.float32) * power)
     factor = float(scaling["factor"])
-    if kind == "linear":
+    if scaling_type == "linear":
         return frequency / factor
-    if kind == "yarn":
+    if scaling_type == "yarn":
         return _yarn(scaling, theta, dim, frequency, 1.0 / (factor * power))
-    assert kind == "llama3", f"rope type {kind!r} passed read_rope"
+    assert scaling_type == "llama3", f"rope type {scaling_type!r} passed read_rope"
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     original = float(scaling["original_max_position_embeddings"])
     wavelength = 2 * math.pi / frequency
@@ -50,9 +51,9 @@ def rope_frequencies(spec: ModelSpec, local: bool | None = False) -> Tensor:
     return torch.where(medium, between, scaled)
 
 
-def _yarn(scaling: Mapping[str, Any], theta: float, dim: int, kept: Tensor, slowed: Tensor) -> Tensor:
-    """Pairs that turn often in the context of pretraining are ``kept``, those that turn rarely ``slowed``, those between mixed
-    (https://arxiv.org/abs/2309.00071)."""
+def _yarn(scaling: Mapping[str, Any], theta: float, dim: int, unscaled: Tensor, slowed: Tensor) -> Tensor:
+    """Return the frequencies of yarn (https://arxiv.org/abs/2309.00071): ``unscaled`` for pairs that turn often in the context of
+    pretraining, ``slowed`` for pairs that turn rarely, a mix between."""
 
     def pair_of(turns: float) -> float:
         turned = scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)
@@ -64,7 +65,7 @@ def _yarn(scaling: Mapping[str, Any], theta: float, dim: int, kept: Tensor, slow
     first, last = max(first, 0), min(last, dim - 1)
     width = last - first if last != first else 0.001
     share = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
-    return slowed * (1 - share) + kept * share
+    return slowed * (1 - share) + unscaled * share
 
 
 class Rope(NamedTuple):
@@ -75,11 +76,11 @@ class Rope(NamedTuple):
     growth: Tensor | None = None
 
 
-def rope_tables(spec: ModelSpec, frequency: Tensor, positions: Tensor, dtype: torch.dtype, local: bool | None = False) -> Rope:
-    """The tables of positions [T], computed in fp32. ``local`` as for :func:`rope_frequencies`."""
+def rope_tables(spec: ModelSpec, frequency: Tensor, positions: Tensor, dtype: torch.dtype, kind: RopeKind = "global") -> Rope:
+    """Return the tables of ``positions`` [T] in ``dtype``, computed in fp32. ``kind``: see :func:`rope_frequencies`."""
     angles = positions.to(frequency.dtype)[:, None, None] * frequency
     cos, sin, growth = angles.cos(), angles.sin(), None
-    factor = 1 if local or spec.rope_scaling is None else spec.rope_scaling.get("attention_factor", 1)
+    factor = 1 if kind == "local" or spec.rope_scaling is None else spec.rope_scaling.get("attention_factor", 1)
     if factor != 1:
         cos, sin = cos * factor, sin * factor
     if spec.query_growth is not None:

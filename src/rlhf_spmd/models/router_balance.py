@@ -65,7 +65,7 @@ def mixture_numbers(spec: ModelSpec) -> dict[int, int]:
 
 
 def shares(logits: Tensor, rule: RoutingRule) -> Tensor:
-    """Each expert's share in a token's scores, [T, E] from logits [T, E], in fp32 at least; the sum of a token's is 1."""
+    """Return each expert's share in a token's scores, [T, E], from logits [T, E], in fp32 at least. A token's shares sum to 1."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if rule.scoring != "sigmoid":
         return torch.softmax(wide, -1)
@@ -98,8 +98,8 @@ class RouterBalance:
         return RouterPass(self, lengths, token_index, *options) if self.local and len(lengths) else None
 
     def report(self, pool: Group) -> dict[str, float]:
-        """The metrics, the same on all ranks; {} without mixtures or tokens. Collective over ``pool``: every rank of it must call, in
-        program order."""
+        """Return the metrics, equal on all ranks; {} without mixtures or tokens. Collective over ``pool``: every rank of it must
+        call, in program order."""
         if not self.numbers:
             return {}
         sums = self.sums.to("cpu", copy=True) if self.tp.rank == 0 else torch.zeros(self.sums.shape, dtype=torch.float64)
@@ -143,9 +143,9 @@ class RouterPass:
         if token_index is not None:
             tokens = token_index
         if cp.size > 1:
-            mine = tokens % cp.size == cp.rank
-            tokens, row = tokens[mine] // cp.size, row[mine]
-            chosen = None if chosen is None else chosen[mine]
+            on_this_rank = tokens % cp.size == cp.rank
+            tokens, row = tokens[on_this_rank] // cp.size, row[on_this_rank]
+            chosen = None if chosen is None else chosen[on_this_rank]
         self._num_tokens = int(tokens.max()) + 1 if len(tokens) else 0
         self._counted: set[int] = set() if counts else set(balance.local)
         # tokens that several rows share count once in each
@@ -172,13 +172,13 @@ class RouterPass:
             scores = shares(logits[: self._num_tokens].detach(), rule)
         if self._weight:
             logits = self._balanced(layer, logits, scores, rule)
-        weights, chosen = ops.route(logits, score_bias, rule, dtype, self._given(layer, logits))
+        weights, chosen = ops.route(logits, score_bias, rule, dtype, self._prescribed(layer, logits))
         if counts:
             self._count(layer, scores, chosen)
         return weights, chosen
 
-    def _given(self, layer: int, logits: Tensor) -> Tensor | None:
-        """The experts that each row of the logits has to take, padding among them."""
+    def _prescribed(self, layer: int, logits: Tensor) -> Tensor | None:
+        """Return the experts that each row of the logits has to take, padding included; None where routers choose."""
         if self._chosen is None:
             return None
         experts = self._chosen[:, self._balance.local.index(layer)].long()
@@ -194,7 +194,8 @@ class RouterPass:
         sums[-2] += entropy.sum(dtype=torch.float64)
 
     def _balanced(self, layer: int, logits: Tensor, scores: Tensor, rule: RoutingRule) -> Tensor:
-        """``logits``, whose gradient gets that of the loss; on one tp rank, because a router's gradients are summed over tp."""
+        """Return ``logits``; the backward pass adds the loss's gradient to theirs, on one tp rank alone, because a router's
+        gradients are summed over tp."""
         factors = self._factors(scores, rule)
         if layer not in self._counted:
             loss = (self._of_rows(scores) * factors.index_select(0, self._row)).sum(dtype=torch.float64)
@@ -216,7 +217,7 @@ class RouterPass:
         return differentiable(lambda x: (x.view_as(x), (x, factors)), backward, logits)
 
     def _factors(self, scores: Tensor, rule: RoutingRule) -> Tensor:
-        """By what the loss of a row multiplies the shares of its tokens, [R, E]: E * f / number of tokens."""
+        """Return the factors [R, E] of the shares in the loss of each row: E * f / number of tokens."""
         experts = self._balance.num_experts
         best = self._of_rows(scores.topk(rule.per_token, -1).indices) + self._row[:, None] * experts
         load = torch.zeros(len(self._norm) * experts, dtype=torch.float64, device=scores.device)
@@ -226,5 +227,5 @@ class RouterPass:
         return (factors / rule.per_token if rule.scoring == "sigmoid" else factors).to(scores.dtype)
 
     def _of_rows(self, x: Tensor) -> Tensor:
-        """x [T, ...] -> [N, ...], of each row's tokens on this rank, one row after the other."""
+        """Return the entries [N, ...] of ``x`` [T, ...] for each row's tokens on this rank, one row after the other."""
         return x if self._copies is None else x.index_select(0, self._copies.token_index)

@@ -12,6 +12,8 @@ from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.keys import check_factors, longest_row, read_positive, read_rope, read_size, reject_unless
 from rlhf_spmd.models.layer_kinds import DeltaRule, Experts, Latent
 
+RopeKind = Literal["local", "global"] | None  # of a layer, see ModelSpec.rope_kind
+
 
 @dataclass(frozen=True)
 class Names:
@@ -63,10 +65,10 @@ class ModelSpec:
       head, without weights.
     - latent: queries, keys and values come from short vectors; head_dim is then that of queries and keys.
     - attention_bias: on q, k and v, or on what makes the short vectors; attention_out_bias: on the matrix behind the attention.
-    - qk_norm: q and k have a norm, per head, or with whole_qk_norm over all heads.
+    - qk_norm: q and k have a norm: one per head, or one over all heads with qk_norm_over_all_heads.
     - attention_gate: q_proj also makes a gate of each head, behind its query; its sigmoid multiplies the attention's output.
     - attention_scale: None is 1 / sqrt(head_dim). windows: one entry per layer, or none where no layer has a window.
-    - norm_plus_one: norms multiply by 1 + weight. embed_scale multiplies the embeddings, rounded to their dtype; residual_scale
+    - norm_unit_offset: norms multiply by 1 + weight. embed_scale multiplies the embeddings, rounded to their dtype; residual_scale
       what a layer adds to the residual stream; logit_scale the logits. logit_softcap: logits are c * tanh(logits / c).
     - max_position_embeddings: tokens of the longest row.
     - text_prefix: part of the tensors' names in a directory that holds a vision tower as well.
@@ -96,13 +98,13 @@ class ModelSpec:
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
-    whole_qk_norm: bool = False
+    qk_norm_over_all_heads: bool = False
     attention_gate: bool = False
     attention_scale: float | None = None
     attention_softcap: float | None = None
     windows: tuple[int | None, ...] = ()
     logit_softcap: float | None = None
-    norm_plus_one: bool = False
+    norm_unit_offset: bool = False
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -118,11 +120,11 @@ class ModelSpec:
 
     @property
     def rotated_dims(self) -> int:
-        """Dims of a head that are rotated."""
+        """Return the number of dims of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor) if self.latent is None else self.latent.rope_dim
 
     def spec_for_layer(self, layer: int) -> ModelSpec:
-        """Return the spec with the heads that one layer has, by its index in the model."""
+        """Return the spec with the heads of one layer, by its global index."""
         if self.global_heads is None:
             return self
         if self.windows[layer] is not None:
@@ -130,10 +132,11 @@ class ModelSpec:
         return replace(self, num_key_value_heads=self.global_heads[0], head_dim=self.global_heads[1])
 
     def has_global_heads(self, layer: int) -> bool:
+        """Return True if a layer, by its global index, has ``global_heads``."""
         return self.global_heads is not None and self.windows[layer] is None
 
     def attention_kind(self, layer: int) -> Literal["full", "global", "linear"]:
-        """Return which attention a layer has, by its global index: linear, with ``global_heads``, or the heads of the others."""
+        """Return the attention of a layer, by its global index: "linear"; "global" with ``global_heads``; else "full"."""
         if self.delta_of(layer) is not None:
             return "linear"
         return "global" if self.has_global_heads(layer) else "full"
@@ -144,13 +147,13 @@ class ModelSpec:
         return plain_attention and not self.value_norm and self.experts_of(layer) is None and self.names.scalar is None
 
     def kinds_of_heads(self) -> list[ModelSpec]:
-        """:meth:`spec_for_layer` for one layer of each kind."""
+        """Return :meth:`spec_for_layer` for one layer of each kind: without ``global_heads``, then with them."""
         layers = {self.has_global_heads(layer): layer for layer in range(self.num_hidden_layers)}
         return [self.spec_for_layer(layers[kind]) for kind in sorted(layers)]
 
     @property
     def attention_numel(self) -> int:
-        """Elements of the matrices of a layer's attention, where it is not linear."""
+        """Return the elements of the matrices of a layer's attention, where it is not linear."""
         heads, hidden = self.num_attention_heads, self.hidden_size
         if self.latent is not None:
             return self.latent.matrix_numel(hidden, heads)
@@ -159,34 +162,39 @@ class ModelSpec:
         )
 
     def attention_rule(self, layer: int) -> AttentionRule:
-        """The rule of a layer by its global index."""
+        """Return the attention's scale, softcap and window in a layer, by its global index."""
         scale = 1 / math.sqrt(self.head_dim) if self.attention_scale is None else self.attention_scale
         return AttentionRule(scale, self.attention_softcap, self.windows[layer] if self.windows else None)
 
-    def local_rope(self, layer: int) -> bool | None:
-        """Return True if a layer's rotary embeddings have ``local_rope_theta``; None if it has no rotary embeddings."""
+    def rope_kind(self, layer: int) -> RopeKind:
+        """Return the rotary embeddings of a layer, by its global index: "local" with ``local_rope_theta``, "global" with
+        ``rope_theta``; None without rotary embeddings."""
         if layer in self.unrotated:
             return None
-        return self.local_rope_theta is not None and self.attention_rule(layer).window is not None
+        has_window = self.attention_rule(layer).window is not None
+        return "local" if has_window and self.local_rope_theta is not None else "global"
 
     def delta_of(self, layer: int) -> DeltaRule | None:
-        """The linear attention of a layer by its global index; None where it has attention."""
+        """Return the linear attention of a layer, by its global index; None where it has attention."""
         return self.delta if self.delta is not None and layer in self.delta.layers else None
 
     def experts_of(self, layer: int) -> Experts | None:
-        """The mixture of a layer by its global index; None where it has an MLP."""
+        """Return the mixture of experts of a layer, by its global index; None where it has an MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
 
 def join_ends(spec: ModelSpec, tokenizer: Any, template: str | None = None) -> ModelSpec:
-    """``spec`` with all tokens that end a response: those that the model's files name, the end token of ``tokenizer`` (None: there is
-    none) and the one that closes the assistant's turn in ``template``, by default the tokenizer's own."""
-    known = (token for token in end_token_ids(tokenizer, template) if token < spec.vocab_size)
-    return replace(spec, eos_token_ids=tuple(sorted({*spec.eos_token_ids, *known})))
+    """Return ``spec`` with all tokens that end a response.
+
+    They are those that the model's files name, the end token of ``tokenizer`` (None: there is none), and the token that closes the
+    assistant's turn in ``template``, by default the template of the tokenizer."""
+    end_tokens = (token for token in end_token_ids(tokenizer, template) if token < spec.vocab_size)
+    return replace(spec, eos_token_ids=tuple(sorted({*spec.eos_token_ids, *end_tokens})))
 
 
 def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
-    """The keys that all families share, checked; ``flags`` are the family's own ModelSpec fields and override them."""
+    """Return the spec from the keys of ``config`` that all families share. ``flags``: fields of ModelSpec that the family sets; they
+    override the keys. Raises ValueError naming ``source`` and key."""
     heads = read_size(config, source, "num_attention_heads")
     hidden = read_size(config, source, "hidden_size")
     if "head_dim" not in flags and config.get("head_dim") is None and hidden % heads:
@@ -224,13 +232,13 @@ def standard_spec(config: Mapping[str, Any], source: str, **flags: Any) -> Model
 
 
 def read_windows(config: Mapping[str, Any], source: str, pattern: int | None = None) -> tuple[int | None, ...]:
-    """``ModelSpec.windows`` from ``sliding_window``: of every layer, or with ``pattern``, of those that ``layer_types`` calls
-    "sliding_attention"; where the key is missing these are all but every ``pattern``-th layer."""
+    """Return ``ModelSpec.windows`` from the key ``sliding_window``: the window of every layer, or with ``pattern`` of the layers that
+    ``layer_types`` calls "sliding_attention". Without that key these are all but every ``pattern``-th layer. Raises ValueError."""
     layers = read_size(config, source, "num_hidden_layers")
     if pattern is None:
         return () if config.get("sliding_window") is None else (read_size(config, source, "sliding_window"),) * layers
-    usual = ["full_attention" if layer % pattern == 0 else "sliding_attention" for layer in range(1, layers + 1)]
-    types = config.get("layer_types") or usual
+    default_types = ["full_attention" if layer % pattern == 0 else "sliding_attention" for layer in range(1, layers + 1)]
+    types = config.get("layer_types") or default_types
     if len(types) != layers or not set(types) <= {"sliding_attention", "full_attention"}:
         raise ValueError(
             f"{source}: 'layer_types' is {types!r}; it must call each of the num_hidden_layers={layers} layers "
@@ -250,8 +258,8 @@ def end_ids(value: Any, source: str) -> tuple[int, ...] | None:
 
 
 def read_choice(config: Mapping[str, Any], source: str, key: str, count: int, per_token: int) -> tuple[int, int]:
-    """The number of experts, of which ``key`` is the name, and how many of them a token takes, with their defaults. Raises ValueError
-    naming the keys."""
+    """Return the number of experts, which is under ``key``, and the number that a token takes. ``count`` and ``per_token`` are the
+    defaults. Raises ValueError naming the keys."""
     count, per_token = read_size(config, source, key, count), read_size(config, source, "num_experts_per_tok", per_token)
     if per_token > count:
         raise ValueError(f"{source}: num_experts_per_tok={per_token} exceeds {key}={count}")

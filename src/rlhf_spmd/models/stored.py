@@ -36,8 +36,8 @@ _untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and f
 
 
 def read_spec(path: str | Path) -> ModelSpec:
-    """The architecture of a Hugging Face directory, whose weights need not be there. ``tie_word_embeddings`` is false where an output
-    matrix lies there that differs from the embedding, as transformers has it.
+    """Return the architecture of a Hugging Face directory, whose weights need not be there. ``tie_word_embeddings`` is false where
+    an output matrix lies there that differs from the embedding, as transformers has it.
 
     Raises ValueError naming the file, the key and the value.
     """
@@ -54,7 +54,7 @@ def read_spec(path: str | Path) -> ModelSpec:
 
 
 def read_eos_ids(path: str | Path) -> tuple[int, ...]:
-    """End-of-sequence token ids: generation_config.json if it names any, else config.json; () where neither does.
+    """Return the end-of-sequence token ids: generation_config.json if it names any, else config.json; () where neither does.
 
     Raises ValueError naming the file and the value.
     """
@@ -104,12 +104,12 @@ class StoredModel:
             expected = f"num_hidden_layers={spec.num_hidden_layers}" + (f" with {experts} experts" if experts else "")
             raise ValueError(f"{self.source}: {len(self.stored)} tensors are too few for the model of config.json, {expected}")
 
-    def refuse_unknown(self, known: Collection[str]) -> None:
-        """Raise ValueError for a tensor whose name is neither ``known`` nor a head's."""
+    def refuse_unknown(self, expected: Collection[str]) -> None:
+        """Raise ValueError for a tensor whose name is neither ``expected`` nor a head's."""
         heads = self.spec.names.lm_head, self.spec.names.value_head
         names = {n: scaled_tensor(n) for n in self.stored}
         unknown = sorted(
-            n for n, tensor in names.items() if tensor not in known and tensor not in heads and not _IGNORED.search(n)
+            n for n, tensor in names.items() if tensor not in expected and tensor not in heads and not _IGNORED.search(n)
         )
         if unknown:
             raise ValueError(
@@ -135,7 +135,7 @@ class StoredModel:
         return False
 
     def find(self, name: str, shape: tuple[int, ...], missing_head_ok: bool) -> Any:
-        """safetensors' slice object of a tensor of the model; None for a value head that may be absent and is."""
+        """Return safetensors' slice object of a tensor of the model; None for a value head that may be absent and is."""
         stored = name
         if name == self.spec.names.embed and self.spec.tie_word_embeddings and name not in self.stored:
             stored = self.spec.names.lm_head  # the one matrix of a tied model is saved under either name
@@ -148,8 +148,8 @@ class StoredModel:
         raise ValueError(f"{self.source}: tensor '{name}' is missing{hint}")
 
     def slices(self, name: str, shape: tuple[int, ...], why: str, dtypes: Collection[str] = FLOATS) -> Any:
-        """safetensors' slice object of a tensor, or one like it that reads FP8, after checking its shape and dtype. ``why`` it has that
-        shape."""
+        """Return safetensors' slice object of a tensor, or one like it that reads FP8, after checking its shape and dtype. ``why``
+        it has that shape."""
         tensor, source = self._slice(name)
         if tuple(tensor.get_shape()) != shape:
             raise ValueError(f"{source}: tensor '{name}' has shape {list(tensor.get_shape())}, but {why} {list(shape)}")
@@ -163,7 +163,7 @@ class StoredModel:
         return tensor
 
     def _slice(self, name: str) -> tuple[Any, Path]:
-        """A tensor as it lies in its file, and the file."""
+        """Return a tensor as it lies in its file, and the file."""
         if name not in self.stored:
             raise ValueError(f"{self.source}: tensor '{name}' is missing")
         stored = self.stored[name]
@@ -194,7 +194,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def read_json(source: Path) -> dict[str, Any]:
-    """A JSON object from a file of a model directory. Raises ValueError naming the file."""
+    """Return the JSON object in a file of a model directory. Raises ValueError naming the file."""
     if not source.is_file():
         raise ValueError(f"{source}: no such file; a Hugging Face model directory must contain {source.name}")
     try:
@@ -207,12 +207,12 @@ def read_json(source: Path) -> dict[str, Any]:
 
 
 def scaled_tensor(name: str) -> str:
-    """The tensor that scales called ``name`` belong to; ``name`` itself where it does not name scales."""
+    """Return the tensor that scales called ``name`` belong to; ``name`` itself where it does not name scales."""
     return name.replace(ACTIVATIONS, ".weight").removesuffix(SCALES)
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """That of the scales of a tensor's blocks."""
+    """Return the shape of the scales of a tensor of ``shape``."""
     return (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
 
 

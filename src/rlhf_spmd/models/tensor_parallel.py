@@ -31,22 +31,22 @@ def reduce_in_order(x: Tensor, group: Group, label: str, in_place: bool = False)
         return x
     if not capabilities(x.device).batch_invariant or (group.size == 2 and x.nbytes > 1 << 16):
         return group.all_reduce(x.contiguous() if in_place else x.contiguous().clone(), label)
-    return _sum(group.all_gather(x, label))
+    return _sum_in_order(group.all_gather(x, label))
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
+def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     total = parts[0] + parts[1]
     for part in parts[2:]:
         total += part
     return total
 
 
-def _sum_own_rows(x: Tensor, group: Group, label: str) -> Tensor:
-    """This rank's part [R / t, ...] of the sum of x [R, ...] over the group, on exact devices with the bits of
+def _sum_local_rows(x: Tensor, group: Group, label: str) -> Tensor:
+    """Return this rank's rows [R / t, ...] of the sum of ``x`` [R, ...] over the group, on exact devices with the bits of
     :func:`reduce_in_order`."""
     if group.size > 1 and not capabilities(x.device).batch_invariant:
         return group.reduce_scatter_into(x.new_empty(x.shape[0] // group.size, *x.shape[1:]), x.contiguous(), label)
-    return _sum(group.all_to_all(x.view(group.size, -1, *x.shape[1:]), label).unbind())
+    return _sum_in_order(group.all_to_all(x.view(group.size, -1, *x.shape[1:]), label).unbind())
 
 
 def _all_rows(x: Tensor, group: Group, label: str) -> Tensor:
@@ -58,8 +58,8 @@ def _node(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Te
 
 
 def copy_to_tp(x: Tensor, group: Group, label: str = "tp_grad") -> Tensor:
-    """Identity whose backward sums the gradient over the group: the entry of a column-parallel matrix, or a replicated
-    parameter that each rank applies to its own heads."""
+    """Return ``x``; the backward pass sums the gradient over the group. For the entry of a column-parallel matrix, or a replicated
+    parameter that each rank applies to its heads."""
     if group.size == 1 or not torch.is_grad_enabled():
         return x
     # the sum is of a copy: autograd may hand the same gradient to someone else, and all_reduce works in place
@@ -67,32 +67,35 @@ def copy_to_tp(x: Tensor, group: Group, label: str = "tp_grad") -> Tensor:
 
 
 def reduce_from_tp(x: Tensor, group: Group, label: str = "tp_sum") -> Tensor:
-    """Sum over the group whose backward is the identity: the exit of a row-parallel matrix. Without gradients x may become it."""
+    """Return the sum of ``x`` over the group; the backward pass hands on the gradient. For the exit of a row-parallel matrix. Without
+    gradients the sum may overwrite ``x``."""
     in_place = not torch.is_grad_enabled()
     return x if group.size == 1 else _node(x, lambda x: reduce_in_order(x, group, label, in_place), lambda grad: grad)
 
 
 def gather_to_tp(x: Tensor, group: Group, label: str = "tp_gather") -> Tensor:
-    """Every rank's rows [R / t, ...] in rank order, [R, ...], whose backward sums the gradient and leaves each rank its rows: the
-    entry of a column-parallel matrix under sequence parallelism."""
-    return _node(x, lambda x: _all_rows(x, group, label), lambda grad: _sum_own_rows(grad.contiguous(), group, label))
+    """Return the rows ``x`` [R / t, ...] of all ranks in rank order, [R, ...]; the backward pass sums the gradient and returns this
+    rank's rows. For the entry of a column-parallel matrix under sequence parallelism."""
+    return _node(x, lambda x: _all_rows(x, group, label), lambda grad: _sum_local_rows(grad.contiguous(), group, label))
 
 
 def scatter_from_tp(x: Tensor, group: Group, label: str = "tp_scatter") -> Tensor:
-    """This rank's rows [R / t, ...] of the sum of x [R, ...] over the group, whose backward gathers: the exit of a row-parallel
-    matrix under sequence parallelism. t divides R."""
-    return _node(x, lambda x: _sum_own_rows(x, group, label), lambda grad: _all_rows(grad, group, label))
+    """Return this rank's rows [R / t, ...] of the sum of ``x`` [R, ...] over the group; the backward pass gathers. For the exit of a
+    row-parallel matrix under sequence parallelism. t divides R."""
+    return _node(x, lambda x: _sum_local_rows(x, group, label), lambda grad: _all_rows(grad, group, label))
 
 
-def gather_whole(x: Tensor, group: Group, label: str = "tp_gather") -> Tensor:
-    """:func:`gather_to_tp` for what every rank computes alike, so that each has the whole gradient: backward takes its rows."""
+def gather_replicated(x: Tensor, group: Group, label: str = "tp_gather") -> Tensor:
+    """Return the rows of all ranks as :func:`gather_to_tp` does, for operations that every rank repeats. Each rank then has the full
+    gradient, and the backward pass returns this rank's rows without a sum."""
     return _node(x, lambda x: _all_rows(x, group, label), lambda grad: grad.chunk(group.size)[group.rank])
 
 
 def vocab_parallel_embedding(
     ids: Tensor, weight: Tensor, first: int, group: Group, leave: Callable[[Tensor, Group, str], Tensor] = reduce_from_tp
 ) -> Tensor:
-    """Token ids [T] -> [T, hidden]; ``weight`` [V_local, hidden] holds the ids from ``first`` on. ``leave`` sums over the group."""
+    """Return the embeddings [T, hidden] of token ids ``ids`` [T]. ``weight`` [V_local, hidden] has the tokens from ``first`` on.
+    ``leave`` sums over the group."""
     if group.size == 1:
         return F.embedding(ids, weight)
     local = ids - first

@@ -116,7 +116,7 @@ def keep_start(decoder: Decoder, path: str) -> None:
 
 
 def _stored_adapter(spec: ModelSpec, path: str, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """safetensors' slice objects of PEFT's directory, by the names that boxes have."""
+    """Return safetensors' slice objects of PEFT's directory, by the names that boxes have."""
     file = stack.enter_context(safe_open(Path(path) / ADAPTER_FILE, framework="pt", device="cpu"))
     return {name.replace(spec.text_prefix, ""): file.get_slice(name) for name in file.keys()}  # noqa: SIM118
 
@@ -145,7 +145,7 @@ def check_adapter(spec: ModelSpec, lora: LoraConfig, head: str, where: str) -> N
 
 
 def _places(decoder: Decoder, shards: Mapping[str, ParamShard] | None, adapters: bool = False) -> Iterator[tuple[Tensor, Box]]:
-    """The part of a local parameter that each box fills, and the box: of the model's weights, or of its adapters."""
+    """Yield the part of a local parameter that each box fills, and the box: of the model's weights, or of its adapters."""
     for name, parameter in decoder.named_parameters():
         for box in (shards or decoder.shards)[name].boxes if is_adapter(name) == adapters else ():
             RECORDER.tick()  # a large model takes longer than ranks may stand still
@@ -163,15 +163,15 @@ def _quantized_places(decoder: Decoder) -> Iterator[tuple[Tensor, Box]]:
 
 
 def random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The initial fp32 value of a tensor: norms multiply by 1, biases 0, matrices normal with ``initializer_range`` (0.02),
+    """Return the initial fp32 value of a tensor: norms multiply by 1, biases 0, matrices normal with ``initializer_range`` (0.02),
     biases of routers' scores 0."""
     if is_score_bias(spec, name):
         return torch.zeros(shape)
     if name.endswith(".A_log"):  # decays of transformers' range; all equal would let no head remember longer than others
         return torch.empty(shape).uniform_(0.01, 16, generator=_generator(seed, name)).log_()
     if len(shape) == 1:
-        plus_one = spec.norm_plus_one and not name.endswith((".dt_bias", "linear_attn.norm.weight"))
-        return torch.zeros(shape) if name.endswith((".bias", ".sinks")) or plus_one else torch.ones(shape)
+        unit_offset = spec.norm_unit_offset and not name.endswith((".dt_bias", "linear_attn.norm.weight"))
+        return torch.zeros(shape) if name.endswith((".bias", ".sinks")) or unit_offset else torch.ones(shape)
     std = float(spec.hf_config.get("initializer_range", INIT_STD))
     assert math.isfinite(std), f"initializer_range={std}"
     return torch.randn(shape, generator=_generator(seed, name)).mul_(std)
@@ -183,7 +183,7 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 
 def write_random_model(path: str | Path, config: Mapping[str, Any], seed: int) -> ModelSpec:
-    """A Hugging Face directory with random weights (those of :func:`init_random`), for tests and first runs.
+    """Write a Hugging Face directory with random weights (those of :func:`init_random`), for tests and first runs.
 
     ``config`` is the contents of its config.json, from which transformers builds the same model; an architecture named
     ``...ForSequenceClassification`` gets a value head instead of the language-model head. Returns the spec.

@@ -41,13 +41,13 @@ class Box(NamedTuple):
 class ParamShard:
     """One local parameter: its shape on this rank, and the boxes that fill it. Several ranks may hold the same box.
 
-    ``whole_on_tp``: every tp rank holds all of it, such as norms. ``by_expert``: its rows are those of one expert after the other;
+    ``replicated_on_tp``: every tp rank holds all of it, such as norms. ``by_expert``: its rows are those of one expert after the other;
     expert parallelism divides them.
     """
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-    whole_on_tp: bool = False
+    replicated_on_tp: bool = False
     by_expert: bool = False
 
 

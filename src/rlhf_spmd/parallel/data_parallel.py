@@ -74,7 +74,7 @@ def partial_boxes(
     shared = {
         name: replace(shard, boxes=tuple(box for box in shard.boxes if (box.name, box.start, box.size) in seen))
         for name, shard in plan.items()
-        if not shard.whole_on_tp or name in scattered
+        if not shard.replicated_on_tp or name in scattered
     }
     return {name: shard for name, shard in shared.items() if shard.boxes}
 

@@ -274,7 +274,7 @@ class GenerationLayout(Grid):
         assert self.consecutive or not (self.train.pp % self.pp or self.train.tp % self.tp), f"{self}: no regrouping"
 
     @property
-    def blocks(self) -> int:
+    def fused_slices(self) -> int:
         """How many training slices a fused generation matrix consists of; each slice's rows stay together in it."""
         return 1 if self.consecutive else self.train.tp // self.tp
 

@@ -168,7 +168,7 @@ def _shares(holding: Holding) -> list[Holding]:
     """
     sides: tuple[dict[str, ParamShard], dict[str, ParamShard]] = {}, {}
     for name, shard in holding.shards.items():
-        sides[not shard.whole_on_tp][name] = shard
+        sides[not shard.replicated_on_tp][name] = shard
     return [Holding(holding.ranks, sides[0]), Holding(holding.ranks, sides[1], len(holding.ranks), replicated=True)]
 
 

@@ -112,10 +112,10 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
     mesh.tp.meet(worker.device)
     connect_channels(mesh, worker.device)
     dtype = worker.engine.dtype
-    blocks = layout.blocks
+    fused_slices = layout.fused_slices
     ops = worker.engine.ops
     options: dict[str, Any] = {"expert_parallel_generation": layout.expert_parallel_generation}
-    decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", blocks, ops=ops, **options)
+    decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", fused_slices, ops=ops, **options)
     decoder.requires_grad_(False)
     shards = partial(rank_shards, spec, "lm", worker.shape.layout)  # generation has no use for a second head
     rank_plan = shards(worker.mesh.pp_rank, worker.mesh.tp_rank)
@@ -129,7 +129,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
         shards,
         lambda: {name: tensor for name, tensor in {**parameters, **absent, **merged}.items() if name in rank_plan},
         decoder,
-        lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, blocks, **options),
+        lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, fused_slices, **options),
         gather,
         method,
         layout,

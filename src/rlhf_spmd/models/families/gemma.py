@@ -43,7 +43,7 @@ def gemma_spec(full: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
         **read_biases(full),
         "attention_scale": read_positive(full.get("query_pre_attn_scalar"), source, "query_pre_attn_scalar") ** -0.5,
         "logit_softcap": read_cap(full, source, "final_logit_softcapping"),
-        "norm_plus_one": True,
+        "norm_unit_offset": True,
         "embed_scale": math.sqrt(read_size(full, source, "hidden_size")),
         "hidden_act": "gelu_tanh",
         "names": _GEMMA2_NAMES,

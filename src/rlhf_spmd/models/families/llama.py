@@ -151,7 +151,7 @@ def olmo2(config: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
     transformers' Olmo2Config, with its defaults. ``flags``: what Olmo 3 has besides.
     """
     full = {"rms_norm_eps": 1e-5, **config}
-    norms = {"names": _NORMS_BEHIND, "qk_norm": True, "whole_qk_norm": True}
+    norms = {"names": _NORMS_BEHIND, "qk_norm": True, "qk_norm_over_all_heads": True}
     return standard_spec(full, source, **norms, **read_biases(full), **flags)
 
 

@@ -41,7 +41,7 @@ def olmoe(config: Mapping[str, Any], source: str) -> ModelSpec:
     full = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **config}
     count, per_token = read_choice(full, source, "num_experts", 64, 8)
     experts = Experts(count, per_token, read_size(full, source, "intermediate_size"), bool(full.get("norm_topk_prob")))
-    return standard_spec(full, source, qk_norm=True, whole_qk_norm=True, experts=experts, **read_biases(full))
+    return standard_spec(full, source, qk_norm=True, qk_norm_over_all_heads=True, experts=experts, **read_biases(full))
 
 
 _GPT_OSS_NAMES = replace(Names(), router="model.layers.{layer}.mlp.router.weight", sinks="model.layers.{layer}.self_attn.sinks")

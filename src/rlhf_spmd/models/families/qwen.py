@@ -107,7 +107,7 @@ def hybrid_spec(
         **read_biases(full),
         attention_gate=True,
         qk_norm=True,
-        norm_plus_one=True,
+        norm_unit_offset=True,
         partial_rotary_factor=read_rotary_factor(full, source, 0.25),
         **flags,
     )
