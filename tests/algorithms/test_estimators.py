@@ -14,7 +14,7 @@ from flat_config import flat_config
 from ranks import run_ranks
 from rlhf_spmd.algorithms import grpo
 from rlhf_spmd.algorithms.base import add_scores
-from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, in_group
+from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, estimated_advantages
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import gae_advantages
 from rlhf_spmd.config.load import check_tree
@@ -102,7 +102,7 @@ def wanted(estimator: str, kl: bool, by_std: bool = True) -> list[float]:
 @pytest.mark.parametrize("estimator", ALL_ESTIMATORS)
 def test_advantages_are_the_papers(estimator: str, kl: bool) -> None:
     settings, fields = config(estimator, kl), fields_of(ALL)
-    computed, metrics = in_group(settings)(
+    computed, metrics = estimated_advantages(settings)(
         {name: fields[name] for name in ("scores", *settings.kl.inputs)}, rows_at(ALL), alone()
     )
     expected = wanted(estimator, kl)
@@ -116,7 +116,9 @@ def test_advantages_are_the_papers(estimator: str, kl: bool) -> None:
 
 
 def test_dr_grpo_does_not_divide() -> None:
-    computed, _ = in_group(config("grpo", False, norm_adv_by_std_in_grpo=False))(fields_of(ALL), rows_at(ALL), alone())
+    computed, _ = estimated_advantages(config("grpo", False, norm_adv_by_std_in_grpo=False))(
+        fields_of(ALL), rows_at(ALL), alone()
+    )
     assert computed["advantages"].values.tolist() == pytest.approx(wanted("grpo", False, by_std=False), abs=1e-12)
 
 
@@ -124,7 +126,7 @@ def function_of(estimator: str) -> Function:
     if estimator == "gae":
         kl = {"type": "adaptive", "kl_coef": COEF, "target_kl": 0.1, "horizon": 100}
         return gae_advantages(ppo_config(norm_reward="mean_std", norm_value=True, kl_ctrl=kl))
-    return in_group(config(estimator, True))
+    return estimated_advantages(config(estimator, True))
 
 
 def on_part(world: World, parts: list[list[int]]) -> list[tuple[dict[str, list[float]], dict[str, float]]]:
@@ -158,7 +160,7 @@ def test_metrics_of_groups() -> None:
     scores = torch.tensor([1.0, 1, 0, 0, 0.5, 0.5, 0, 1], dtype=torch.float64)
     groups = torch.tensor([1, 1, 2, 2, 3, 3, 4, 4])
     assert group_statistics(scores, groups).tolist() == pytest.approx([4, 3, 1, 1, math.sqrt(0.5)])
-    _, metrics = in_group(config("grpo", False))(fields_of(ALL), rows_at(ALL), alone())
+    _, metrics = estimated_advantages(config("grpo", False))(fields_of(ALL), rows_at(ALL), alone())
     shares = {name: metrics[f"group/{name}_fraction"] for name in ("equal", "right", "wrong")}
     assert shares == {"equal": pytest.approx(1 / 3), "right": pytest.approx(1 / 3), "wrong": 0.0}
     spread = [statistics.stdev(s for s, g in zip(SCORES, GROUPS, strict=True) if g == group) for group in (7, 2, 5)]
@@ -177,7 +179,7 @@ def test_metrics_of_groups() -> None:
 def test_a_group_that_is_not_complete_is_an_error(rows: list[int], sampled: int | None, message: str) -> None:
     for estimator in ESTIMATORS:
         with pytest.raises(ValueError, match=message):
-            in_group(config(estimator, False), sampled)(fields_of(rows), rows_at(rows), alone())
+            estimated_advantages(config(estimator, False), sampled)(fields_of(rows), rows_at(rows), alone())
     with pytest.raises(ValueError, match="a group of one row has no others"):
         leave_one_out(torch.ones(3), torch.tensor([1, 1, 2]))
 
@@ -232,7 +234,7 @@ def test_a_row_is_scored_where_one_of_several_rewards_scores_it() -> None:
 
 
 def test_without_groups_a_single_row_is_enough() -> None:
-    computed, metrics = in_group(config("reinforce_plus_plus", False), 1)(fields_of([2]), rows_at([2]), alone())
+    computed, metrics = estimated_advantages(config("reinforce_plus_plus", False), 1)(fields_of([2]), rows_at([2]), alone())
     assert len(computed["advantages"].values) == LENGTHS[2] and not any(key.startswith("group/") for key in metrics)
 
 

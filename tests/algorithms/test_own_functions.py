@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flat_config import flat_config
 from rlhf_spmd.algorithms import grpo
-from rlhf_spmd.algorithms.estimators import in_group
+from rlhf_spmd.algorithms.estimators import estimated_advantages
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.generation.config import SamplingConfig
@@ -44,7 +44,7 @@ def write(tmp_path: Path) -> Write:
 def estimated(name: str) -> tuple[Tensor, dict[str, float]]:
     config = flat_config(grpo.Config, adv_estimator=name, use_kl_loss=False)
     check_tree(config, "algorithm")
-    made, metrics = in_group(config, 2)(FIELDS, ROWS, GlobalReduce(lambda x: x, lambda x: x, {}))
+    made, metrics = estimated_advantages(config, 2)(FIELDS, ROWS, GlobalReduce(lambda x: x, lambda x: x, {}))
     field: Any = made["advantages"]
     return field.values, metrics
 

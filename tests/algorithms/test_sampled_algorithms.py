@@ -19,7 +19,7 @@ from algorithm_cases import CASES, ROLLOUTS, Case
 from flat_config import flat_config
 from ranks import run_ranks
 from rlhf_spmd.algorithms.dapo import Config as DAPOConfig
-from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, in_group, log_few, shaped
+from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, dapo_advantages, report_too_few_groups, shaped
 from rlhf_spmd.algorithms.distill import Config as DistillConfig
 from rlhf_spmd.algorithms.distill import towards_teacher
 from rlhf_spmd.algorithms.policy import PolicyLossConfig, clipped_policy
@@ -94,8 +94,8 @@ def test_rows_without_a_score_teach_nothing() -> None:
     assert made["spread"].tolist() == [1.0] * 3 + [-1.0] * 3 + [0.0] * 3
     for is_scored, error in ((False, RewardError), (True, ValueError)):
         with pytest.raises(error, match="step 4: of 16 prompts in 2 batches 0 have responses whose scores differ"):
-            log_few(None, 4, 0, 8, 2, is_scored)
-    advantages, _ = per_token(in_group({}), {"seq_rewards": made["seq_rewards"]}, rows)
+            report_too_few_groups(None, 4, 0, 8, 2, is_scored)
+    advantages, _ = per_token(dapo_advantages({}), {"seq_rewards": made["seq_rewards"]}, rows)
     assert advantages[::2].tolist() == pytest.approx([-(0.5**0.5), 0, 0.5**0.5, 0, 0, 0, 0, 0, 0], abs=1e-6)
 
 
@@ -115,7 +115,7 @@ def test_dapo_s_penalty_and_advantages_are_those_of_the_paper() -> None:
         "dapo/overlong_penalty_mean": [pytest.approx(sum(penalties)), 4.0],
         "dapo/equal_group_fraction": [0.0, 4.0],
     }
-    advantages, _ = per_token(in_group({}), {"seq_rewards": rewarded}, rows)
+    advantages, _ = per_token(dapo_advantages({}), {"seq_rewards": rewarded}, rows)
     assert advantages.tolist() == pytest.approx(np.repeat(wanted, lengths).tolist(), abs=1e-12)
 
 

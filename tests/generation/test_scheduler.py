@@ -40,8 +40,8 @@ class FakeCache:
         if self.recurrent:
             for row, start, _, _ in step.work:
                 now, count = known[row.index], counts[row.index]
-                assert not start or self.states[row.slot] == now[:start], f"row {row.index} goes on from a foreign state"
-                self.states[row.slot] = now[: start + count]
+                assert not start or self.states[row.state_slot] == now[:start], f"row {row.index} goes on from a foreign state"
+                self.states[row.state_slot] = now[: start + count]
         for row, start, _, _ in step.work:  # what attention reads is the row's own history
             now, begun = known[row.index], self.begun[row.index]
             for position in range(start + counts[row.index]):

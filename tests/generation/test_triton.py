@@ -125,7 +125,7 @@ class Rows:
         )
         positions = torch.tensor(starts, device=DEVICE)
         context = TritonAttention.decoding(positions, table, cache, q.shape[1])
-        assert torch.equal(context.slots, cache.slots_of(positions, table))
+        assert torch.equal(context.cache_slots, cache.cache_slots_of(positions, table))
         layers = [context.attend_written(1, q, rule) if self.latent else context.attend(1, q, k, v, rule) for _ in range(2)]
         assert torch.equal(*layers), "the next layer finds clear counters"
         return layers[0]

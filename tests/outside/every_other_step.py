@@ -4,7 +4,7 @@ from typing import Any
 
 from rlhf_spmd.algorithms.base import sample, score
 from rlhf_spmd.algorithms.grpo import Config as GRPOConfig
-from rlhf_spmd.algorithms.grpo import in_group
+from rlhf_spmd.algorithms.grpo import estimated_advantages
 from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.controller import Reference
 
@@ -18,7 +18,9 @@ def step(models: Any, data: Any, config: GRPOConfig, number: int) -> list[Refere
         scores, scored = score(models, batch)
         batch = batch.union(scores, models.actor.compute_log_prob(batch))
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
-        advantages = models.compute.apply(batch, in_group(config), ("scores",), outputs=("advantages",), keep_groups=True)
+        advantages = models.compute.apply(
+            batch, estimated_advantages(config), ("scores",), outputs=("advantages",), keep_groups=True
+        )
         data.kept["rows"] = batch.union(advantages)
         calls = [rollout, *scored]
     return [*calls, models.actor.update(data.kept["rows"], clipped_policy(config, data.sampling), **config.schedule)]

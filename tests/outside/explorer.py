@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_spmd.algorithms.base import score
 from rlhf_spmd.algorithms.grpo import Config as GRPOConfig
-from rlhf_spmd.algorithms.grpo import in_group
+from rlhf_spmd.algorithms.grpo import estimated_advantages
 from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.workers import ActorWorker, RoleClass
@@ -31,6 +31,8 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     scores, scored = score(models, batch)
     batch = batch.union(scores, models.actor.compute_log_prob(batch))
     batch = batch.union(models.reference.compute_ref_log_prob(batch))
-    advantages = models.compute.apply(batch, in_group(config), ("scores",), outputs=("advantages",), keep_groups=True)
+    advantages = models.compute.apply(
+        batch, estimated_advantages(config), ("scores",), outputs=("advantages",), keep_groups=True
+    )
     update = models.actor.update(batch.union(advantages), clipped_policy(config, data.sampling), **config.schedule)
     return [mine, rollout, *scored, update]

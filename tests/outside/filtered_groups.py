@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhf_spmd.algorithms.base import sample, score
 from rlhf_spmd.algorithms.grpo import Config as GRPOConfig
-from rlhf_spmd.algorithms.grpo import in_group
+from rlhf_spmd.algorithms.grpo import estimated_advantages
 from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.controller import Reference
 
@@ -26,7 +26,9 @@ def step(models: Any, data: Any, config: GRPOConfig, number: int) -> list[Refere
         return [rollout, *scored]
     old = models.actor.compute_log_prob(batch)
     batch = batch.union(old, models.reference.compute_ref_log_prob(batch))
-    advantages = models.compute.apply(batch, in_group(config), ("scores",), outputs=("advantages",), keep_groups=True)
+    advantages = models.compute.apply(
+        batch, estimated_advantages(config), ("scores",), outputs=("advantages",), keep_groups=True
+    )
     update = models.actor.update(batch.union(advantages), clipped_policy(config, data.sampling), **config.schedule)
     return [rollout, *scored, old, advantages, update]
 

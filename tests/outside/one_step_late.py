@@ -4,7 +4,7 @@ from typing import Any
 
 from rlhf_spmd.algorithms.base import sample, score
 from rlhf_spmd.algorithms.grpo import Config as GRPOConfig
-from rlhf_spmd.algorithms.grpo import in_group
+from rlhf_spmd.algorithms.grpo import estimated_advantages
 from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.controller import Reference
 
@@ -20,6 +20,8 @@ def step(models: Any, data: Any, config: GRPOConfig, number: int) -> list[Refere
         return [rollout, *scored]
     old = models.actor.compute_log_prob(late)
     late = late.union(old, models.reference.compute_ref_log_prob(late))
-    advantages = models.compute.apply(late, in_group(config), ("scores",), outputs=("advantages",), keep_groups=True)
+    advantages = models.compute.apply(
+        late, estimated_advantages(config), ("scores",), outputs=("advantages",), keep_groups=True
+    )
     update = models.actor.update(late.union(advantages), clipped_policy(config, data.sampling), **config.schedule)
     return [rollout, *scored, old, advantages, update]

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rlhf_spmd.algorithms.base import AlgorithmConfig, Section, sample, score
+from rlhf_spmd.algorithms.base import AlgorithmConfig, StreamSpec, sample, score
 from rlhf_spmd.algorithms.grpo import Config as GRPOConfig
-from rlhf_spmd.algorithms.grpo import in_group
+from rlhf_spmd.algorithms.grpo import estimated_advantages
 from rlhf_spmd.algorithms.kl import KLConfig
 from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.algorithms.sft import likelihood
@@ -19,7 +19,7 @@ from rlhf_spmd.data.sft import SftConfig
 class Config(GRPOConfig):
     kl: KLConfig = inline(KLConfig, use_kl_in_reward=False, use_kl_loss=False)
     ptx_coeff: float = 0.5
-    streams: ClassVar[Mapping[str, Section]] = {**AlgorithmConfig.streams, "text": Section("pretraining", SftConfig)}
+    streams: ClassVar[Mapping[str, StreamSpec]] = {**AlgorithmConfig.streams, "text": StreamSpec("pretraining", SftConfig)}
 
 
 def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]:
@@ -27,7 +27,9 @@ def step(models: Any, data: Any, config: Config, number: int) -> list[Reference]
     scores, scored = score(models, batch)
     old = models.actor.compute_log_prob(batch)
     batch = batch.union(scores, old)
-    advantages = models.compute.apply(batch, in_group(config), ("scores",), outputs=("advantages",), keep_groups=True)
+    advantages = models.compute.apply(
+        batch, estimated_advantages(config), ("scores",), outputs=("advantages",), keep_groups=True
+    )
     objectives = [clipped_policy(config, data.sampling), replace(likelihood("token-mean"), weight=config.ptx_coeff)]
     update = models.actor.update([batch.union(advantages), data.text.next()], objectives, **config.schedule)
     return [rollout, *scored, old, advantages, update]

@@ -65,6 +65,17 @@ def test_prompts_in_flight_that_nobody_takes_are_refused() -> None:
         flying.next(3)
 
 
+def test_prompts_in_flight_keep_no_numbers() -> None:
+    """Their rows are not those of a batch of the loader."""
+    flying = InFlightStream(stream().loader, n=1, in_flight=8, num_replicas=1)
+    flying.begin()
+    rows = flying.next()
+    with pytest.raises(ValueError, match="leave gen_batch_size out"):
+        flying.keep(rows, "x", torch.zeros(8, dtype=torch.float64))
+    with pytest.raises(ValueError, match="leave gen_batch_size out"):
+        flying.split_by_kept(rows, "x")
+
+
 def test_replicas_have_prompts_in_flight_in_proportion_to_their_speeds() -> None:
     """Each has always at least as many as it gives, also one that is much slower than the others."""
     speeds, loader = (1.0, 0.5, 0.01), stream().loader

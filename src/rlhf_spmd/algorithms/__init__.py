@@ -19,5 +19,5 @@ Start with ``grpo`` or ``ppo``. What several algorithms share:
 - ``estimators``: advantages within groups of responses
 - ``kl``: KL in the reward or in the loss
 - ``preferences``: losses of pairs
-- ``own``: a user's advantage estimator or policy loss
+- ``user_functions``: a user's advantage estimator or policy loss
 """

@@ -23,9 +23,11 @@ from rlhf_spmd.workers import ActorWorker, BatchLimits, Computed, GlobalReduce, 
 
 
 @dataclass(frozen=True)
-class Section:
-    """A stream of data: the top-level key of the configuration that describes it, and that section's class. ``optional``: null leaves
-    the stream out."""
+class StreamSpec:
+    """How a stream of data is configured: ``key``, the top-level key of its section, and ``config``, that section's class.
+
+    ``optional``: null leaves the stream out.
+    """
 
     key: str
     config: type[RowsConfig]
@@ -49,7 +51,7 @@ class AlgorithmConfig:
     """
 
     name: str = ""
-    streams: ClassVar[Mapping[str, Section]] = {"prompts": Section("data", DataConfig)}
+    streams: ClassVar[Mapping[str, StreamSpec]] = {"prompts": StreamSpec("data", DataConfig)}
     exported: ClassVar[str] = "actor"
     min_samples: ClassVar[int] = 1
     needs_reward: ClassVar[bool] = True
@@ -67,7 +69,7 @@ class AlgorithmConfig:
         """Raises ValueError where the algorithm's settings contradict other sections of the configuration, or the models."""
 
     @property
-    def moved(self) -> tuple[str, ...]:
+    def roles_without_optimizer(self) -> tuple[str, ...]:
         """Roles whose weights change without an optimizer; checkpoints hold them as they hold trained roles."""
         return ()
 
@@ -171,7 +173,7 @@ class RolloutConfig(AlgorithmConfig):
     - ppo_micro_batch_size_per_gpu: rows of a micro-batch on one rank, for `use_dynamic_bsz=false`
     """
 
-    moving: MovingReferenceConfig = inline(MovingReferenceConfig)
+    reference_sync: MovingReferenceConfig = inline(MovingReferenceConfig)
     ppo_mini_batch_size: PositiveInt = 256
     ppo_epochs: PositiveInt = 1
     use_dynamic_bsz: bool = True
@@ -182,7 +184,7 @@ class RolloutConfig(AlgorithmConfig):
     rules: ClassVar[Rules] = (
         Rule(
             ("sync_ref_model", "name"),
-            lambda s: s.moving.sync_ref_model and "reference" not in s.roles,
+            lambda s: s.reference_sync.sync_ref_model and "reference" not in s.roles,
             "the algorithm has no reference with these settings",
             "leave sync_ref_model out",
         ),
@@ -195,17 +197,17 @@ class RolloutConfig(AlgorithmConfig):
     )
 
     def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
-        if self.moving.sync_ref_model:
+        if self.reference_sync.sync_ref_model:
             actor = plans["actor"]
             reference = plans.get("reference", actor)  # an actor with adapters is its own reference, which is refused
             models = {"actor": actor.config, "reference": reference.config}
             dtype = reference.config.torch_dtype(model_device())
             is_same = reference.spec == actor.spec
-            check_rules(FOLLOWING, ReferenceThatFollows(self.moving, models, config.run, dtype, is_same))
+            check_rules(FOLLOWING, ReferenceThatFollows(self.reference_sync, models, config.run, dtype, is_same))
 
     @property
-    def moved(self) -> tuple[str, ...]:
-        return ("reference",) if self.moving.sync_ref_model else ()
+    def roles_without_optimizer(self) -> tuple[str, ...]:
+        return ("reference",) if self.reference_sync.sync_ref_model else ()
 
     @property
     def limits(self) -> BatchLimits:
@@ -229,13 +231,13 @@ class RolloutConfig(AlgorithmConfig):
 
 
 def move_reference(models: Any, config: AlgorithmConfig, global_step: int) -> list[Reference]:
-    """Let the reference follow the actor if this is a step after which it does. Ends every step."""
+    """Return the call by which the reference follows the actor; [] in other steps. The last calls of every step."""
     if (
-        not (isinstance(config, RolloutConfig) and config.moving.sync_ref_model)
-        or global_step % config.moving.ref_model_sync_steps
+        not (isinstance(config, RolloutConfig) and config.reference_sync.sync_ref_model)
+        or global_step % config.reference_sync.ref_model_sync_steps
     ):
         return []
-    return [models.reference.follow(None, models.actor, config.moving.ref_model_mixup_alpha)]
+    return [models.reference.follow(None, models.actor, config.reference_sync.ref_model_mixup_alpha)]
 
 
 def sample(models: Any, data: Any, global_step: int) -> tuple[Reference, Reference]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.base import Section
+from rlhf_spmd.algorithms.base import StreamSpec
 from rlhf_spmd.algorithms.preferences import ScoreModelConfig, of_pairs
 from rlhf_spmd.algorithms.reward_model import step, validate
 from rlhf_spmd.data.preferences import SafetyPreferencesConfig
@@ -21,7 +21,7 @@ from rlhf_spmd.workers.objective import Objective
 @dataclass(frozen=True)
 class Config(ScoreModelConfig):
     name: str = "cost_model"
-    streams: ClassVar[Mapping[str, Section]] = {"pairs": Section("data", SafetyPreferencesConfig)}
+    streams: ClassVar[Mapping[str, StreamSpec]] = {"pairs": StreamSpec("data", SafetyPreferencesConfig)}
     exported: ClassVar[str] = "cost"
 
     def objective(self) -> Objective:

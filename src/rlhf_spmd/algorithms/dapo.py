@@ -93,20 +93,25 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
             break
     kept_groups, size = num_kept // data.sampling.n, wanted // data.sampling.n
     if num_kept < wanted:
-        log_few(models.controller, global_step, kept_groups, size, len(batches), is_scored)
+        report_too_few_groups(models.controller, global_step, kept_groups, size, len(batches), is_scored)
     # 2. the first of them, and the update
     kept = batches[0].concat(*batches[1:])
     kept = kept.take(np.arange(len(kept)) < wanted)
     counts = {"dapo/num_gen_batches": float(len(batches)), "dapo/kept_groups": float(kept_groups)}
-    advantages = models.compute.apply(kept, in_group(counts), ("seq_rewards",), outputs=("advantages",), keep_groups=True)
+    advantages = models.compute.apply(
+        kept, dapo_advantages(counts), ("seq_rewards",), outputs=("advantages",), keep_groups=True
+    )
     old = models.actor.compute_log_prob(kept)
     policy = clipped_policy(config, data.sampling, global_step)
     update = models.actor.update(kept.union(old, advantages), policy, **config.schedule)
     return [*calls, old, advantages, update]
 
 
-def log_few(controller: Any, global_step: int, kept: int, wanted: int, tried: int, is_scored: bool) -> None:
-    """Print that a step has fewer groups than wanted. With none it raises ValueError, or RewardError if no response has a score."""
+def report_too_few_groups(controller: Any, global_step: int, kept: int, wanted: int, tried: int, is_scored: bool) -> None:
+    """Print that a step has fewer groups than wanted.
+
+    Raises ValueError if it has none, or RewardError if besides no response has a score.
+    """
     line = f"step {global_step}: of {tried * wanted} prompts in {tried} batches {kept} have responses whose scores differ"
     remedy = "give other prompts, more samples (sampling.n), or a larger algorithm.filter_groups.max_num_gen_batches"
     if not kept:
@@ -138,7 +143,7 @@ def shaped(config: Config, limit: int) -> Function:
     return judge
 
 
-def in_group(report: dict[str, float]) -> Function:
+def dapo_advantages(report: dict[str, float]) -> Function:
     """Return a function that computes advantages by mean and standard deviation of the group (equation 9). ``report``: counts that all
     ranks know.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.kl import KLConfig, MeasuredKL
-from rlhf_spmd.algorithms.own import Estimator, is_own, own_estimator
+from rlhf_spmd.algorithms.user_functions import Estimator, is_own, own_estimator
 from rlhf_spmd.config.constraints import Fraction
 from rlhf_spmd.objectives.advantages import (
     gae,
@@ -83,7 +83,7 @@ def check_groups(group_ids: Tensor, num_samples: int | None) -> None:
 
 
 class GroupConfig(Protocol):
-    """The pieces of an algorithm's configuration that :func:`in_group` reads."""
+    """The pieces of an algorithm's configuration that :func:`estimated_advantages` reads."""
 
     @property
     def advantage(self) -> GroupAdvantageConfig: ...
@@ -91,7 +91,7 @@ class GroupConfig(Protocol):
     def kl(self) -> KLConfig: ...
 
 
-def in_group(config: GroupConfig, num_samples: int | None = None) -> Function:
+def estimated_advantages(config: GroupConfig, num_samples: int | None = None) -> Function:
     """Return a function that computes advantages [tokens] by ``adv_estimator`` from the scores, minus KL with
     ``use_kl_in_reward``.
 

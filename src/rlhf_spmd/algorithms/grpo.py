@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlhf_spmd.algorithms.base import sample, score, validate
-from rlhf_spmd.algorithms.estimators import GroupAdvantageConfig, in_group
+from rlhf_spmd.algorithms.estimators import GroupAdvantageConfig, estimated_advantages
 from rlhf_spmd.algorithms.kl import KLConfig
 from rlhf_spmd.algorithms.policy import PolicyConfig, clipped_policy
 from rlhf_spmd.config.rules import Rule, Rules
@@ -54,7 +54,7 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     batch = batch.union(scores, old)
     if config.kl.uses_reference:
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
-    estimate = in_group(config, data.sampling.n)
+    estimate = estimated_advantages(config, data.sampling.n)
     advantages = models.compute.apply(batch, estimate, ("scores", *config.kl.inputs), outputs=("advantages",), keep_groups=True)
     batch = batch.union(advantages)
     policy = clipped_policy(config, data.sampling, global_step)

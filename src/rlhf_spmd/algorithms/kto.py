@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.algorithms.base import Section
+from rlhf_spmd.algorithms.base import StreamSpec
 from rlhf_spmd.algorithms.preferences import PairLearningConfig, next_with_reference, reference_log_probs, validate_by
 from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveFloat
 from rlhf_spmd.controller import Reference
@@ -33,7 +33,7 @@ class Config(PairLearningConfig):
     beta: PositiveFloat = 0.1
     desirable_weight: NonNegativeFloat = 1.0
     undesirable_weight: NonNegativeFloat = 1.0
-    streams: ClassVar[Mapping[str, Section]] = {"responses": Section("data", UnpairedConfig)}
+    streams: ClassVar[Mapping[str, StreamSpec]] = {"responses": StreamSpec("data", UnpairedConfig)}
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:

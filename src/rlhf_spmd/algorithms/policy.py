@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.base import RolloutConfig
 from rlhf_spmd.algorithms.kl import KLLossConfig
-from rlhf_spmd.algorithms.own import is_own, own_loss
+from rlhf_spmd.algorithms.user_functions import is_own, own_loss
 from rlhf_spmd.config.constraints import FiniteFloat, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.schema import inline
@@ -85,7 +85,7 @@ class PolicyLossConfig:
 
     def check(self, where: str) -> None:
         mode = loss_mode(self.loss_mode, f"{where}.loss_mode")
-        for key in sorted({*KEYS} - {*mode.keys}):
+        for key in sorted({*LOSS_KEYS} - {*mode.keys}):
             value = getattr(self, key)
             if value != self.__dataclass_fields__[key].default:
                 raise ValueError(f"{where}.{key}={value} does nothing with {where}.loss_mode={self.loss_mode}; leave it out")
@@ -102,7 +102,7 @@ class PolicyLossConfig:
         return low, high
 
     def entropy_coefficient(self, global_step: int | None) -> float:
-        """The coefficient of step ``global_step``, which counts from 1. Raises ValueError where it has a schedule and
+        """Return the coefficient of step ``global_step``, which counts from 1. Raises ValueError where it has a schedule and
         ``global_step`` is None."""
         if self.entropy_coeff_end is None or self.entropy_coeff_steps is None:
             return self.entropy_coeff
@@ -127,7 +127,7 @@ class PolicyConfig(RolloutConfig):
 
 
 class LossMode(NamedTuple):
-    """``loss``: takes (config, log_prob, old_log_prob, advantages, lengths). ``keys``: the keys that it reads."""
+    """``loss``: takes (config, log_prob, old_log_prob, advantages, lengths). ``keys``: the keys of the configuration that it reads."""
 
     loss: Callable[[PolicyLossConfig, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
     keys: tuple[str, ...]
@@ -136,21 +136,31 @@ class LossMode(NamedTuple):
 CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 LOSS_MODES = {
     "vanilla": LossMode(
-        lambda c, new, old, a, n: policy_loss(new, old, a, *c.clip_range, c.clip_ratio_c), (*CLIP, "clip_ratio_c")
+        lambda config, new, old, advantages, lengths: policy_loss(
+            new, old, advantages, *config.clip_range, config.clip_ratio_c
+        ),
+        (*CLIP, "clip_ratio_c"),
     ),
-    "gspo": LossMode(lambda c, new, old, a, n: gspo_loss(new, old, a, n, *c.clip_range), CLIP),
-    "geo_mean": LossMode(lambda c, new, old, a, n: geo_mean_loss(new, old, a, n, *c.clip_range), CLIP),
-    "cispo": LossMode(lambda c, new, old, a, n: cispo_loss(new, old, a, *c.clip_range), CLIP),
-    "sapo": LossMode(lambda c, new, old, a, n: sapo_loss(new, old, a, c.tau_pos, c.tau_neg), ("tau_pos", "tau_neg")),
+    "gspo": LossMode(
+        lambda config, new, old, advantages, lengths: gspo_loss(new, old, advantages, lengths, *config.clip_range), CLIP
+    ),
+    "geo_mean": LossMode(
+        lambda config, new, old, advantages, lengths: geo_mean_loss(new, old, advantages, lengths, *config.clip_range), CLIP
+    ),
+    "cispo": LossMode(lambda config, new, old, advantages, lengths: cispo_loss(new, old, advantages, *config.clip_range), CLIP),
+    "sapo": LossMode(
+        lambda config, new, old, advantages, lengths: sapo_loss(new, old, advantages, config.tau_pos, config.tau_neg),
+        ("tau_pos", "tau_neg"),
+    ),
 }
-KEYS = (*CLIP, "clip_ratio_c", "tau_pos", "tau_neg")  # a loss of the user's own may read them all
+LOSS_KEYS = (*CLIP, "clip_ratio_c", "tau_pos", "tau_neg")  # a loss of the user's own may read them all
 METRICS = {"clipped": "actor/clip_frac", "dual_clipped": "actor/clip_frac_dual", "ppo_kl": "actor/ppo_kl"}
 
 
 def loss_mode(name: str, where: str) -> LossMode:
     """Return the loss of this name, or the user's own. Raises ValueError."""
     if is_own(name):
-        return LossMode(own_loss(where, name), KEYS)
+        return LossMode(own_loss(where, name), LOSS_KEYS)
     if name not in LOSS_MODES:
         known = ", ".join(LOSS_MODES)
         raise ValueError(f"unknown {where} {name!r}; available: {known}, or a function of your own, file.py:function")

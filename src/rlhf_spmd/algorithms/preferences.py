@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlhf_spmd.algorithms.base import AlgorithmConfig, Section
+from rlhf_spmd.algorithms.base import AlgorithmConfig, StreamSpec
 from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt, Range
 from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.controller import Reference
@@ -40,7 +40,7 @@ class PairLearningConfig(AlgorithmConfig):
     """
 
     max_token_len_per_gpu: PositiveInt = 16384
-    streams: ClassVar[Mapping[str, Section]] = {"pairs": Section("data", PreferencesConfig)}
+    streams: ClassVar[Mapping[str, StreamSpec]] = {"pairs": StreamSpec("data", PreferencesConfig)}
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlhf_spmd.algorithms.base import Section, sample, score, validate
+from rlhf_spmd.algorithms.base import StreamSpec, sample, score, validate
 from rlhf_spmd.algorithms.policy import clipped_policy
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.sft import likelihood
@@ -46,9 +46,9 @@ class Config(PPOConfig):
     lambda_update_delay_steps: NonNegativeInt = 0
     threshold: FiniteFloat = 0.0
     ptx_coeff: NonNegativeFloat = 0.0
-    streams: ClassVar[Mapping[str, Section]] = {
-        "prompts": Section("data", DataConfig),
-        "texts": Section("ptx", SftConfig, optional=True),
+    streams: ClassVar[Mapping[str, StreamSpec]] = {
+        "prompts": StreamSpec("data", DataConfig),
+        "texts": StreamSpec("ptx", SftConfig, optional=True),
     }
 
     rules: ClassVar[Rules] = (

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.base import AlgorithmConfig, Section
+from rlhf_spmd.algorithms.base import AlgorithmConfig, StreamSpec
 from rlhf_spmd.algorithms.base import validate as validate_rewards
 from rlhf_spmd.config.constraints import PositiveInt
 from rlhf_spmd.controller import Reference
@@ -31,9 +31,9 @@ class Config(AlgorithmConfig):
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     max_token_len_per_gpu: PositiveInt = 16384
     stop_at_reward: float | None = None
-    streams: ClassVar[Mapping[str, Section]] = {
-        "responses": Section("data", SftConfig),
-        "val_prompts": Section("val_prompts", ValidationPromptsConfig, optional=True),
+    streams: ClassVar[Mapping[str, StreamSpec]] = {
+        "responses": StreamSpec("data", SftConfig),
+        "val_prompts": StreamSpec("val_prompts", ValidationPromptsConfig, optional=True),
     }
 
     @property
@@ -55,7 +55,7 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
 
 
 def likelihood(loss_agg_mode: LossAggMode) -> Objective:
-    """Negative log-likelihood of responses, nats per token."""
+    """Return the negative log-likelihood of responses, nats per token."""
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         return aggregate(-fields["log_probs"], rows.lengths, loss_agg_mode, totals.tokens, totals.rows), {}

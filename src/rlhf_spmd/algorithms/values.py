@@ -56,11 +56,11 @@ def gae_advantages(config: ActorCriticConfig) -> Function:
     critic, kl = config.values, config.kl
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
-        measured, known = MeasuredKL(kl, fields, rows, reduce.state), RunningMoments("value_norm", reduce.state)
+        measured, value_moments = MeasuredKL(kl, fields, rows, reduce.state), RunningMoments("value_norm", reduce.state)
         scores = normalised_scores(critic, fields["scores"], reduce)
         scored = ~scores.isnan()
         learnt = rows.spread(scored)
-        values = known.restore(fields["values"]) if critic.norm_value else fields["values"]
+        values = value_moments.restore(fields["values"]) if critic.norm_value else fields["values"]
         rewards = token_level_rewards(
             scores, measured.values if kl.use_kl_in_reward else None, measured.coefficient, rows.lengths
         )
@@ -86,9 +86,9 @@ def gae_advantages(config: ActorCriticConfig) -> Function:
             **reduce.ranges(**{"critic/advantages": advantages, "critic/returns": returns}),
         }
         if critic.norm_value:
-            known.add(sums["returns"])
-            returns = known.normalise(returns).where(learnt, fields["values"])
-            metrics |= {"critic/value_norm_mean": known.mean, "critic/value_norm_std": known.std}
+            value_moments.add(sums["returns"])
+            returns = value_moments.normalise(returns).where(learnt, fields["values"])
+            metrics |= {"critic/value_norm_mean": value_moments.mean, "critic/value_norm_std": value_moments.std}
         return {"advantages": rows.per_token(advantages), "returns": rows.per_token(returns)}, metrics
 
     return compute_advantage
@@ -99,9 +99,9 @@ def normalised_scores(config: ValueConfig, scores: Tensor, reduce: GlobalReduce)
     call."""
     if config.norm_reward == "none":
         return scores
-    known = RunningMoments("reward_norm", reduce.state)
-    known.add(reduce.sum(moments(scores[~scores.isnan()])))
-    return known.normalise(scores, center=config.norm_reward == "mean_std")
+    value_moments = RunningMoments("reward_norm", reduce.state)
+    value_moments.add(reduce.sum(moments(scores[~scores.isnan()])))
+    return value_moments.normalise(scores, center=config.norm_reward == "mean_std")
 
 
 def clipped_value(config: ActorCriticConfig, critic: str = "critic") -> Objective:

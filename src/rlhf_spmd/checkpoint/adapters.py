@@ -39,12 +39,12 @@ class SavedAdapters:
         self.dtype = DTYPES[next(iter(pieces.values()))[0].dtype]
 
     def read(self, name: str) -> Tensor:
-        """A trained tensor. Raises CheckpointError."""
+        """Return a trained tensor. Raises CheckpointError."""
         pieces = self.pieces[name]
         return read_whole(self._directory, pieces, Spec(name, self.dtype, pieces[0].shape))
 
     def add(self, box: Box, stored: Any, device: torch.device, few_bits: Collection[str]) -> Tensor:
-        """A box of a model's tensor with its adapter added, if it has one, in ``dtype`` on ``device``.
+        """Return a box of a model's tensor with its adapter added, if it has one, in ``dtype`` on ``device``.
 
         ``stored``: safetensors' slice object of the tensor. ``few_bits``: tensors that were in ``lora.bits`` bits during training.
         """
@@ -73,7 +73,7 @@ class SavedAdapters:
                         parameter[box.local_slices].copy_(self.add(box, values, parameter.device, few_bits))
 
     def merged(self, source: Path, stack: ExitStack) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
-        """The tensors of the model in ``source`` with the adapters added, and how to read each."""
+        """Return the tensors of the model in ``source`` with the adapters added, and how to read each."""
         spec = read_spec(source)
         stored, few_bits = StoredModel(source, spec, stack), quantized_tensors(spec, self.lora)
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # a process that trains on a GPU merges there
@@ -117,7 +117,7 @@ class SavedAdapters:
 
 
 def find_adapters(directory: Path, role: str) -> SavedAdapters | None:
-    """The adapters of a role; None if its weights themselves were trained.
+    """Return the adapters of a role; None if its weights themselves were trained.
 
     Raises CheckpointError, and ValueError if a package that they need is missing.
     """

@@ -30,7 +30,7 @@ FORMAT_1 = "manifest.json"  # the manifest of format 1
 MANIFEST, COMMIT = "manifest.jsonl", "COMMIT"
 _NAME = re.compile(r"step_(\d+)(\.old)?")
 # manifests that were read and are still in use
-_HELD: WeakValueDictionary[tuple[Any, ...], Manifest] = WeakValueDictionary()
+_MANIFESTS_IN_USE: WeakValueDictionary[tuple[Any, ...], Manifest] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def step_directory(run_dir: Path, step: int) -> Path:
 
 
 def named_checkpoint(path: Path) -> Path:
-    """``path``; or, for the file ``latest``, the checkpoint that it names."""
+    """Return ``path``; or, for the file ``latest``, the checkpoint that it names."""
     path = path.expanduser()
     if path.name != LATEST or not path.is_file():
         return path
@@ -75,12 +75,12 @@ def check_place(run_dir: Path) -> None:
 
 
 def draft_directory(run_dir: Path, step: int) -> Path:
-    """The directory in which a step's checkpoint is prepared."""
+    """Return the directory in which a step's checkpoint is prepared."""
     return checkpoints_of(run_dir) / f"step_{step}.tmp"
 
 
 def committed(run_dir: Path) -> list[Committed]:
-    """Checkpoints that may be complete, newest first. Reads only the COMMIT files."""
+    """Return the checkpoints that may be complete, newest first. Reads only the COMMIT files."""
     checkpoints = []
     for path in _step_directories(run_dir):
         with suppress(CheckpointError):
@@ -90,7 +90,10 @@ def committed(run_dir: Path) -> list[Committed]:
 
 
 def uncommitted(run_dir: Path) -> dict[Path, str]:
-    """Checkpoints whose COMMIT file is missing or damaged -> what is wrong. No save leaves these; they were damaged later."""
+    """Return path -> what is wrong, of checkpoints whose COMMIT file is missing or damaged.
+
+    No save leaves these; they were damaged later.
+    """
     reasons = {}
     for path in sorted(_step_directories(run_dir)):
         try:
@@ -106,7 +109,7 @@ def _step_directories(run_dir: Path) -> list[Path]:
 
 
 def _read_commit(path: Path) -> dict[str, Any]:
-    """The contents of a checkpoint's COMMIT file: step, serial and the manifest's sha256. Raises CheckpointError."""
+    """Return the contents of a checkpoint's COMMIT file: step, serial and the manifest's sha256. Raises CheckpointError."""
     where = path / COMMIT
     if not where.exists():
         raise CheckpointError(f"{path}: not a complete checkpoint, {COMMIT} is missing")
@@ -124,7 +127,7 @@ def is_of_format_1(directory: Path) -> bool:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a complete checkpoint whose files have their full size. Raises CheckpointError that says what is wrong.
+    """Return the manifest of a complete checkpoint whose files have their full size. Raises CheckpointError that says what is wrong.
 
     Boxes are parsed when somebody asks for them, and verified when they are read. A manifest that is still in use is not read again:
     with a thousand ranks it has hundreds of megabytes, and a resuming run asks for it once per role.
@@ -135,9 +138,9 @@ def read_manifest(directory: Path) -> Manifest:
     except OSError:  # the reader says what is wrong
         return _read_manifest(directory)
     seen = str(directory), *((s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)
-    manifest = _HELD.get(seen)
+    manifest = _MANIFESTS_IN_USE.get(seen)
     if manifest is None:
-        manifest = _HELD[seen] = _read_manifest(directory)
+        manifest = _MANIFESTS_IN_USE[seen] = _read_manifest(directory)
     return manifest
 
 

@@ -147,7 +147,7 @@ def _remove(path: Path) -> None:
 
 
 def _whole_tensors(checkpoint_dir: Path, role: str) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
-    """The tensors of a role whose weights are in the checkpoint, and how to read each."""
+    """Return the tensors of a role whose weights are in the checkpoint, and how to read each."""
     pieces = read_manifest(checkpoint_dir).pieces_of(role, PARAM)
     exported = sorted((name, parts) for name, parts in pieces.items() if name != SECOND_HEAD)
     specs = [Spec(name, DTYPES[parts[0].dtype], parts[0].shape) for name, parts in exported]
@@ -157,7 +157,7 @@ def _whole_tensors(checkpoint_dir: Path, role: str) -> tuple[list[Spec], Callabl
 def in_files(
     spec: ModelSpec, tensors: Sequence[Spec], get: Callable[[Spec], Tensor]
 ) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
-    """Returns the tensors that the model's files have, and a function that makes one of them from the model's own."""
+    """Return the tensors that the model's files have, and a function that makes one of them from the model's own."""
     by_name = {tensor.key: tensor for tensor in tensors}
     forms = {form.name: form for form in file_forms(spec, {name: tensor.shape for name, tensor in by_name.items()})}
 
@@ -170,7 +170,7 @@ def in_files(
 
 
 def plan_files(specs: Sequence[Spec], max_shard_bytes: int) -> dict[str, list[Spec]]:
-    """File name -> tensors in order. Each file has at most ``max_shard_bytes``, unless a single tensor is larger. Pure."""
+    """Return file name -> tensors in order. Each file has at most ``max_shard_bytes``, unless a single tensor is larger. Pure."""
     by_key = {spec.key: spec for spec in specs}
     parts = list(buckets({key: spec.num_bytes for key, spec in by_key.items()}, max_shard_bytes))
     if len(parts) == 1:
@@ -179,8 +179,8 @@ def plan_files(specs: Sequence[Spec], max_shard_bytes: int) -> dict[str, list[Sp
 
 
 def export_config(config: dict[str, Any], specs: Sequence[Spec]) -> dict[str, Any]:
-    """The source's config.json with the exported dtype, the class that has the exported head, and no word of what is not exported.
-    Pure."""
+    """Return the source's config.json with the exported dtype, the class that has the exported head, and
+    no word of what is not exported. Pure."""
     names = {spec.key for spec in specs}
     if "text_config" in config:  # the language part of a model that sees; its class for text has the same name
         text = str(config["text_config"].get("model_type")).removesuffix("_text")
@@ -226,14 +226,14 @@ def _write_weights(out: Path, files: dict[str, list[Spec]], get: Callable[[Spec]
 
 
 def with_ends(config: Mapping[str, Any], ends: Collection[int]) -> dict[str, Any]:
-    """``config`` with ``ends`` as its ``eos_token_id``; unchanged if it already says the same. Pure."""
+    """Return ``config`` with ``ends`` as its ``eos_token_id``; unchanged if it already says the same. Pure."""
     named = config.get("eos_token_id")
     same = not ends or set(named if isinstance(named, list) else [named]) == {*ends}
     return {**config} if same else {**config, "eos_token_id": [*ends] if len(ends) > 1 else next(iter(ends))}
 
 
 def padding(spec: ModelSpec, tokenizer: Any) -> int | None:
-    """The token to pad scored rows with; None if there is none. Then transformers refuses several rows at once.
+    """Return the token to pad scored rows with; None if there is none. Then transformers refuses several rows at once.
 
     Transformers reads the score at the last token that is not padding, so it must not be a token that ends a response. The first such
     token of: the tokenizer's own, a special token with "pad" in its name, that of unknown words, the first of a text, any special

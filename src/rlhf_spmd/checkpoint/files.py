@@ -39,7 +39,7 @@ class Spec:
 
 
 def hash_tensor(tensor: Tensor, file: BinaryIO | None = None) -> str:
-    """The sha256 of a contiguous CPU tensor's bytes. Also writes them to ``file``, if given."""
+    """Return the sha256 of a contiguous CPU tensor's bytes. Also writes them to ``file``, if given."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "only contiguous CPU tensors have raw bytes"
     digest = hashlib.sha256()
     for chunk in tensor.detach().reshape(-1).view(torch.uint8).split(_CHUNK):

@@ -32,7 +32,7 @@ class Resumable:
 
 
 def read_pieces(directory: Path, pieces: Sequence[StoredBox]) -> Iterator[tuple[StoredBox, Tensor]]:
-    """The boxes one after the other, file by file, each verified. Raises CheckpointError that names file and box."""
+    """Yield the boxes one after the other, file by file, each verified. Raises CheckpointError that names file and box."""
     by_file: dict[str, list[StoredBox]] = {}
     for piece in pieces:
         by_file.setdefault(piece.file, []).append(piece)
@@ -52,7 +52,7 @@ def read_pieces(directory: Path, pieces: Sequence[StoredBox]) -> Iterator[tuple[
 
 
 def read_whole(directory: Path, pieces: Sequence[StoredBox], spec: Spec) -> Tensor:
-    """A whole tensor from its boxes, in the dtype of ``spec``."""
+    """Return a whole tensor from its boxes, in the dtype of ``spec``."""
     (box,) = whole_shard(spec.key, spec.shape).boxes
     tensor = torch.empty(spec.shape, dtype=DTYPES[pieces[0].dtype])
     fill(directory, [(f"{directory}: {spec.key}", tensor, box, pieces)])
@@ -60,12 +60,15 @@ def read_whole(directory: Path, pieces: Sequence[StoredBox], spec: Spec) -> Tens
 
 
 def fill(directory: Path, wanted: Sequence[tuple[str, Tensor, Box, Sequence[StoredBox]]]) -> None:
-    """Fill boxes of local tensors from stored boxes. The text names each in messages. Raises CheckpointError."""
+    """Fill boxes of local tensors from stored boxes. Raises CheckpointError.
+
+    ``wanted``: for each box a label for messages, the local tensor, the box in it, and the stored boxes to fill it from.
+    """
     copies: dict[StoredBox, list[tuple[Tensor, Box]]] = {}  # stored box -> the views that receive its parts, and these parts
-    for what, tensor, box, pieces in wanted:
+    for label, tensor, box, pieces in wanted:
         parts, missing = cover(box, [piece.box for piece in pieces])
         if missing:
-            raise CheckpointError(f"{what} lacks the part from {missing[0].start} of size {missing[0].size}")
+            raise CheckpointError(f"{label} lacks the part from {missing[0].start} of size {missing[0].size}")
         for i, source, part in parts:
             copies.setdefault(pieces[i], []).append((tensor[part.local_slices], source))
     for piece, values in read_pieces(directory, list(copies)):
@@ -145,7 +148,9 @@ def verify_checkpoint(directory: Path, group: Group, check: Callable[[Manifest],
 
 
 def find_resumable(run_dir: Path, group: Group, check: Callable[[Manifest], None] = lambda manifest: None) -> Resumable:
-    """The newest undamaged checkpoint of a run directory. ``check`` raises CheckpointError for a state that the run cannot resume.
+    """Return the newest undamaged checkpoint of a run directory.
+
+    ``check``: raises CheckpointError for a state that the run cannot resume.
 
     Damaged checkpoints are skipped with a warning, remains of an interrupted save silently. Raises CheckpointError if the next
     candidate has format 1, if no save could succeed, or if all are damaged: a new run beside them would eventually delete them.

@@ -72,7 +72,7 @@ class StoredBox(NamedTuple):
 
 
 def piece_lines(pieces: Iterable[StoredBox]) -> dict[LineKey, str]:
-    """The manifest's lines for all boxes in some files."""
+    """Return the manifest's lines for all boxes in some files."""
     rows: dict[LineKey, list[Any]] = {}
     for piece in pieces:
         rows.setdefault(piece[:3], []).append(piece[3:])
@@ -104,7 +104,7 @@ class Manifest:
         return sorted({role for role, *_ in self.lines})
 
     def pieces_of(self, role: str, kind: str) -> dict[str, list[StoredBox]]:
-        """Tensor name -> its boxes. Raises CheckpointError if the checkpoint has no such role or kind."""
+        """Return tensor name -> its boxes. Raises CheckpointError if the checkpoint has no such role or kind."""
         pieces: dict[str, list[StoredBox]] = {}
         for key in self._lines_of(role, kind):
             for piece in self.pieces_in(key):
@@ -112,7 +112,7 @@ class Manifest:
         return pieces
 
     def dtype_of(self, role: str) -> str:
-        """The dtype of the role's first parameter. Raises CheckpointError as :meth:`pieces_of`."""
+        """Return the dtype of the role's first parameter. Raises CheckpointError as :meth:`pieces_of`."""
         return self.pieces_in(self._lines_of(role, PARAM)[0])[0].dtype
 
     def _lines_of(self, role: str, kind: str) -> list[LineKey]:
@@ -169,12 +169,12 @@ def _read_piece(key: LineKey, name: Any, shape: Any, start: Any, size: Any, dtyp
 
 
 def piece_key(kind: str, box: Box) -> str:
-    """The name of a box in its safetensors file, with start and size: ``param/model.norm.weight@0+64``."""
+    """Return the name of a box in its safetensors file, with start and size: ``param/model.norm.weight@0+64``."""
     return f"{kind}/{box.name}@{','.join(map(str, box.start))}+{','.join(map(str, box.size))}"
 
 
-def held_boxes(shards: Mapping[str, ParamShard]) -> dict[BoxKey, tuple[str, Box]]:
-    """The distinct boxes of a rank's shards -> the first local parameter that holds each, and the box in it."""
+def distinct_boxes(shards: Mapping[str, ParamShard]) -> dict[BoxKey, tuple[str, Box]]:
+    """Return the distinct boxes of a rank's shards -> the first local parameter that holds each, and the box in it."""
     boxes: dict[BoxKey, tuple[str, Box]] = {}
     for parameter, shard in shards.items():
         for box in shard.boxes:
@@ -184,7 +184,7 @@ def held_boxes(shards: Mapping[str, ParamShard]) -> dict[BoxKey, tuple[str, Box]
 
 
 def plan_writes(boxes_by_rank: Sequence[Iterable[BoxKey]]) -> list[list[BoxKey]]:
-    """The boxes that each rank writes. Each distinct box is written once, by the least loaded rank that holds it.
+    """Return the boxes that each rank writes. Each distinct box is written once, by the least loaded rank that holds it.
 
     ``boxes_by_rank[rank]``: the boxes of that rank, none for ranks outside the role. Load is counted in elements; a tie goes to the
     lowest rank. Deterministic: boxes are dealt in the order in which the lowest ranks list them.

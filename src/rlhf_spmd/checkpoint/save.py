@@ -23,7 +23,7 @@ from rlhf_spmd.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     StoredBox,
-    held_boxes,
+    distinct_boxes,
     piece_key,
     piece_lines,
     plan_writes,
@@ -50,7 +50,7 @@ class RoleState:
     optim: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def kinds(self) -> dict[str, dict[str, Tensor]]:
-        """Kind -> parameter name -> tensor. The parameters themselves have the kind "param"."""
+        """Return kind -> parameter name -> tensor. The parameters themselves have the kind "param"."""
         kinds = {PARAM: dict(self.tensors)}
         for name, states in self.optim.items():
             for kind, tensor in states.items():
@@ -84,7 +84,10 @@ class Draft:
 
     @torch.no_grad()
     def copied(self) -> Draft:
-        """The draft with copies of the values in host memory: the next step may change the tensors while the draft is written."""
+        """Return the draft with copies of the values in host memory.
+
+        The next step may then change the tensors while the draft is written.
+        """
         copies, wait = copy_to_host([values for boxes in self.pieces.values() for *_, values in boxes])
         left = iter(copies)
         pieces = {role: [(kind, box, next(left)) for kind, box, _ in boxes] for role, boxes in self.pieces.items()}
@@ -127,7 +130,7 @@ class Draft:
 def prepare_checkpoint(
     run_dir: Path,
     step: int,
-    roles: Mapping[str, RoleState],
+    role_states: Mapping[str, RoleState],
     state: Mapping[str, Any],
     group: Group,
     keep: int | None = 2,
@@ -135,9 +138,9 @@ def prepare_checkpoint(
 ) -> Draft:
     """Make the directory of a checkpoint, and deal out who writes which box.
 
-    ``roles``: those of which this rank is a member. ``state``: plain JSON; the one of the group's first rank is stored. The ``keep``
-    newest checkpoints stay (at least 2; None: all), and that of the step ``state["best"]["step"]``, if given; ``damaged`` ones do not
-    count.
+    ``role_states``: of the roles of which this rank is a member. ``state``: plain JSON; the one of the group's first rank is stored.
+    The ``keep`` newest checkpoints stay (at least 2; None: all), and that of the step ``state["best"]["step"]``, if given;
+    ``damaged`` ones do not count.
     Raises CheckpointError on every rank if any rank fails. Drafts of earlier saves are removed, so they must have been written.
 
     Collective over ``group`` (the world): every rank of it must call, in program order.
@@ -147,21 +150,21 @@ def prepare_checkpoint(
     kept_state = json.loads(json.dumps(state))  # a copy, which nobody changes while it is written
     if kept_state != state:
         raise ValueError("checkpoint state must be plain JSON (string keys, lists instead of tuples)")
-    for role, state_of_role in roles.items():
+    for role, role_state in role_states.items():
         if not re.fullmatch(r"\w+", role):
             raise ValueError(f"role name {role!r} must consist of letters, digits and underscores")
-        state_of_role.check(role)
+        role_state.check(role)
     run_dir = Path(run_dir)
-    boxes = {role: held_boxes(state_of_role.shards) for role, state_of_role in roles.items()}
+    boxes = {role: distinct_boxes(role_state.shards) for role, role_state in role_states.items()}
     writes = _assign(run_dir, step, {role: list(keys) for role, keys in boxes.items()}, group, damaged)
-    pieces = {role: _pieces(roles[role], [boxes[role][key] for key in keys]) for role, keys in writes.items()}
+    pieces = {role: _pieces(role_states[role], [boxes[role][key] for key in keys]) for role, keys in writes.items()}
     return Draft(run_dir, step, kept_state, keep, damaged, pieces)
 
 
 def _assign(
     run_dir: Path, step: int, boxes: dict[str, list[BoxKey]], group: Group, damaged: Collection[Committed]
 ) -> dict[str, list[BoxKey]]:
-    """The boxes that this rank writes, per role. The first rank also prepares the directory.
+    """Return the boxes that this rank writes, per role. The first rank also prepares the directory.
 
     Collective over the group: every rank of it must call, in program order.
     """
@@ -182,7 +185,7 @@ def _assign(
 
 
 def _pieces(state: RoleState, boxes: Sequence[tuple[str, Box]]) -> list[tuple[str, Box, Tensor]]:
-    """Returns the values of all kinds in these boxes of local parameters, as views."""
+    """Return the values of all kinds in these boxes of local parameters, as views."""
     kinds = state.kinds()
     return [
         (kind, box, tensors[parameter][box.local_slices])

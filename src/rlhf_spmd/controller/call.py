@@ -55,7 +55,7 @@ class Role:
         """Start to bring the model back to the device. Runs on members, one call before this role's next one on this rank."""
 
     def starts_early(self, method: str) -> bool:
-        """True if calls of ``method``, which need no model, may start on whole groups during a generate call on the same rank.
+        """Return True if calls of ``method``, which need no model, may start on whole groups during a generate call on the same rank.
 
         The answer is the same on every rank.
         """
@@ -84,7 +84,7 @@ class ReplicatedBatch:
     serial: int = field(default_factory=_serial.__next__)
 
     def lengths(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Returns the number of tokens in field ``name`` for each of the rows ``ids``."""
+        """Return the number of tokens in field ``name`` for each of the rows ``ids``."""
         return _values_at(self.data.row_ids.numpy(), self.data[name].lengths.numpy(), ids)
 
 
@@ -102,7 +102,7 @@ class FieldShard:
     ids: np.ndarray
 
     def same(self, other: FieldShard) -> bool:
-        """True if both are the same data, under whatever name."""
+        """Return True if both are the same data, under whatever name."""
         pairs = (self.positions, other.positions), (self.ids, other.ids)
         is_one = self.producer is other.producer and self.name == other.name
         return is_one and all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in pairs)
@@ -143,7 +143,7 @@ class CallInput:
         return self._partition
 
     def _count(self) -> np.ndarray:
-        """Returns int64 [2, rows]: the tokens of each row, and how many of them are its prompt's, which a group shares.
+        """Return int64 [2, rows]: the tokens of each row, and how many of them are its prompt's, which a group shares.
 
         If only prompts count, because responses are still to come, the second number is 0.
         """
@@ -161,7 +161,7 @@ class CallInput:
         return self.partition.part(index)
 
     def producing_calls(self) -> list[tuple[CallRecord, np.ndarray]]:
-        """Returns the calls that make the sources, each with the ids of the rows at that call."""
+        """Return the calls that make the sources, each with the ids of the rows at that call."""
         return [(shard.producer, shard.ids) for shard, _ in self.sources if isinstance(shard.producer, CallRecord)]
 
     def forget(self) -> None:
@@ -170,7 +170,7 @@ class CallInput:
 
 
 def _rows_key(shard: FieldShard, rows: RowIndex) -> int:
-    """Returns a number that identifies a shard's row ids at the producer and positions here; 0 if it has exactly ``rows``."""
+    """Return a number that identifies a shard's row ids at the producer and positions here; 0 if it has exactly ``rows``."""
     if shard.ids is rows.row_ids or (len(shard.positions) == len(rows) and np.array_equal(shard.ids, rows.row_ids)):
         return 0
     return hash((shard.positions.tobytes(), shard.ids.tobytes()))
@@ -251,20 +251,20 @@ class CallRecord:
             self.values = data
 
     def lengths(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Returns the number of tokens in field ``name`` for each of the rows ``ids``. May wait for the ranks that made them."""
+        """Return the number of tokens in field ``name`` for each of the rows ``ids``. May wait for the ranks that made them."""
         assert name == self.spec.lengths_of, (
             f"{self.name} makes token field {name!r}, but declares lengths_of={self.spec.lengths_of!r}"
         )
         return _values_at(self.inputs[0].rows.row_ids, self.read_lengths(self), ids)
 
     def parts_of(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the part of this call that made each of the rows ``ids``, int64."""
+        """Return the part of this call that made each of the rows ``ids``, int64."""
         first = self.inputs[0]
         return _values_at(first.rows.row_ids, first.partition.parts[0], ids)
 
 
 def _values_at(row_ids: np.ndarray, values: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Returns the ``values`` of the rows ``ids``. ``values`` belong to ``row_ids``, which ascend."""
+    """Return the ``values`` of the rows ``ids``. ``values`` belong to ``row_ids``, which ascend."""
     if row_ids is ids:
         return values
     positions = np.searchsorted(row_ids, ids)
@@ -292,7 +292,7 @@ class Graph:
     returned: list[CallRecord] = field(default_factory=list)
 
     def edges(self) -> list[tuple[int, int, tuple[str, ...]]]:
-        """Returns (producer node, consumer node, fields) in program order. Only calls of this script are producers."""
+        """Return (producer node, consumer node, fields) in program order. Only calls of this script are producers."""
         edges: dict[tuple[int, int], dict[str, None]] = {}
         for call in self.nodes:
             for name, shards in (item for call_input in call.inputs for item in call_input.fields.items()):
@@ -302,7 +302,7 @@ class Graph:
         return [(a, b, tuple(sorted(fields))) for (a, b), fields in sorted(edges.items())]
 
     def consumers(self) -> dict[int, list[CallRecord]]:
-        """Returns node -> the calls that read what it makes, in program order."""
+        """Return node -> the calls that read what it makes, in program order."""
         consumers: dict[int, list[CallRecord]] = {}
         for producer, consumer, _ in self.edges():
             consumers.setdefault(producer, []).append(self.nodes[consumer])

@@ -119,7 +119,7 @@ class Controller:
             self.versions.end_step()
 
     def trace(self, script: Callable[..., Any], *args: Any) -> Graph:
-        """Returns the script's dataflow graph. Nothing is computed or sent."""
+        """Return the script's dataflow graph. Nothing is computed or sent."""
         outer, versions = self.graph, self.versions
         self.graph, self.versions, self._tracing = Graph(), versions.copy(), True
         try:
@@ -143,7 +143,7 @@ class Controller:
         self._next.clear()
 
     def get(self, *references: Reference) -> list[Any]:
-        """Returns for each reference the list of its call's collected values, the same on every rank; empty lists while tracing.
+        """Return for each reference the list of its call's collected values, the same on every rank; empty lists while tracing.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -153,7 +153,7 @@ class Controller:
         return ordered_values(self._from_all("controller.get", self.values(*references)), len(references))
 
     def get_field(self, reference: Reference, name: str) -> Tensor:
-        """Returns a field of one number per row, float64 [rows], the same on every rank, for a script to branch on; ones while tracing.
+        """Return a field of one number per row, float64 [rows], the same on every rank, for a script to branch on; ones while tracing.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -218,12 +218,12 @@ class Controller:
             self.router.transport.send(payload, self.world.ranks[:1], 0, REPORTS, "report")
 
     def receive_reports(self) -> list[Any]:
-        """Returns the next report of each rank, in rank order; waits for them. Only for the first rank of the world."""
+        """Return the next report of each rank, in rank order; waits for them. Only for the first rank of the world."""
         others = self.router.transport.receive(self.world.ranks[1:], 0, REPORTS, "report")
         return [json.loads(report) for report in (self._own_reports.popleft(), *(bytes(report.numpy()) for report in others))]
 
     def values(self, *references: Reference) -> list[list[Any]]:
-        """Returns what this rank contributes to :meth:`get`: a list of [index of the reference, position in its list, value]."""
+        """Return what this rank contributes to :meth:`get`: a list of [index of the reference, position in its list, value]."""
         mine = []
         for i, call in enumerate(reference.call for reference in references):
             if call is None:  # nothing was computed for it
@@ -234,7 +234,7 @@ class Controller:
         return mine
 
     def _from_all(self, name: str, mine: Any) -> list[Any]:
-        """Returns the JSON of every rank, on every rank.
+        """Return the JSON of every rank, on every rank.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -358,7 +358,7 @@ class Controller:
         return call
 
     def _inputs(self, call: CallRecord, batch: Any, index: int) -> list[Any]:
-        """Returns the body's arguments before those of the call: the rows of part ``index``, in row order; none if it takes no rows."""
+        """Return the body's arguments before those of the call: the rows of part ``index``, in row order; none if it takes no rows."""
         if batch is None:
             return []
         if not call.inputs:
@@ -375,7 +375,7 @@ class Controller:
 
 
 def ordered_values(parts: Sequence[Any], num_references: int) -> list[list[Any]]:
-    """Returns for each reference its values in the order of its protocol. ``parts``: :meth:`Controller.values` of every rank."""
+    """Return for each reference its values in the order of its protocol. ``parts``: :meth:`Controller.values` of every rank."""
     values: list[list[Any]] = [[] for _ in range(num_references)]
     for reference, _, value in sorted((entry for part in parts for entry in part), key=lambda entry: entry[:2]):
         values[reference].append(value)

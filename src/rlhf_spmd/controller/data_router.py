@@ -85,7 +85,7 @@ class DataRouter:
     def gather(
         self, consumer: CallRecord, call_input: CallInput, index: int, part: RowPart, arrived: Batch | None = None
     ) -> Batch:
-        """Returns the fields of ``part``, from this rank's memory and from other ranks.
+        """Return the fields of ``part``, from this rank's memory and from other ranks.
 
         ``part``: all or some rows of part ``index``. ``arrived``: what the producer made for these rows, if this rank has received it.
         """
@@ -110,13 +110,13 @@ class DataRouter:
         return Batch(part.row_ids, part.group_ids, fields)
 
     def _own_part(self, producer: ReplicatedBatch | CallRecord, index: int) -> Batch | None:
-        """Returns the rows of part ``index`` of a call, or None if this rank does not hold all of them."""
+        """Return the rows of part ``index`` of a call, or None if this rank does not hold all of them."""
         if isinstance(producer, ReplicatedBatch) or self.rank not in producer.members.holders(index) or producer.data is None:
             return None
         return producer.data if len(producer.data) == len(producer.inputs[0].part(index).positions) else None
 
     def _fetch(self, producer: ReplicatedBatch | CallRecord, consumer: CallRecord, ids: np.ndarray, names: list[str]) -> Batch:
-        """Returns these rows of a producer: from this rank's memory, and the rest from their holders."""
+        """Return these rows of a producer: from this rank's memory, and the rest from their holders."""
         row_ids = torch.from_numpy(ids)
         if isinstance(producer, ReplicatedBatch):
             return pick_rows(producer.data.select(names), row_ids)
@@ -128,7 +128,7 @@ class DataRouter:
         return pick_rows(pieces[0] if len(pieces) == 1 else concat(pieces), row_ids)
 
     def receive(self, producer: CallRecord, consumer: CallRecord, parts: Iterable[int]) -> list[Batch]:
-        """Returns one batch from the first holder of each of these parts, except parts that this rank holds."""
+        """Return one batch from the first holder of each of these parts, except parts that this rank holds."""
         holders = [producer.members.holders(index) for index in parts]
         sources = [ranks[0] for ranks in holders if self.rank not in ranks]
         return [unpack(payload) for payload in self.transport.receive(sources, producer.seq, consumer.node, consumer.name)]
@@ -188,12 +188,15 @@ class DataRouter:
         return transfers
 
     def _all_stay(self, producer: CallRecord, consumer: CallRecord, transfers: list[FieldTransfer]) -> bool:
-        """True if every consumer rank already holds its rows. False on ranks that send nothing, because they may not know yet."""
+        """Return True if every consumer rank already holds its rows.
+
+        Return False on ranks that send nothing, because they may not know yet.
+        """
         is_known = producer.members.part_sent_by(self.rank) is not None and consumer.members.are_holders(producer.members)
         return is_known and all(_same_parts(transfer.shard, transfer.input) for transfer in transfers)
 
     def traced_consumers(self, producer: CallRecord) -> Sequence[CallRecord]:
-        """Returns the traced consumers of a call; none if the call differs from its trace, because then its consumers pull."""
+        """Return the traced consumers of a call; none if the call differs from its trace, because then its consumers pull."""
         return self._consumers.get(producer.node, ()) if self._actual.get(producer.node) is producer else ()
 
     def announce_chunks(self, producer: CallRecord) -> list[tuple[CallRecord, FieldTransfer]]:
@@ -202,7 +205,7 @@ class DataRouter:
         return [(call, transfer) for call in calls for transfer in self._announce(producer, call, call.inputs)]
 
     def arrives_in_chunks(self, consumer: CallRecord) -> bool:
-        """True if ``consumer`` gets all its rows, and no others, in chunks."""
+        """Return True if ``consumer`` gets all its rows, and no others, in chunks."""
         if not consumer.in_chunks:
             return False
         (call_input,) = consumer.inputs
@@ -213,7 +216,7 @@ class DataRouter:
         return traced.in_chunks and _same_transfers(pushed, [transfer])
 
     def _resolved(self, call_input: CallInput) -> CallInput | None:
-        """Returns a traced call's input with actual calls as producers of token counts; None if one of them was not made yet."""
+        """Return a traced call's input with actual calls as producers of token counts; None if one of them was not made yet."""
         if call_input.rows.data_dependent:
             return None
         tokens = []
@@ -287,7 +290,7 @@ class DataRouter:
             self.transport.send(counts.view(torch.uint8), sorted(new - {self.rank}), producer.seq, LENGTHS, "lengths")
 
     def _own_lengths(self, producer: CallRecord, index: int) -> np.ndarray:
-        """Returns the token count of each row of the part; 0 for rows that the call did not return."""
+        """Return the token count of each row of the part; 0 for rows that the call did not return."""
         assert producer.data is not None, f"{producer.name} has made no data here"
         part = producer.inputs[0].part(index)
         counts = torch.zeros(len(part.positions), dtype=torch.int64)
@@ -298,7 +301,7 @@ class DataRouter:
         return counts.numpy()
 
     def read_lengths(self, producer: CallRecord) -> np.ndarray:
-        """Returns the token counts that a call made, int64 [rows]; waits for other ranks. Only ranks that get them may ask."""
+        """Return the token counts that a call made, int64 [rows]; waits for other ranks. Only ranks that get them may ask."""
         if producer.row_lengths is None:
             assert self.rank in producer.lengths_sent_to, f"rank {self.rank} does not get the token counts of {producer.name}"
             counts = np.zeros(len(producer.inputs[0].rows), dtype=np.int64)
@@ -317,7 +320,7 @@ class DataRouter:
 
 
 def length_readers(consumer: CallRecord) -> dict[CallRecord, frozenset[int]]:
-    """Returns the calls whose token counts partition a consumer's rows, and the ranks that need the counts.
+    """Return the calls whose token counts partition a consumer's rows, and the ranks that need the counts.
 
     These are the consumer's members and the ranks that send to them. Members also need the counts that partitioned the senders' own
     rows. A rank that needs a call's counts also needs the counts that partitioned that call's rows.
@@ -361,14 +364,14 @@ def _same_rows(traced: CallRecord, actual: CallRecord) -> bool:
 
 
 def _same_parts(shard: FieldShard, call_input: CallInput) -> bool:
-    """True if the producer of the shard had exactly these rows in exactly these parts."""
+    """Return True if the producer of the shard had exactly these rows in exactly these parts."""
     if isinstance(shard.producer, ReplicatedBatch) or shard.ids is not call_input.rows.row_ids:
         return False
     return shard.producer.inputs[0].partition is call_input.partition
 
 
 def _within(shard: FieldShard, positions: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which of the rows at these ascending positions (out of ``num_rows``) a shard has, and their ids at its producer."""
+    """Return which of the rows at these ascending positions (out of ``num_rows``) a shard has, and their ids at its producer."""
     if len(shard.positions) == num_rows:  # it has all
         return np.arange(len(positions)), shard.ids[positions] if len(positions) < num_rows else shard.ids
     inside = np.flatnonzero(np.isin(positions, shard.positions, assume_unique=True))
@@ -376,7 +379,7 @@ def _within(shard: FieldShard, positions: np.ndarray, num_rows: int) -> tuple[np
 
 
 def _joined(name: str, pieces: list[tuple[np.ndarray, Batch]], num_rows: int) -> Field:
-    """Returns one field of all rows, from what several producers made for some rows each."""
+    """Return one field of all rows, from what several producers made for some rows each."""
     (order, batch), *_ = pieces
     if len(pieces) > 1:
         order = np.concatenate([positions for positions, _ in pieces])
@@ -388,12 +391,12 @@ def _joined(name: str, pieces: list[tuple[np.ndarray, Batch]], num_rows: int) ->
 
 
 def pick_rows(batch: Batch, row_ids: Tensor) -> Batch:
-    """Returns the rows with these ids, in that order, from a batch that has them."""
+    """Return the rows with these ids, in that order, from a batch that has them."""
     return batch if batch.row_ids is row_ids or torch.equal(batch.row_ids, row_ids) else batch.reorder(row_ids)
 
 
 def rows_sent_by(shard: FieldShard, rank: int) -> tuple[Batch | None, np.ndarray]:
-    """Returns the data that other ranks fetch from ``rank`` for a shard, and which of the shard's rows these are (int64)."""
+    """Return the data that other ranks fetch from ``rank`` for a shard, and which of the shard's rows these are (int64)."""
     producer = shard.producer
     if isinstance(producer, ReplicatedBatch):
         return producer.data, np.arange(len(shard.ids))  # every rank has them all

@@ -73,7 +73,7 @@ class Protocol:
     per_member: bool = False
 
     def holders(self, shape: GroupShape, part: int) -> list[int]:
-        """The members that hold the rows of ``part`` after the call. Other ranks fetch them from the first one."""
+        """Return the members that hold the rows of ``part`` after the call. Other ranks fetch them from the first one."""
         return self.replicas(shape, part) if self.replicas else [self.collect(shape)[part]]
 
 
@@ -103,7 +103,7 @@ class ProtocolRanks:
         self.are_holders: Callable[[ProtocolRanks], bool] = cache(self._are_holders)
 
     def part_sent_by(self, rank: int) -> int | None:
-        """The part that others fetch from ``rank``; None if they fetch nothing from it."""
+        """Return the part that others fetch from ``rank``; None if they fetch nothing from it."""
         part = self.part_of.get(rank)
         return part if part is not None and self.holders(part)[0] == rank else None
 

@@ -35,7 +35,7 @@ class Reference:
         return 0 if self.rows is None else len(self.rows)
 
     def union(self, *others: Reference) -> Reference:
-        """Returns the fields of all references. Raises ValueError if rows differ, or if one name has different data in two of them."""
+        """Return the fields of all references. Raises ValueError if rows differ, or if one name has different data in two of them."""
         rows, fields, call = self.rows, dict(self.fields), self.call
         for other in others:
             if rows is None or other.rows is None or not rows.same(other.rows):
@@ -50,7 +50,7 @@ class Reference:
         return Reference(rows, fields, call)
 
     def select(self, *names: str) -> Reference:
-        """Returns only these fields. Raises ValueError for a name that the reference does not have."""
+        """Return only these fields. Raises ValueError for a name that the reference does not have."""
         self._check(names)
         return Reference(self.rows, {name: self.fields[name] for name in names}, self.call)
 
@@ -64,7 +64,7 @@ class Reference:
         return Reference(self.rows, dict(zip(renamed, self.fields.values(), strict=True)), self.call)
 
     def take(self, which: Reference | np.ndarray | Tensor | Sequence[int]) -> Reference:
-        """Returns some of the rows: those of another reference, those where a mask (bool [rows]) is true, or those with given ids.
+        """Return some of the rows: those of another reference, those where a mask (bool [rows]) is true, or those with given ids.
 
         Masks and ids must be the same on every rank (:meth:`Controller.get_field`). Raises ValueError for unknown ids.
         """
@@ -88,13 +88,13 @@ class Reference:
         return self._moved(positions, ids, mine.data_dependent or data_dependent)
 
     def firsts(self) -> Reference:
-        """Returns the first row of each group."""
+        """Return the first row of each group."""
         assert self.rows is not None
         first = np.sort(np.unique(self.rows.group_ids, return_index=True)[1])
         return self._moved(first, self.rows.row_ids[first], self.rows.data_dependent)
 
     def repeat(self, n: int) -> Reference:
-        """Returns ``n`` rows for each row, in its group, with ids ``id * n + j``. Raises ValueError if n < 1 or ids exceed 63 bits."""
+        """Return ``n`` rows for each row, in its group, with ids ``id * n + j``. Raises ValueError if n < 1 or ids exceed 63 bits."""
         assert self.rows is not None
         n = operator.index(n)  # products of numpy's 64-bit integers would overflow
         self._check_ids("repeat", n, int(self.rows.row_ids[-1]) * n + n - 1 if len(self) else 0)
@@ -102,7 +102,7 @@ class Reference:
         return self._moved(np.repeat(np.arange(len(self)), n), ids, self.rows.data_dependent)
 
     def copy(self, number: int = 1) -> Reference:
-        """Returns the same rows under other ids, in the same groups: for greedy answers beside sampled ones, say.
+        """Return the same rows under other ids, in the same groups: for greedy answers beside sampled ones, say.
 
         Raises ValueError if ``number`` < 1 or an id needs over 63 bits.
         """
@@ -112,7 +112,7 @@ class Reference:
         return self._moved(np.arange(len(self)), self.rows.row_ids + number * COPY_STRIDE, self.rows.data_dependent)
 
     def concat(self, *others: Reference) -> Reference:
-        """Returns the rows of all references, with the fields that all have. Raises ValueError if a row is in two of them."""
+        """Return the rows of all references, with the fields that all have. Raises ValueError if a row is in two of them."""
         parts = [self, *others]
         sets = [part.rows for part in parts if part.rows is not None]
         ids, groups = (np.concatenate([getattr(rows, name) for rows in sets]) for name in ("row_ids", "group_ids"))
@@ -138,7 +138,7 @@ class Reference:
             raise ValueError(f"{name}({number}): the largest row id would be {largest}; at least 1, and ids stay below 2**63")
 
     def _moved(self, index: np.ndarray, ids: np.ndarray, data_dependent: bool) -> Reference:
-        """Returns the rows at positions ``index``, which may repeat, under the ids ``ids``."""
+        """Return the rows at positions ``index``, which may repeat, under the ids ``ids``."""
         assert self.rows is not None
         if len(index) == len(self) and np.array_equal(ids, self.rows.row_ids):
             rows = (
@@ -177,12 +177,12 @@ def _same(mine: tuple[FieldShard, ...], theirs: tuple[FieldShard, ...]) -> bool:
 def made_by(
     producer: ReplicatedBatch | CallRecord, rows: RowIndex, names: Iterable[str], call: CallRecord | None = None
 ) -> Reference:
-    """Returns a reference to fields that one producer made for all of ``rows``."""
+    """Return a reference to fields that one producer made for all of ``rows``."""
     return Reference(rows, {name: (FieldShard(producer, name, rows.all_positions, rows.row_ids),) for name in names}, call)
 
 
 def source(batch: Batch, fixed_parts: Mapping[PartitionSpec, np.ndarray] | None = None) -> Reference:
-    """Returns a reference to a batch that every rank holds in full, such as the loader's. Row ids ascend.
+    """Return a reference to a batch that every rank holds in full, such as the loader's. Row ids ascend.
 
     ``fixed_parts``: the part of each row in calls that partition by such a spec. Other calls balance the rows by tokens.
     """
@@ -198,7 +198,7 @@ def call_inputs(
     limits: tuple[int, int],
     tracing: bool,
 ) -> list[CallInput]:
-    """Returns what a call takes from its references, and how it partitions their rows. ``limits``: see :class:`PartitionSpec`.
+    """Return what a call takes from its references, and how it partitions their rows. ``limits``: see :class:`PartitionSpec`.
 
     Raises ValueError for missing fields, and for a train call without rows or with more mini-batches than groups.
     """

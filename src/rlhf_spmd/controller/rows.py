@@ -70,7 +70,7 @@ class Partition:
     _parts: dict[int, RowPart] = field(default_factory=dict)
 
     def positions(self) -> list[tuple[int, np.ndarray]]:
-        """Returns each part that has rows, with their ascending positions. Only for partitions of one epoch."""
+        """Return each part that has rows, with their ascending positions. Only for partitions of one epoch."""
         order = np.argsort(self.parts[0], kind="stable")
         indices, starts = np.unique(self.parts[0][order], return_index=True)
         return list(zip(indices.tolist(), np.split(order, starts[1:]), strict=True)) if len(order) else []
@@ -123,7 +123,7 @@ class RowIndex:
         return len(np.unique(self.group_ids))
 
     def same(self, other: RowIndex) -> bool:
-        """True if these are the same rows. Ids alone do not decide: repeated rows get ids that other rows may have."""
+        """Return True if these are the same rows. Ids alone do not decide: repeated rows get ids that other rows may have."""
         pairs = (self.row_ids, other.row_ids), (self.group_ids, other.group_ids)
         return self is other or all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in pairs)
 
@@ -147,13 +147,13 @@ class RowIndex:
 
 
 def distinct(parts: np.ndarray) -> list[int]:
-    """The distinct values of small integers, ascending."""
+    """Return the distinct values of small integers, ascending."""
     values: list[int] = np.flatnonzero(np.bincount(parts.ravel())).tolist()
     return values
 
 
 def assign_rows(spec: PartitionSpec, group_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns part and mini-batch of each row: int64 [epochs, rows] each, [1, rows] if all epochs are equal.
+    """Return part and mini-batch of each row: int64 [epochs, rows] each, [1, rows] if all epochs are equal.
 
     ``tokens``: see :meth:`RowIndex.partition`.
     """
@@ -181,7 +181,7 @@ def assign_rows(spec: PartitionSpec, group_ids: np.ndarray, tokens: np.ndarray) 
 
 
 def _scrambled(ids: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """A uint64 per id that depends only on (seed, epoch, id): three rounds of SplitMix64 (Steele et al. 2014)."""
+    """Return a uint64 per id that depends only on (seed, epoch, id): three rounds of SplitMix64 (Steele et al. 2014)."""
     words = np.zeros(len(ids), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for value in (np.uint64(seed % 2**64), np.uint64(epoch), ids.astype(np.uint64)):

@@ -31,7 +31,7 @@ class InputSpec:
         return [(name.removesuffix("?"), name.endswith("?")) for name in dict.fromkeys(self.fields)]
 
     def wanted(self, available: Collection[str], call: str, unused: frozenset[str]) -> list[str]:
-        """Returns the fields to take: those ``available``, without optional ones in ``unused``. Raises ValueError if one is missing."""
+        """Return the fields to take: those ``available``, without optional ones in ``unused``. Raises ValueError if one is missing."""
         names = []
         for name, optional in self._named:
             if name in available:

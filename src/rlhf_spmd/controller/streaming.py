@@ -38,7 +38,7 @@ def stay_or_stream(call: CallRecord, num_chunks: int) -> None:
 
 
 def can_stream(call: CallRecord, call_input: CallInput) -> bool:
-    """True if a call may take its rows while another call generates them, on ranks that do not generate."""
+    """Return True if a call may take its rows while another call generates them, on ranks that do not generate."""
     producers = call_input.producing_calls()
     if not (call.spec.streams and call.spec.kind == "infer" and len(producers) == 1) or call_input.rows.data_dependent:
         return False
@@ -52,7 +52,7 @@ def can_stream(call: CallRecord, call_input: CallInput) -> bool:
 
 
 def staying_input(call: CallRecord, call_input: CallInput) -> CallInput | None:
-    """Returns the input of a call that can start early: its rows stay on the ranks where one generate call makes them.
+    """Return the input of a call that can start early: its rows stay on the ranks where one generate call makes them.
 
     Returns None if they cannot, or if that is not known before the script starts.
     """
@@ -81,7 +81,7 @@ def staying_input(call: CallRecord, call_input: CallInput) -> CallInput | None:
 
 
 def known_before(call_input: CallInput) -> CallInput:
-    """Returns the input partitioned only by token counts that every rank has before the script starts."""
+    """Return the input partitioned only by token counts that every rank has before the script starts."""
     known = [shard for shard in call_input.tokens if isinstance(shard.producer, ReplicatedBatch)]
     return replace(call_input, tokens=tuple(known))
 
@@ -167,7 +167,7 @@ class Streaming:
         self._started: dict[Role, CallRecord] = {}  # role -> the generate call on whose rows its next call has started
 
     def streamer(self, call: CallRecord) -> RolloutStreamer | None:
-        """Returns the streamer for rows that end in ``call``, or None if this rank streams nothing. Called before the body."""
+        """Return the streamer for rows that end in ``call``, or None if this rank streams nothing. Called before the body."""
         if call.spec.kind != "generate":
             return None
         recipients = [
@@ -212,11 +212,11 @@ class Streaming:
             self._started.popitem()[0].drop_early()
 
     def must_run_waiting(self, call: CallRecord, in_chunks: bool) -> bool:
-        """True if calls that wait must run before ``call``."""
+        """Return True if calls that wait must run before ``call``."""
         return bool(self.waiting) and must_wait_for(call, [other.record for other in self.waiting], in_chunks)
 
     def receive(self, call: CallRecord, index: int) -> Batch:
-        """Returns the next chunk of part ``index``; waits for it."""
+        """Return the next chunk of part ``index``; waits for it."""
         (call_input,) = call.inputs
         ((producer, _),) = call_input.producing_calls()
         parts = distinct(producer.parts_of(call_input.rows.row_ids[call_input.part(index).positions]))
@@ -224,7 +224,7 @@ class Streaming:
         return self._gather(call, index, concat(arrived) if arrived else None)
 
     def _gather(self, call: CallRecord, index: int, arrived: Batch | None) -> Batch:
-        """Returns what a call takes of the rows ``arrived``, which are in its part ``index``."""
+        """Return what a call takes of the rows ``arrived``, which are in its part ``index``."""
         (call_input,) = call.inputs
         rows = call_input.rows
         ids = rows.row_ids[:0] if arrived is None else np.sort(arrived.row_ids.numpy())
@@ -234,7 +234,7 @@ class Streaming:
 
 
 def must_wait_for(call: CallRecord, waiting: Sequence[CallRecord], in_chunks: bool) -> bool:
-    """True if ``call`` must come after calls that wait: it takes their results, uses their ranks, or may change weights.
+    """Return True if ``call`` must come after calls that wait: it takes their results, uses their ranks, or may change weights.
 
     A call that gets its own rows in chunks joins them instead, if it is another role's and takes rows of the same generate call.
     """
@@ -264,7 +264,7 @@ def one_result(call: CallRecord, batches: Sequence[Batch], results: Sequence[Any
 
 
 def _joined(batches: Sequence[Any]) -> Any:
-    """All rows in the order of their ids; None if all batches are None."""
+    """Return all rows in the order of their ids; None if all batches are None."""
     filled = [batch for batch in batches if batch is not None and len(batch)]
     if not filled or len(batches) == 1:
         return batches[0]

@@ -49,7 +49,7 @@ class Transport:
                 self._pending.append((self.world.isend(tensor, rank, _LABEL, tag), tensor))
 
     def receive(self, sources: Sequence[int], seq: int, node: int, name: str) -> list[Tensor]:
-        """A uint8 payload from each of these global ranks. Raises CallOrderError if one was sent for another call.
+        """Return a uint8 payload from each of these global ranks. Raises CallOrderError if one was sent for another call.
 
         All receives are posted before the first wait: one at a time, a thousand would take a second.
         """

@@ -22,7 +22,7 @@ class Versions:
         self._sent: dict[str, dict[int, int]] = {}  # role -> step -> the newest version when the step first generated with it
 
     def copy(self) -> Versions:
-        """A copy for a trace, which must not change these."""
+        """Return a copy for a trace, which must not change these."""
         other = Versions(self.ahead)
         other._newest, other._step = self._newest.copy(), self._step
         other._sent = {role: dict(sent) for role, sent in self._sent.items()}
@@ -45,7 +45,7 @@ class Versions:
         self._step = None
 
     def generating(self, role: str) -> int:
-        """Returns the version that a generate call takes. Outside steps, such as in validation, that is the newest."""
+        """Return the version that a generate call takes. Outside steps, such as in validation, that is the newest."""
         if not self.ahead or self._step is None:
             return self._newest[role]
         sent = self._sent.setdefault(role, {})
@@ -53,16 +53,16 @@ class Versions:
         return sent[min(sent)]
 
     def generating_step(self, role: str, number: int) -> int:
-        """Returns the step that first generated with the weights which a generate call of step ``number`` takes."""
+        """Return the step that first generated with the weights which a generate call of step ``number`` takes."""
         return min(self._sent[role]) if self.ahead and self._step is not None else number
 
     def needed_later(self, role: str) -> set[int]:
-        """Returns the existing versions that generate calls of later steps may take."""
+        """Return the existing versions that generate calls of later steps may take."""
         first = -1 if self._step is None else self._step + 1 - self.ahead
         return {self._newest[role], *(version for step, version in self._sent.get(role, {}).items() if step >= first)}
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint. Call it between two steps."""
+        """Return the state for a checkpoint. Call it between two steps."""
         return {
             "newest": dict(self._newest),
             "sent": {role: list(map(list, sent.items())) for role, sent in self._sent.items()},

@@ -36,7 +36,7 @@ class Worker(Role):
         return self.controller.rank in self.pool.ranks
 
     def worker_of(self, method: str) -> Worker:
-        """Returns the worker that runs calls of ``method``: this one, or the method's own."""
+        """Return the worker that runs calls of ``method``: this one, or the method's own."""
         return self.method_workers.get(method, self)
 
 

@@ -52,7 +52,7 @@ class Ragged:
         return Ragged(self.values[mask.values.to(self.values.device)], mask.counts())
 
     def spread(self, mask: Ragged) -> Ragged:
-        """Inverse of :meth:`where`: puts the entries where ``mask`` is true, and 0 elsewhere."""
+        """Inverse of :meth:`where`: put the entries where ``mask`` is true, and 0 elsewhere."""
         values = self.values.new_zeros(len(mask.values))
         values[mask.values.to(values.device)] = self.values
         return Ragged(values, mask.lengths)

@@ -139,7 +139,7 @@ class PromptDataset(TokenDataset):
         self.row_fields |= {"row": encode_json(seen), "kind": torch.tensor([_kind(row) for row in seen], dtype=torch.int64)}
 
     def row(self, index: int) -> dict[str, Any]:
-        """Decode the row that rewards see."""
+        """Return the row, decoded, that rewards see."""
         field = cast(Ragged, self.row_fields["row"])
         begin, end = field.offsets[index : index + 2].tolist()
         values: dict[str, Any] = json.loads(bytes(field.values[begin:end].numpy()))

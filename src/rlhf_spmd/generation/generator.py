@@ -293,9 +293,9 @@ class Generator:
         dtype = self.decoder.dtype
         shapes = self._cache_shapes
         at_once = config.max_num_seqs if self.reserved else min(len(rows), config.max_num_seqs)
-        flying, total = (at_once, config.num_pages) if config.num_pages else self._affordable(at_once)
-        if flying < at_once:
-            config = replace(config, max_num_seqs=flying)
+        in_flight, total = (at_once, config.num_pages) if config.num_pages else self._affordable(at_once)
+        if in_flight < at_once:
+            config = replace(config, max_num_seqs=in_flight)
         needs = {row: -(-(row.limit - 1) // config.page_size) for row in rows}
         wanted, groups = self.mesh.layout.pp, {row.request.group_id for row in rows}
         number = max(min(wanted, len(groups), config.max_num_seqs, total // max(needs.values())), 1)
@@ -312,11 +312,11 @@ class Generator:
             slots = num_seqs if self.reserved or not recurrent else min(num_seqs, len(members))
             num_states = slots + SPARE_SLOTS * config.enable_prefix_caching
             states = RecurrentStates(self.decoder, num_states, self._device) if self.decoder.num_linear else None
-            usual, *others = [(*shape, num_pages, config.page_size) for shape in shapes]
-            rest = dtype, self._device, self._backend, self._value_dim
-            of_global = KVCache(*others[0], *rest) if others else None
-            experts = ExpertPages(self.decoder, *usual[-2:], self._device) if self.records_experts else None
-            cache = KVCache(*usual, *rest, states, of_global, experts)
+            full_shape, *global_shapes = [(*shape, num_pages, config.page_size) for shape in shapes]
+            storage = dtype, self._device, self._backend, self._value_dim
+            global_cache = KVCache(*global_shapes[0], *storage) if global_shapes else None
+            experts = ExpertPages(self.decoder, *full_shape[-2:], self._device) if self.records_experts else None
+            cache = KVCache(*full_shape, *storage, states, global_cache, experts)
             part = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
             micro_batches.append(DecodeMicroBatch(part, cache, graphs, slots, recurrent))
         return micro_batches

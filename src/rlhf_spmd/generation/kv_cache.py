@@ -168,15 +168,15 @@ class KVCache:
         blocks = torch.arange(self.kv_tensors_per_page * self.kv_heads, device=index.device) * stride
         return (blocks[:, None] + index.reshape(1, -1)).reshape(-1)
 
-    def slots_of(self, positions: Tensor, page_table: Tensor) -> Tensor:
+    def cache_slots_of(self, positions: Tensor, page_table: Tensor) -> Tensor:
         """Return the slot, page * page_size + offset, of one position [B] per line of ``page_table`` [B, P]."""
         page = page_table.gather(1, torch.div(positions, self.page_size, rounding_mode="floor")[:, None])[:, 0]
         return page.long() * self.page_size + positions % self.page_size
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write k and v [T, H, D] to ``slots`` = spread(slots, N * page_size)."""
+    def write(self, layer: int, spread_slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write k and v [T, H, D] to ``spread_slots`` = spread(cache_slots, N * page_size)."""
         rows = torch.stack([k, v][: self.kv_tensors_per_page]).transpose(1, 2).reshape(-1, self.head_dim)
-        self.pages[layer].view(-1, self.head_dim).index_copy_(0, slots, rows)
+        self.pages[layer].view(-1, self.head_dim).index_copy_(0, spread_slots, rows)
 
     def gather(self, layer: int, index: Tensor, num_tiles: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [H, B, L, D] at ``index`` = spread(page_table [B, P], N). They are valid until the next gather."""
@@ -198,12 +198,12 @@ def kv_tensors_per_page(ops: Ops, value_dim: int | None) -> int:
 class SlotMapping(NamedTuple):
     """Where the tokens of a step lie in the cache.
 
-    On the device: ``positions`` int64 [T]; ``slots`` int64 [T], page * page_size + offset; ``page_table`` int32 [rows, P].
+    On the device: ``positions`` int64 [T]; ``cache_slots`` int64 [T], page * page_size + offset; ``page_table`` int32 [rows, P].
     On the host, per row: ``firsts``, its first token in the step; ``starts``, that token's position; ``counts``, its tokens.
     """
 
     positions: Tensor
-    slots: Tensor
+    cache_slots: Tensor
     page_table: Tensor
     firsts: IndexArray
     starts: IndexArray
@@ -217,8 +217,8 @@ def slot_mapping(work: Sequence[SequenceWork], cache: KVCache) -> SlotMapping:
     firsts = np.cumsum(counts) - counts
     lines = np.repeat(np.arange(len(work)), counts)
     positions = np.arange(len(lines)) + np.repeat(starts - firsts, counts)
-    slots = table[lines, positions // cache.page_size] * np.int64(cache.page_size) + positions % cache.page_size
-    first, second, third = (on_device(array, cache.pages.device) for array in (positions, slots, table))
+    cache_slots = table[lines, positions // cache.page_size] * np.int64(cache.page_size) + positions % cache.page_size
+    first, second, third = (on_device(array, cache.pages.device) for array in (positions, cache_slots, table))
     return SlotMapping(first, second, third, firsts, starts, counts)
 
 

@@ -50,23 +50,23 @@ class LogitRules:
         numbers = self.repetition, self.frequency, self.presence, self.has_bias, self.has_minimum, len(self.stop_ids)
         return *numbers, *(tensor.data_ptr() for tensor in tensors)
 
-    def apply(self, logits: Tensor, slots: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
-        """Return new logits [B, V] for the next token of the rows in ``slots`` [B].
+    def apply(self, logits: Tensor, buffer_lines: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
+        """Return new logits [B, V] for the next token of the rows in ``buffer_lines`` [B].
 
         ``tokens`` has a line for each row of the call, at least as long as the longest of these; ``lengths`` [B]: tokens so
         far.
         """
         logits = logits + self.bias.to(logits.dtype) if self.has_bias else logits.clone()
         if self.has_minimum:
-            early = lengths < self.least[slots]
+            early = lengths < self.least[buffer_lines]
             logits[:, self.stop_ids] = logits[:, self.stop_ids].masked_fill(early[:, None], -math.inf)
         if self.uses_history:
-            self._penalise(logits, tokens[slots], self.prompts[slots, None], lengths[:, None])
+            self._penalise(logits, tokens[buffer_lines], self.prompts[buffer_lines, None], lengths[:, None])
         if self.processors:
-            for scores, slot, length in zip(logits, slots.tolist(), lengths.tolist(), strict=True):
-                start, processors = self.processors.get(slot, (0, ()))
+            for scores, buffer_line, length in zip(logits, buffer_lines.tolist(), lengths.tolist(), strict=True):
+                start, processors = self.processors.get(buffer_line, (0, ()))
                 for processor in processors:
-                    scores.copy_(processor(tokens[slot, start:length].tolist(), scores))
+                    scores.copy_(processor(tokens[buffer_line, start:length].tolist(), scores))
         return logits
 
     def _penalise(self, logits: Tensor, history: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> None:

@@ -6,9 +6,9 @@ gathers its inputs from the buffer, draws a token after each row's last one, and
 Rows that decode can therefore repeat without the host. It looks at the tokens after the last repetition, and drops what was drawn
 after a stop. A row at its limit computes and writes its last token again. As nothing depends on the host, such a step is
 captured as a CUDA graph, one for each batch size, and replayed (``graphs``). Batches are then padded with copies of their first
-row, whose tokens go to a slot that nobody reads.
+row, whose tokens go to a line that nobody reads.
 
-A row of the call has a *slot*, its line in the buffer. Legend: B rows of a step.
+``buffer_line``: the line of a row of the call in the buffer, its index. Legend: B rows of a step.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class LaunchedStep(NamedTuple):
 class DrawState:
     """What a draw needs of its rows, as lines of one tensor, since kernels read contiguous lines. All int64 [B].
 
-    - slots: of the rows; lengths: tokens so far; prompt_lengths, limits: of the rows; keys: of the draws
+    - buffer_lines: of the rows; lengths: tokens so far; prompt_lengths, limits: of the rows; keys: of the draws
     - tokens_to, log_probs_to: where a row's tokens and log-probs begin in the flat buffers, as if prompts had log-probs too
     - tokens_from: where a row's tokens are read. It differs from ``tokens_to`` for padding
     """
 
     def __init__(self, packed: Tensor) -> None:
         self.packed = packed
-        self.slots, self.lengths, self.tokens_to, self.log_probs_to = packed[:4]
+        self.buffer_lines, self.lengths, self.tokens_to, self.log_probs_to = packed[:4]
         self.prompt_lengths, self.limits, self.keys, self.tokens_from = packed[4:]
 
 
@@ -114,28 +114,31 @@ class ModelRunner:
         self._keys = keys.numpy()
         self._limits = np.array([row.limit for row in rows], dtype=np.int64)
         self._prompt_lengths = np.array([row.prompt_length for row in rows], dtype=np.int64)
-        slots = np.arange(len(rows))
-        self._first_tokens = slots * self.max_row_tokens
-        self._first_log_probs = slots * self.max_new_tokens - self._prompt_lengths
+        buffer_lines = np.arange(len(rows))
+        self._first_tokens = buffer_lines * self.max_row_tokens
+        self._first_log_probs = buffer_lines * self.max_new_tokens - self._prompt_lengths
 
     def _allocate(self, rows: Sequence[SequenceState], num_top: int) -> None:
-        """Make the buffers of the call, with a slot for each row and one for padding. Graphs use those of earlier calls again."""
+        """Make the buffers of the call, with a line for each row and one for padding.
+
+        Graphs use those of earlier calls again.
+        """
         self.max_row_tokens = max(row.limit for row in rows)
         self.max_new_tokens = max(row.request.max_new_tokens for row in rows)
-        num_slots = len(rows) + 1
+        num_lines = len(rows) + 1
         num_kinds = 2 if self.captures else 1 + any(each.log_prob_temperature != 1.0 for each in self.samplings)
         arena = self.graphs.arena if self.captures else Arena()
         take = partial(arena.take, device=self.device)
-        num_tokens = arena.size("tokens", num_slots * self.max_row_tokens)
-        num_log_probs = arena.size("log_probs", num_slots * self.max_new_tokens)
+        num_tokens = arena.size("tokens", num_lines * self.max_row_tokens)
+        num_log_probs = arena.size("log_probs", num_lines * self.max_new_tokens)
         dtype = torch.float64 if self.decoder.dtype == torch.float64 else torch.float32
         self.tokens = take("tokens", (num_tokens,), torch.int64)
-        self.history = self.tokens[: num_slots * self.max_row_tokens].view(num_slots, self.max_row_tokens)
+        self.history = self.tokens[: num_lines * self.max_row_tokens].view(num_lines, self.max_row_tokens)
         filled = fill_lines([row.tokens for row in rows], self.max_row_tokens, np.int64)
         self.tokens[: filled.size] = torch.from_numpy(filled).view(-1)
-        # by slot and position in the response: at the sampling temperature, and at 1 where that differs
+        # by line and position in the response: at the sampling temperature, and at 1 where that differs
         self.log_probs = take("log_probs", (num_kinds, num_log_probs), dtype).zero_()
-        num_tops = arena.size(f"top {num_top}", num_slots * self.max_new_tokens) if num_top else 0
+        num_tops = arena.size(f"top {num_top}", num_lines * self.max_new_tokens) if num_top else 0
         self.top_ids = take("top_ids", (num_tops, num_top), torch.int64).zero_()
         self.top_log_probs = take("top_log_probs", (num_tops, num_top), dtype).zero_()
 
@@ -151,8 +154,8 @@ class ModelRunner:
             self.cache.states.copy(step.state_copies)
         decoding = [item.row for item in step.work if item.decodes] if repeats else []
         others = [item for item in step.work if not (repeats and item.decodes)]
-        slots, lengths = _draws(step.work, repeats)
-        token_index = on_device(self._first_tokens[slots] + lengths, self.device)
+        buffer_lines, lengths = _draws(step.work, repeats)
+        token_index = on_device(self._first_tokens[buffer_lines] + lengths, self.device)
         if others:
             hidden = self._forward(others)
             drawing, ends = _draws(others, 0)
@@ -162,15 +165,15 @@ class ModelRunner:
         if decoding:
             self._decode(decoding, repeats)
         drawn = None
-        if self.decoder.is_last and len(slots):
-            log_prob_index = on_device(self._first_log_probs[slots] + lengths, self.device)
+        if self.decoder.is_last and len(buffer_lines):
+            log_prob_index = on_device(self._first_log_probs[buffer_lines] + lengths, self.device)
             finite = self.log_probs[-1].index_select(0, log_prob_index).isfinite()
             values = torch.where(finite, self.tokens.index_select(0, token_index), NOT_FINITE)
             self.channels.send_tokens(values)
             drawn = HostCopy(values)
-        elif len(slots):
-            self.channels.expect_tokens(len(slots), self.device)
-        return LaunchedStep(len(slots), token_index, drawn)
+        elif len(buffer_lines):
+            self.channels.expect_tokens(len(buffer_lines), self.device)
+        return LaunchedStep(len(buffer_lines), token_index, drawn)
 
     def finish(self, launched: LaunchedStep) -> list[int]:
         """Return the token ids that a started step drew, in the order of its work and of each row's draws; the same on every rank.
@@ -233,7 +236,7 @@ class ModelRunner:
             inputs = torch.empty(num_tokens, self.decoder.spec.hidden_size, dtype=self.decoder.dtype, device=self.device)
             inputs = self.channels.receive_hidden(inputs)
         states, experts = self.cache.states, self.cache.experts
-        routers = None if experts is None else experts.of_step(slot_mapping(work, self.cache).slots)
+        routers = None if experts is None else experts.of_step(slot_mapping(work, self.cache).cache_slots)
         delta_rule = None if states is None else states.of_step(work, attention.positions)
         hidden = self.decoder(inputs, attention, routers=routers, delta_rule=delta_rule)
         if routers is not None:
@@ -250,15 +253,20 @@ class ModelRunner:
         last = ends[np.array([item.samples for item in work])] - 1
         return hidden.index_select(0, on_device(last, self.device))
 
-    def _state(self, slots: NDArray[np.int64], lengths: NDArray[np.int64], num_padding: int = 0) -> DrawState:
-        """Return the state of the rows in ``slots`` before a draw. The last ``num_padding`` write to the slot of padding."""
-        tokens_from, prompt_lengths = self._first_tokens[slots], self._prompt_lengths[slots]
-        tokens_to, log_probs_to = tokens_from.copy(), self._first_log_probs[slots]
-        padding = slice(len(slots) - num_padding, len(slots))
+    def _state(self, buffer_lines: NDArray[np.int64], lengths: NDArray[np.int64], num_padding: int = 0) -> DrawState:
+        """Return the state of the rows in ``buffer_lines`` before a draw.
+
+        The last ``num_padding`` write to the line of padding.
+        """
+        tokens_from, prompt_lengths = self._first_tokens[buffer_lines], self._prompt_lengths[buffer_lines]
+        tokens_to, log_probs_to = tokens_from.copy(), self._first_log_probs[buffer_lines]
+        padding = slice(len(buffer_lines) - num_padding, len(buffer_lines))
         tokens_to[padding] = len(self._limits) * self.max_row_tokens
         log_probs_to[padding] = len(self._limits) * self.max_new_tokens - prompt_lengths[padding]
-        constants = prompt_lengths, self._limits[slots], self._keys[slots]
-        return DrawState(on_device(np.stack([slots, lengths, tokens_to, log_probs_to, *constants, tokens_from]), self.device))
+        constants = prompt_lengths, self._limits[buffer_lines], self._keys[buffer_lines]
+        return DrawState(
+            on_device(np.stack([buffer_lines, lengths, tokens_to, log_probs_to, *constants, tokens_from]), self.device)
+        )
 
     def _draw(
         self, hidden: Tensor, state: DrawState, settings: SamplingTensors, groups: SamplingGroups, history: Tensor
@@ -273,7 +281,7 @@ class ModelRunner:
         scores = logits = local_logits(self.decoder, hidden)
         all_logits = gather_logits(self.decoder, logits) if self.rules is not None or self.top_ids.numel() else logits
         if self.rules is not None:
-            scores = self.rules.apply(all_logits, state.slots, state.lengths, history)
+            scores = self.rules.apply(all_logits, state.buffer_lines, state.lengths, history)
         positions = state.lengths - state.prompt_lengths
         drawn, log_probs, log_probs_t1 = draw_rows(
             self.decoder.ops, scores, logits, settings, state.keys, positions, self.decoder, groups, self.drawable
@@ -288,9 +296,9 @@ class ModelRunner:
             self.top_ids.index_copy_(0, index, top)
             self.top_log_probs.index_copy_(0, index, log_probs_of(self.decoder, logits, top))
 
-    def _settings(self, slots: NDArray[np.int64]) -> tuple[SamplingTensors, SamplingGroups]:
+    def _settings(self, buffer_lines: NDArray[np.int64]) -> tuple[SamplingTensors, SamplingGroups]:
         """Return how these rows are sampled. Groups are made only for ops that do not draw all rows in one pass."""
-        kinds = self._sampling_of[slots]
+        kinds = self._sampling_of[buffer_lines]
         groups = [] if self._in_one_pass else group_by_sampling(self.samplings, kinds, self.device)
         return build_sampling_tensors(self.samplings, kinds, self.device), groups
 
@@ -298,12 +306,12 @@ class ModelRunner:
         """Run ``repeats`` steps of one token per row."""
         num_padding = padded_size(len(rows)) - len(rows) if self.captures else 0
         padded = [*rows, *[rows[0]] * num_padding]
-        slots = np.array([row.index for row in padded])
-        state = self._state(slots, np.array([row.length for row in padded]), num_padding)
-        settings, groups = self._settings(slots)
+        buffer_lines = np.array([row.index for row in padded])
+        state = self._state(buffer_lines, np.array([row.length for row in padded]), num_padding)
+        settings, groups = self._settings(buffer_lines)
         num_pages = max(len(row.pages) for row in rows)
         page_table = on_device(fill_lines([row.pages for row in padded], num_pages, np.int32), self.device)
-        state_slots = on_device(np.array([row.slot for row in rows] + [-1] * num_padding), self.device)
+        state_slots = on_device(np.array([row.state_slot for row in rows] + [-1] * num_padding), self.device)
         if not self.captures:
             history = self.history[:, : max(row.length for row in rows) + repeats]
             for _ in range(repeats):
@@ -357,7 +365,7 @@ class ModelRunner:
         experts = self.cache.experts
         inputs = self.tokens.index_select(0, state.tokens_from + positions)
         attention = self.cache.decoding(positions, page_table, self.num_heads)
-        routers = None if experts is None else experts.of_step(self.cache.slots_of(positions, page_table))
+        routers = None if experts is None else experts.of_step(self.cache.cache_slots_of(positions, page_table))
         delta_rule = None if states is None else DecodeMixing(states, state_slots, positions)
         hidden = self.decoder(inputs, attention, routers=routers, delta_rule=delta_rule)
         if routers is not None:
@@ -379,8 +387,8 @@ class ModelRunner:
 
 
 def _draws(work: Sequence[SequenceWork], repeats: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the slot of each token that ``work`` draws, and the row's length before it, int64 each."""
+    """Return the buffer line of each token that ``work`` draws, and the row's length before it, int64 each."""
     counts = [item.num_draws(repeats) for item in work]
-    slots = np.repeat(np.array([item.row.index for item in work], dtype=np.int64), counts)
+    buffer_lines = np.repeat(np.array([item.row.index for item in work], dtype=np.int64), counts)
     lengths = [item.row.length + number for item, count in zip(work, counts, strict=True) for number in range(count)]
-    return slots, np.array(lengths, dtype=np.int64)
+    return buffer_lines, np.array(lengths, dtype=np.int64)

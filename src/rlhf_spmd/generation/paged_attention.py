@@ -49,7 +49,7 @@ def cut_tiles(work: Sequence[SequenceWork], page_size: int) -> list[Tile]:
 
 
 def group_tiles(tiles: Sequence[Tile], page_size: int, num_heads: int) -> list[list[Tile]]:
-    """Tiles that are computed together, padded to the longest. A new group starts where padding would cost more than a group."""
+    """Return tiles that are computed together, padded to the longest. A new group starts where padding would cost more than a group."""
     alike: dict[tuple[int, int], list[Tile]] = {}
     for tile in tiles:
         alike.setdefault((tile.num_pages, tile.num_queries), []).append(tile)
@@ -90,7 +90,7 @@ class _Bucket:
         self._allowed: dict[int | None, Tensor] = {}  # by window
 
     def allowed(self, window: int | None) -> Tensor:
-        """Which keys each query sees, [1, B, S * G, L]."""
+        """Return which keys each query sees, [1, B, S * G, L]."""
         if window not in self._allowed:
             seen = visible(self.positions, self.keys, window)  # [B, S, L]
             self._allowed[window] = seen.repeat_interleave(self.group_size, 1)[None]
@@ -152,14 +152,14 @@ class PagedAttention:
     def __init__(self, work: Sequence[SequenceWork], cache: KVCache, num_heads: int) -> None:
         step = slot_mapping(work, cache)
         self.cache, self.positions = cache, step.positions
-        self.slots = cache.spread(step.slots, cache.num_pages * cache.page_size)
+        self._spread_slots = cache.spread(step.cache_slots, cache.num_pages * cache.page_size)
         groups = group_tiles(cut_tiles(work, cache.page_size), cache.page_size, num_heads)
         self.buckets = [_Bucket(group, cache, step.positions, num_heads // cache.kv_heads) for group in groups]
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Writes k and v, then attends over the rows' pages."""
         cache = self.cache
-        cache.write(layer_index, self.slots, k, v)
+        cache.write(layer_index, self._spread_slots, k, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for bucket in self.buckets:
             keys, values = cache.gather(layer_index, bucket.pages, len(bucket.positions))
@@ -175,12 +175,12 @@ class PagedDecoding:
     def __init__(self, positions: Tensor, page_table: Tensor, cache: KVCache, num_heads: int) -> None:
         self.cache, self.positions = cache, positions
         self.pages = cache.spread(page_table.long(), cache.num_pages)
-        self.slots = cache.spread(cache.slots_of(positions, page_table), cache.num_pages * cache.page_size)
+        self._spread_slots = cache.spread(cache.cache_slots_of(positions, page_table), cache.num_pages * cache.page_size)
         self.keys = torch.arange(page_table.shape[1] * cache.page_size, device=page_table.device)
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         cache, rows = self.cache, len(q)
-        cache.write(layer_index, self.slots, k, v)
+        cache.write(layer_index, self._spread_slots, k, v)
         keys, values = cache.gather(layer_index, self.pages, rows)
         queries = q.reshape(rows, cache.kv_heads, -1, q.shape[-1]).transpose(0, 1)
         seen = visible(self.positions[:, None], self.keys, rule.window)[None].expand(-1, -1, queries.shape[2], -1)

@@ -46,7 +46,7 @@ class PipelineChannels:
         self.waited = 0.0
 
     def receive_hidden(self, buffer: Tensor) -> Tensor:
-        """``buffer``, filled by the previous stage."""
+        """Return ``buffer``, filled by the previous stage."""
         self.hidden.post(buffer)
         return self._take(self.hidden)
 

@@ -42,7 +42,7 @@ class RecurrentStates:
     def of_step(self, work: Sequence[SequenceWork], positions: Tensor) -> DeltaAttention:
         """Return how the layers mix the tokens of ``work``, packed in this order, at ``positions`` [T]."""
         if all(item.num_tokens == 1 for item in work):
-            slots = on_device(np.array([item.row.slot for item in work]), self.memory.device)
+            slots = on_device(np.array([item.row.state_slot for item in work]), self.memory.device)
             return DecodeMixing(self, slots, positions)
         if self.kernels is not None:
             return PackedStepMixing(self, work, self.kernels)
@@ -115,7 +115,7 @@ class StepMixing:
         order = sorted(range(len(work)), key=lambda i: lengths[i])  # as the groups have it
         for part in self._packing.padded_groups(1, math.inf):
             some, order = [work[i] for i in order[: part.num_sequences]], order[part.num_sequences :]
-            slots, begins = np.array([item.row.slot for item in some]), np.array([item.start == 0 for item in some])
+            slots, begins = np.array([item.row.state_slot for item in some]), np.array([item.start == 0 for item in some])
             ends = np.array([item.num_tokens for item in some])
             self._groups.append((on_device(slots, device), on_device(begins, device), on_device(ends, device)))
 
@@ -142,7 +142,7 @@ class PackedStepMixing:
         last = (lengths - kept)[:, None] + np.arange(kept)
         before, new = (np.arange(len(work)) * kept + kept)[:, None], (lengths.cumsum() - lengths + len(work) * kept)[:, None]
         self._last = on_device(np.where(last < 0, before + last, new + last).reshape(-1), device)
-        self._slots = on_device(np.array([item.row.slot for item in work]), device)
+        self._slots = on_device(np.array([item.row.state_slot for item in work]), device)
         self._begins = on_device(np.array([item.start == 0 for item in work]), device)
 
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:

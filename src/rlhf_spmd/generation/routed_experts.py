@@ -49,9 +49,9 @@ class ExpertPages:
         none, numbers = no_experts(decoder.spec), mixture_numbers(decoder.spec)
         return sum(layer in numbers for layer in decoder.layer_ids) * none.shape[2] * none.itemsize
 
-    def of_step(self, slots: Tensor) -> StepRouters:
-        """Return what the routers of a forward pass choose through. ``slots`` int64 [T]: of its tokens."""
-        return StepRouters(self.values.flatten(0, 1), slots)
+    def of_step(self, cache_slots: Tensor) -> StepRouters:
+        """Return what the routers of a forward pass choose through. ``cache_slots`` int64 [T]: of its tokens."""
+        return StepRouters(self.values.flatten(0, 1), cache_slots)
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
         """Copy pages, int64 [n] each. No page is both source and destination."""
@@ -76,9 +76,9 @@ class ExpertPages:
 class StepRouters:
     """The routers of one forward pass, and what they choose. ``values`` [slots of all pages, M, K]."""
 
-    def __init__(self, values: Tensor, slots: Tensor) -> None:
+    def __init__(self, values: Tensor, cache_slots: Tensor) -> None:
         self._values = values
-        self._slots = slots
+        self._cache_slots = cache_slots
         self._chosen = list[Tensor]()
 
     def route(
@@ -92,8 +92,8 @@ class StepRouters:
     def write(self) -> None:
         """Write what the tokens have chosen to their slots: three launches for all layers. The rows behind them are padding."""
         if self._chosen:
-            chosen = torch.stack(self._chosen, 1)[: len(self._slots)]
-            self._values.index_copy_(0, self._slots, chosen.to(self._values.dtype))
+            chosen = torch.stack(self._chosen, 1)[: len(self._cache_slots)]
+            self._values.index_copy_(0, self._cache_slots, chosen.to(self._values.dtype))
 
 
 class RowExperts:

@@ -8,7 +8,7 @@ the others. This covers prefill, chunked prefill, decode, and recomputation afte
 computed has its next token drawn.
 
 When no page is free, the youngest running row gives back all of its pages and waits at the head of the queue. A row that would
-not fit in the whole cache is refused when it comes. So the oldest row that is not held can always go on, and every row ends.
+not fit in the whole cache is refused when it comes. So the oldest row that is not on hold can always go on, and every row ends.
 
 The pages of a prompt are computed once. A row that finds them in the cache shares the full ones and copies the tail, or takes the
 tail over if nobody uses it. It then computes only its last prompt token. While one row computes a page (a *pending prefix*), rows
@@ -91,8 +91,8 @@ class Scheduler:
         self.paused: set[SequenceState] = set()
         self.prompt_states = PromptStates(spare)
         self._pending_prefixes: set[int] = set()
-        # free slots, the lowest last: n rows at a time never have one beyond the first n
-        self._slots = list(reversed(range(config.max_num_seqs)))
+        # the lowest last: n rows at a time never have one beyond the first n
+        self._free_state_slots = list(reversed(range(config.max_num_seqs)))
 
     def add(self, row: SequenceState) -> None:
         """Add ``row`` to the end of the queue. Raises ValueError if it could never run, even alone."""
@@ -117,7 +117,7 @@ class Scheduler:
             (self.waiting.appendleft if row.num_new else self.waiting.append)(row)
 
     def schedule(self) -> ScheduledStep:
-        """Plan the next step. It has work while rows are left of which none is held."""
+        """Plan the next step. It has work while rows are left of which none is on hold."""
         step = ScheduledStep()
         budget = self._continue_running(step, self.config.max_num_batched_tokens)
         self._admit(step, budget)
@@ -154,7 +154,7 @@ class Scheduler:
             row.num_computed = row.length - 1 if samples else start + count
             if row.pending_prefixes:
                 if self.recurrent and row.num_computed == row.prompt_length - 1:
-                    self.prompt_states.note(row.prefix_ids[-1], row.slot)
+                    self.prompt_states.note(row.prefix_ids[-1], row.state_slot)
                 self._register_prefixes(row)
 
     def end(self, row: SequenceState) -> None:
@@ -218,7 +218,7 @@ class Scheduler:
             self.before_release(row)
         self._pending_prefixes.difference_update(row.pending_prefixes)
         self.pages.release(reversed(row.pages))
-        self._slots += [row.slot] if row.slot >= 0 else []
+        self._free_state_slots += [row.state_slot] if row.state_slot >= 0 else []
         row.leave_pages()
 
     def _plan(self, step: ScheduledStep, row: SequenceState, count: int) -> None:
@@ -254,7 +254,7 @@ class Scheduler:
             if self.recurrent and start:
                 source = self.prompt_states.find(row.prefix_ids[-1])
                 assert source is not None, "pages are shared without their state"
-                step.state_copies.append((source, row.slot))
+                step.state_copies.append((source, row.state_slot))
             row.num_computed = start
             row.pending_prefixes = pending
             self._pending_prefixes.update(pending)
@@ -276,7 +276,7 @@ class Scheduler:
         new = [self.pages.allocate() for _ in range(num_new)]
         if tail is not None and not take_over:
             step.copies.append((tail, new[0]))
-        row.pages, row.slot = shared + new, self._slots.pop()
+        row.pages, row.state_slot = shared + new, self._free_state_slots.pop()
 
     def _lookup(self, row: SequenceState) -> tuple[list[int], int | None, list[int]] | None:
         """Return (full pages to share, tail page to copy, prefixes to compute); None: another row is computing what this one needs."""

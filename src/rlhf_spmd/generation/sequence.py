@@ -117,7 +117,7 @@ class SequenceState:
     - prefix_ids: identify the prompt up to the end of each of its pages (:class:`~.page_allocator.PrefixTable`)
     - num_computed: tokens whose keys and values lie in ``pages``. The last token is computed only when the next step needs it, so
       a running row has num_computed < length
-    - slot: of the row's states in layers with linear attention, while it has pages; -1: it has none
+    - state_slot: of the row's states in layers with linear attention, while it has pages; -1: it has none
     - pending_prefixes: those ``prefix_ids`` whose pages this row is computing for all rows
     - on_hold: the row waits for its environment and is not scheduled
     """
@@ -139,7 +139,7 @@ class SequenceState:
     prefix_ids: tuple[int, ...] = ()
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
-    slot: int = -1
+    state_slot: int = -1
     pending_prefixes: list[int] = field(default_factory=list)
     on_hold: bool = False
 
@@ -170,7 +170,7 @@ class SequenceState:
         """Forget what was computed: the row has no pages any more."""
         self.num_computed = 0
         self.pages = []
-        self.slot = -1
+        self.state_slot = -1
         self.pending_prefixes = []
 
     def rewind(self, num_new: int) -> None:
@@ -225,7 +225,7 @@ class ScheduledStep:
     """What one step computes.
 
     - copies: (source, destination) pages to copy before anything is written
-    - state_copies: the same of slots; each source is read before any destination is written
+    - state_copies: the same of state slots; each source is read before any destination is written
     - repeats: tokens that each row which decodes draws before the host looks at them; 0: the host looks at each token
     """
 

@@ -40,7 +40,7 @@ LATENT_PROGRAMS = 1 << 9  # the same of latent attention, of which it holds 132;
 
 
 class TritonAttention:
-    """The attention context of a step. ``positions``, ``slots``, ``page_table``: as in ``SlotMapping``.
+    """The attention context of a step. ``positions``, ``cache_slots``, ``page_table``: as in ``SlotMapping``.
 
     - singles, chunks: int32 [n, 4], (token, position, number of queries, line of the page table) of tiles with one query and with
       several. Chunks come with their tile's shape. Singles are None where each token of the step is one, with a line of its own
@@ -53,14 +53,14 @@ class TritonAttention:
         cache: KVCache,
         num_heads: int,
         positions: Tensor,
-        slots: Tensor,
+        cache_slots: Tensor,
         page_table: Tensor,
         singles: Tensor | None,
         chunks: tuple[Tensor, TileShape] | None,
         longest: int,
         arrived: Tensor,
     ) -> None:
-        self.cache, self.positions, self.slots, self.page_table = cache, positions, slots, page_table
+        self.cache, self.positions, self.cache_slots, self.page_table = cache, positions, cache_slots, page_table
         self.singles, self.chunks, self.arrived = singles, chunks, arrived
         self.group_size = num_heads // cache.kv_heads
         self.num_splits = -(-longest // triton_paged_attention.SPLIT_KEYS)
@@ -98,27 +98,29 @@ class TritonAttention:
         wide = None if chunks is None else (chunks, shape)
         longest = max((start + 1 for _, start, _, _ in tiles[0]), default=1)
         arrived = torch.zeros(len(tiles[0]), _num_tiles(cache, num_heads), dtype=torch.int32, device=device)
-        return cls(cache, num_heads, step.positions, step.slots, step.page_table, singles, wide, longest, arrived)
+        return cls(cache, num_heads, step.positions, step.cache_slots, step.page_table, singles, wide, longest, arrived)
 
     @classmethod
     def decoding(cls, positions: Tensor, page_table: Tensor, cache: KVCache, num_heads: int) -> TritonAttention:
         """Return the context of one token per row: ``positions`` [B], ``page_table`` [B, P]. The host does not read these tensors."""
-        slots = torch.empty_like(positions)
+        cache_slots = torch.empty_like(positions)
         counters = _num_tiles(cache, num_heads)
         arrived = torch.empty(len(positions), counters, dtype=torch.int32, device=positions.device)
         sizes = page_table.stride(0), counters, cache.page_size, triton.next_power_of_2(counters)
-        triton_paged_attention.locate_rows[(len(positions),)](positions, page_table, slots, arrived, *sizes, num_warps=1)
-        return cls(cache, num_heads, positions, slots, page_table, None, None, page_table.shape[1] * cache.page_size, arrived)
+        triton_paged_attention.locate_rows[(len(positions),)](positions, page_table, cache_slots, arrived, *sizes, num_warps=1)
+        return cls(
+            cache, num_heads, positions, cache_slots, page_table, None, None, page_table.shape[1] * cache.page_size, arrived
+        )
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Writes k and v, then attends over the rows' pages."""
         assert q.stride(2) == 1, "the elements of a head must lie together"
         assert self.cache.kv_tensors_per_page == 2, "latent attention writes its keys itself"
-        write_pages(self.cache, layer_index, self.slots, k, v)
+        write_pages(self.cache, layer_index, self.cache_slots, k, v)
         return self.attend_written(layer_index, q, rule)
 
     def page_target(self, layer_index: int) -> PageTarget:
-        return PageTarget(self.cache.pages[layer_index], self.slots)
+        return PageTarget(self.cache.pages[layer_index], self.cache_slots)
 
     def attend_written(self, layer_index: int, q: Tensor, rule: AttentionRule) -> Tensor:
         """As :meth:`attend`, where the step's keys and values are in the pages already. Returns as many elements of a head as values
@@ -170,11 +172,11 @@ def _num_tiles(cache: KVCache, num_heads: int) -> int:
     return cache.kv_heads * triton.cdiv(group_size, _tile_of_singles(cache, group_size).rows)
 
 
-def write_pages(cache: KVCache, layer_index: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write k and v [T, H, D] to ``slots`` [T] of a layer's pages, in one launch."""
+def write_pages(cache: KVCache, layer_index: int, cache_slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write k and v [T, H, D] to ``cache_slots`` [T] of a layer's pages, in one launch."""
     assert k.stride(2) == v.stride(2) == 1, "the elements of a head must lie together"
     pages = cache.pages[layer_index]
     heads = cache.kv_heads
     dim = cache.head_dim
     strides = (*k.stride()[:2], *v.stride()[:2], pages.stride(1))
-    triton_paged_attention.write[(len(k), heads)](k, v, pages, slots, *strides, heads, dim, triton.next_power_of_2(dim))
+    triton_paged_attention.write[(len(k), heads)](k, v, pages, cache_slots, *strides, heads, dim, triton.next_power_of_2(dim))

@@ -22,9 +22,9 @@ from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.pipeline_channels import connect_channels
 from rlhf_spmd.inference.loaded_model import (
-    ModelSourceConfig,
     CheckedModel,
     ModelConfig,
+    ModelSourceConfig,
     base_directory,
     load_from_checkpoint,
     read_weights,

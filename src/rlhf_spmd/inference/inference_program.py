@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.data.dataset import RowsConfig
-from rlhf_spmd.inference.loaded_model import Config, ModelSourceConfig, CheckedModel
+from rlhf_spmd.inference.loaded_model import CheckedModel, Config, ModelSourceConfig
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.board import Board

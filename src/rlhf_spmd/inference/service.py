@@ -31,10 +31,10 @@ from rlhf_spmd.inference.openai_forms import (
     TextOffsets,
     check_sizes,
     choice_of,
+    error_answer,
     prompts_of,
     read_body,
     read_request,
-    error_answer,
 )
 from rlhf_spmd.inference.requests import Prompt, PromptRequest, RequestProcessor, entries_of, prompt_log_probs
 from rlhf_spmd.inference.sampling_params import CompletionOutput

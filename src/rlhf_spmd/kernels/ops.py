@@ -118,16 +118,16 @@ class Ops(ProductOps):
         shape: HeadShape,
         pages: PageTarget,
     ) -> Tensor:
-        """Return q of :meth:`heads`, without gradients. Writes k and v of the first ``len(pages.slots)`` tokens to ``pages``."""
+        """Return q of :meth:`heads`, without gradients. Writes k and v of the first ``len(pages.cache_slots)`` tokens to ``pages``."""
         q, k, v = self.heads(qkv, norms, cos, sin, shape)
         for block, x in zip(pages.pages.view(2, shape.keys, -1, shape.dim), (k, v), strict=True):
-            block.index_copy_(1, pages.slots, x[: len(pages.slots)].transpose(0, 1))
+            block.index_copy_(1, pages.cache_slots, x[: len(pages.cache_slots)].transpose(0, 1))
         return q
 
     def latent_to_pages(self, q: Tensor, short: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
-        """Return the queries of :func:`latent_heads`. Writes the keys of the first ``len(pages.slots)`` tokens to ``pages``."""
+        """Return the queries of :func:`latent_heads`. Writes the keys of the first ``len(pages.cache_slots)`` tokens to ``pages``."""
         q, entries = latent_heads(self, q, short, keys)
-        pages.pages.view(-1, entries.shape[1]).index_copy_(0, pages.slots, entries[: len(pages.slots)])
+        pages.pages.view(-1, entries.shape[1]).index_copy_(0, pages.cache_slots, entries[: len(pages.cache_slots)])
         return q
 
     def gated(self, gate_up: Tensor, gelu: bool) -> Tensor:

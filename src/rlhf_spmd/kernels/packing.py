@@ -123,11 +123,11 @@ class LayerOptions:
 class PageTarget(NamedTuple):
     """Where a step's keys and values of a layer go.
 
-    ``pages`` [2, H, N, page_size * D]; ``slots`` int64 [T]: page * page_size + offset of each token.
+    ``pages`` [2, H, N, page_size * D]; ``cache_slots`` int64 [T]: page * page_size + offset of each token.
     """
 
     pages: Tensor
-    slots: Tensor
+    cache_slots: Tensor
 
 
 def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:

@@ -90,6 +90,17 @@ def latent_to_pages(q: Tensor, short: Tensor, keys: LatentKeys, pages: PageTarge
     block_h = min(max(TILE // (2 * block_e), 1), triton.next_power_of_2(heads))
     sizes = heads, nope, rank, rope, keys.interleaved, block_h, triton.next_power_of_2(rank), block_e
     keys_to_pages[(tokens, 1 + triton.cdiv(heads, block_h))](
-        q, short, keys.weight, cos, sin, out, pages.pages, pages.slots, len(pages.slots), keys.eps, *sizes, **OPTIONS
+        q,
+        short,
+        keys.weight,
+        cos,
+        sin,
+        out,
+        pages.pages,
+        pages.cache_slots,
+        len(pages.cache_slots),
+        keys.eps,
+        *sizes,
+        **OPTIONS,
     )
     return out

@@ -204,7 +204,7 @@ def heads(
     v = qkv.view(tokens, -1, shape.dim)[:, count:]
     if pages is not None:
         assert pages.pages[0].is_contiguous() and pages.pages[0].stride(0) > 0, "a layer's pages lie together"
-        k, slots, written, stride = pages.pages, pages.slots, len(pages.slots), pages.pages.stride(1)
+        k, slots, written, stride = pages.pages, pages.cache_slots, len(pages.cache_slots), pages.pages.stride(1)
     else:
         k, slots, written, stride = qkv.new_empty(tokens, shape.keys, shape.dim), qkv, 0, 0
         v = v if shape.fused_slices == 1 else torch.empty_like(k)

@@ -57,7 +57,7 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
 
 
 def low_var_kl(log_ratio: Tensor) -> Tensor:
-    """exp(d) - d - 1 [T], nats, with d = ``log_ratio`` clamped to [-20, 20]; its own size is not bounded."""
+    """Return exp(d) - d - 1 [T], nats, with d = ``log_ratio`` clamped to [-20, 20]; its own size is not bounded."""
     d = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(d) - d  # keeps the digits that exp(d) - 1 loses near d = 0, where almost every token lies
 

@@ -90,7 +90,7 @@ def aggregate(
     num_rows: int | float,
     max_length: int | float | None = None,
 ) -> Tensor:
-    """This micro-batch's part of the mini-batch's loss: a scalar in the dtype of ``loss`` [T], with gradients.
+    """Return this micro-batch's part of the mini-batch's loss: a scalar in the dtype of ``loss`` [T], with gradients.
 
     =========================== ================================================================================
     ``token-mean``              sum over tokens / ``num_tokens``

@@ -66,7 +66,7 @@ def cost_preference(safer: Tensor, riskier: Tensor, safer_sign: Tensor, riskier_
 
 
 def preference_loss(difference: Tensor, beta: float, loss_type: LossType = "sigmoid", smoothing: float = 0.0) -> Tensor:
-    """DPO's losses of ``difference`` [pairs]: log-ratio to the reference of the chosen minus that of the rejected response.
+    """Return DPO's losses of ``difference`` [pairs]: log-ratio to the reference of the chosen minus that of the rejected response.
 
     =========== ========================================================================================================
     ``sigmoid`` -log sigmoid(beta d) (arXiv 2305.18290, eq. 7); ``smoothing`` is the share of pairs the wrong way round:
@@ -88,7 +88,7 @@ def preference_loss(difference: Tensor, beta: float, loss_type: LossType = "sigm
 
 
 def odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """-log sigmoid of the log odds ratio (ORPO, arXiv 2403.07691, eq. 4 and 7) of mean log-probs per token [pairs]."""
+    """Return -log sigmoid of the log odds ratio (ORPO, arXiv 2403.07691, eq. 4 and 7) of mean log-probs per token [pairs]."""
 
     def log_odds(mean: Tensor) -> Tensor:
         return mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12)))
@@ -97,12 +97,12 @@ def odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def simpo(chosen: Tensor, rejected: Tensor, beta: float, gamma: float) -> Tensor:
-    """-log sigmoid(beta (chosen - rejected) - gamma) of mean log-probs per token [pairs] (SimPO, arXiv 2405.14734, eq. 6)."""
+    """Return -log sigmoid(beta (chosen - rejected) - gamma) of mean log-probs per token [pairs] (SimPO, arXiv 2405.14734, eq. 6)."""
     return -logsigmoid(beta * (chosen - rejected) - gamma)
 
 
 def kto(ratio: Tensor, desirable: Tensor, baseline: float, beta: float, weights: tuple[float, float]) -> Tensor:
-    """KTO's loss (arXiv 2402.01306, eq. 8) of log-ratios to the reference [rows], without its constant weight.
+    """Return KTO's loss (arXiv 2402.01306, eq. 8) of log-ratios to the reference [rows], without its constant weight.
 
     ``desirable`` bool [rows]. ``baseline``: the estimate of the KL divergence, at least 0, without gradient. ``weights``: of desirable
     and of undesirable rows.

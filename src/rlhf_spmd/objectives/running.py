@@ -40,9 +40,9 @@ class RunningMoments:
         return float(variance**0.5) if variance > STD_EPSILON**2 * max(1.0, self.mean**2) else 1.0
 
     def normalise(self, x: Tensor, center: bool = True) -> Tensor:
-        """(x - mean) / std, or x / std."""
+        """Return (x - mean) / std, or x / std."""
         return (x - self.mean if center else x) / self.std
 
     def restore(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`normalise`: x std + mean."""
+        """Return the inverse of :meth:`normalise`: x std + mean."""
         return x * self.std + self.mean

@@ -52,13 +52,13 @@ class ParamShard:
 
 
 def whole_shard(name: str, shape: tuple[int, ...]) -> ParamShard:
-    """The shard of a rank that holds a whole tensor."""
+    """Return the shard of a rank that holds a whole tensor."""
     start = (0,) * len(shape)
     return ParamShard(shape, (Box(name, shape, start, shape, start),))
 
 
 def intersect(a: Box, b: Box) -> tuple[Box, Box] | None:
-    """The common part of two boxes, located in a's and in b's local parameter; None if they are disjoint."""
+    """Return the common part of two boxes, located in a's and in b's local parameter; None if they are disjoint."""
     if a.name != b.name:
         return None
     start = tuple(map(max, a.start, b.start))
@@ -69,7 +69,7 @@ def intersect(a: Box, b: Box) -> tuple[Box, Box] | None:
 
 
 def _part(box: Box, start: tuple[int, ...], size: tuple[int, ...]) -> Box:
-    """The part of a box that is ``[start : start + size]`` of the global tensor."""
+    """Return the part of a box that is ``[start : start + size]`` of the global tensor."""
     if size == box.size:
         return box
     local = tuple([offset + s - o for offset, s, o in zip(box.local, start, box.start, strict=True)])
@@ -77,28 +77,30 @@ def _part(box: Box, start: tuple[int, ...], size: tuple[int, ...]) -> Box:
 
 
 def zero_rows(num_rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Rows [first, last) that FSDP2 leaves on one of ``ranks`` ranks: torch.chunk's ceil-sized chunks along dim 0."""
+    """Return the rows [first, last) that FSDP2 leaves on one of ``ranks`` ranks: torch.chunk's ceil-sized chunks along dim 0."""
     chunk = -(-num_rows // ranks)
     return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
 
 
 def box_rows(box: Box, first: int, last: int) -> Box | None:
-    """The part of a box in rows [first, last) of its local parameter; None if there is none."""
+    """Return the part of a box in rows [first, last) of its local parameter; None if there is none."""
     offset = box.start[0] - box.local[0]
     a, b = max(box.local[0], first), min(box.local[0] + box.size[0], last)
     return narrow(box, 0, a + offset, b + offset) if a < b else None
 
 
 def shard_rows(shard: ParamShard, first: int, last: int) -> ParamShard:
-    """Rows [first, last) of a local parameter, as a local parameter of their own."""
+    """Return rows [first, last) of a local parameter, as a local parameter of their own."""
     parts = [part for box in shard.boxes if (part := box_rows(box, first, last))]
     boxes = tuple(part._replace(local=(part.local[0] - first, *part.local[1:])) for part in parts)
     return replace(shard, shape=(last - first, *shard.shape[1:]), boxes=boxes)
 
 
 def zero_shards(shards: Mapping[str, ParamShard], rank: int, ranks: int, ep: tuple[int, int] = (0, 1)) -> dict[str, ParamShard]:
-    """What ZeRO leaves on one of ``ranks`` replicas. ``ep``: rank and number of those that share the experts; where these are several,
-    they divide the experts, and ZeRO the rest."""
+    """Return what ZeRO leaves on one of ``ranks`` replicas.
+
+    ``ep``: rank and number of those that share the experts. Where these are several, they divide the experts, and ZeRO the rest.
+    """
     divided = {True: ep if ep[1] > 1 else (rank, ranks), False: (rank, ranks)}
     return {name: shard_rows(shard, *zero_rows(shard.shape[0], *divided[shard.by_expert])) for name, shard in shards.items()}
 
@@ -125,7 +127,7 @@ def cover(target: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box, Box
 
 
 def _around(outer: Box, inner: Box) -> Iterator[Box]:
-    """The rest of a box around a part of it, as disjoint boxes: at most two per tensor dim."""
+    """Return the rest of a box around a part of it, as disjoint boxes: at most two per tensor dim."""
     for dim, (first, n) in enumerate(zip(inner.start, inner.size, strict=True)):
         start, stop, last = outer.start[dim], outer.start[dim] + outer.size[dim], first + n
         if start < first:
@@ -136,5 +138,5 @@ def _around(outer: Box, inner: Box) -> Iterator[Box]:
 
 
 def narrow(box: Box, dim: int, first: int, last: int) -> Box:
-    """The part of a box with global indices [first, last) along ``dim``."""
+    """Return the part of a box with global indices [first, last) along ``dim``."""
     return _part(box, (*box.start[:dim], first, *box.start[dim + 1 :]), (*box.size[:dim], last - first, *box.size[dim + 1 :]))

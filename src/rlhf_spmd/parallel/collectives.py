@@ -188,7 +188,7 @@ class Group:
         return dist.batch_isend_irecv([dist.P2POp(op, tensor, self.ranks[member], pg) for op, (member, tensor) in every])
 
     def all_gather(self, tensor: Tensor, label: str) -> list[Tensor]:
-        """Returns every rank's tensor, of one shape. Collective over the group: every rank of it must call, in program order."""
+        """Return every rank's tensor, of one shape. Collective over the group: every rank of it must call, in program order."""
         flat = tensor.reshape(-1)
         output = flat.new_empty(self.size * len(flat))
         self.all_gather_into(output, flat, label)
@@ -229,7 +229,7 @@ class Group:
         return tensor
 
     def gather_bytes(self, payload: bytes, label: str) -> list[bytes] | None:
-        """Returns every rank's bytes on group index 0, and None on other ranks. Lengths are exchanged first.
+        """Return every rank's bytes on group index 0, and None on other ranks. Lengths are exchanged first.
 
         Collective over the group: every rank of it must call, in program order.
         """
@@ -246,7 +246,7 @@ class Group:
         return [payload, *(bytes(part.numpy()) for part in parts[1:])]
 
     def broadcast_bytes(self, payload: bytes | None, label: str, source: int = 0) -> bytes:
-        """Returns group index ``source``'s bytes. Collective over the group: every rank of it must call, in program order."""
+        """Return group index ``source``'s bytes. Collective over the group: every rank of it must call, in program order."""
         if self.size == 1:
             return payload or b""
         length = torch.tensor([len(payload or b"")])
@@ -293,7 +293,7 @@ class Group:
 
 
 def solo(rank: int = 0) -> Group:
-    """Returns the group of one rank, which communicates nothing."""
+    """Return the group of one rank, which communicates nothing."""
     return Group("solo", (rank,), 0)
 
 

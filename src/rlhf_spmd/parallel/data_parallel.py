@@ -31,7 +31,7 @@ def sum_in_buckets(grads: Mapping[str, Tensor], group: Group, label: str) -> Non
 
 
 def buckets(sizes: Mapping[str, int], limit: int | None = None) -> Iterator[list[str]]:
-    """Runs of names with at most ``limit`` elements together (default BUCKET_ELEMENTS), unless a single one has more. Pure."""
+    """Return runs of names with at most ``limit`` elements together (default BUCKET_ELEMENTS), unless a single one has more. Pure."""
     limit = limit or BUCKET_ELEMENTS
     names: list[str] = []
     total = 0
@@ -50,7 +50,7 @@ def _box_keys(plan: Mapping[str, ParamShard]) -> set[tuple[str, tuple[int, ...],
 
 
 def owned_boxes(plan: Mapping[str, ParamShard], before: Iterable[Mapping[str, ParamShard]]) -> dict[str, ParamShard]:
-    """``plan`` without the boxes that a plan in ``before`` holds too, so each part of a model has one owner. Pure.
+    """Return ``plan`` without the boxes that a plan in ``before`` holds too, so each part of a model has one owner. Pure.
 
     Copies (norms over tp, KV heads that several tp ranks share, tied embeddings) are equal boxes.
     """
@@ -64,7 +64,7 @@ def owned_boxes(plan: Mapping[str, ParamShard], before: Iterable[Mapping[str, Pa
 def partial_boxes(
     plan: Mapping[str, ParamShard], others: Iterable[Mapping[str, ParamShard]], scattered: Collection[str] = ()
 ) -> dict[str, ParamShard]:
-    """The boxes of ``plan`` that other tp ranks hold too, if each rank has only a part of their gradient. Pure.
+    """Return the boxes of ``plan`` that other tp ranks hold too, if each rank has only a part of their gradient. Pure.
 
     These are KV heads that several ranks share: each rank sees the gradient from its own query heads, and the sum is the true one. For
     fully replicated parameters every rank has the whole gradient, so they are left out. Those in ``scattered`` are not, because each
@@ -97,7 +97,7 @@ def sum_partial(grads: Mapping[str, Tensor], partial: Mapping[str, ParamShard], 
 
 
 def squared_norm(grads: Mapping[str, Tensor], owned: Mapping[str, ParamShard]) -> Tensor:
-    """The sum of squares of the gradients inside the owned boxes of the local shards, float64 []."""
+    """Return the sum of squares of the gradients inside the owned boxes of the local shards, float64 []."""
     norms = []
     for name, grad in grads.items():
         boxes = owned[name].boxes

@@ -17,7 +17,7 @@ MOST_THREADS = 1024  # of a rank: more than any host has cores, and fewer than a
 
 
 def choose_device(launch: Launch) -> torch.device:
-    """Returns a GPU of this rank's own, or the CPU if the host has no GPU. Raises ValueError if there are fewer GPUs than ranks.
+    """Return a GPU of this rank's own, or the CPU if the host has no GPU. Raises ValueError if there are fewer GPUs than ranks.
 
     A rank that sees only one GPU takes it: SLURM's ``--gpus-per-task=1`` shows each rank its own. :func:`refuse_shared_gpus` checks
     that.

@@ -52,29 +52,29 @@ def read_launch() -> Launch:
 
 
 def launcher_is_process_1() -> bool:
-    """True if the launcher is process 1, as in a container whose command it is."""
+    """Return True if the launcher is process 1, as in a container whose command it is."""
     return os.environ.get(LAUNCHER) == "1"
 
 
 def num_tasks() -> int:
-    """Returns how many processes srun or mpirun has started from this command; 1 without them."""
+    """Return how many processes srun or mpirun has started from this command; 1 without them."""
     return max(int(text) if text.isdecimal() else 1 for text in (os.environ.get(name, "1") for name in TASKS))
 
 
 def start_limit(launch: Launch) -> float:
-    """Returns the seconds that a rank waits for other processes at the start."""
+    """Return the seconds that a rank waits for other processes at the start."""
     return START_S if launch.local_size == launch.size else START_NODES_S
 
 
 def lone_store() -> dist.Store:
-    """Returns a key-value store that only this process sees."""
+    """Return a key-value store that only this process sees."""
     return dist.HashStore()
 
 
 def connect_store(
     launch: Launch, timeout_s: float | None = None, on_wait: Callable[[str], object] = lambda whom: None
 ) -> dist.Store:
-    """Returns the key-value store that all ranks share, with or without a process group. Torchrun hosts it.
+    """Return the key-value store that all ranks share, with or without a process group. Torchrun hosts it.
 
     ``on_wait``: called several times a second while the store does not answer, with its name; it may raise.
 
@@ -114,5 +114,5 @@ def connect_store(
 
 
 def ranks_store(store: dist.Store, restart_count: int = 0) -> dist.Store:
-    """Returns the part of ``store`` that belongs to the ranks of this start of the job."""
+    """Return the part of ``store`` that belongs to the ranks of this start of the job."""
     return dist.PrefixStore(f"rlhf_spmd/{restart_count}", store)

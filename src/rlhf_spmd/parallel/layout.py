@@ -91,38 +91,38 @@ class Grid(ABC):
         return [Coordinate(*coordinate) for coordinate in zip(*(axis.tolist() for axis in axes), strict=True)]
 
     def coordinate(self, index: int) -> Coordinate:
-        """The coordinates of a pool index."""
+        """Return the coordinates of a pool index."""
         return self._coordinates[index]
 
     def index(self, pp: int, dp: int, cp: int, tp: int) -> int:
-        """The pool index at these coordinates."""
+        """Return the pool index at these coordinates."""
         return int(self.ranks[pp, dp, cp, tp])
 
     def along(self, index: int, *axes: str) -> list[int]:
-        """Returns ``index`` and the ranks that differ from it only on ``axes``, in the order of their coordinates."""
+        """Return ``index`` and the ranks that differ from it only on ``axes``, in the order of their coordinates."""
         coordinate = zip(AXES, self.coordinate(index), strict=True)
         where = tuple(slice(None) if axis in axes else number for axis, number in coordinate)
         ranks: list[int] = self.ranks[where].reshape(-1).tolist()
         return ranks
 
     def replica_group(self, index: int) -> list[int]:
-        """The pp * tp ranks that hold the copy of the model of ``index``."""
+        """Return the pp * tp ranks that hold the copy of the model of ``index``."""
         return self.along(index, "pp", "tp")
 
     def shard_group(self, index: int) -> list[int]:
-        """The ``dp_shard`` ranks, ``index`` among them, that share one copy of what ZeRO shards."""
+        """Return the ``dp_shard`` ranks, ``index`` among them, that share one copy of what ZeRO shards."""
         return self._neighbours(index, self.dp_shard)
 
     def replicate_group(self, index: int) -> list[int]:
-        """Returns the ranks that hold the same part of the model as ``index``, and itself: one of each shard group."""
+        """Return the ranks that hold the same part of the model as ``index``, and itself: one of each shard group."""
         return self._counterparts(index, self.dp_shard)
 
     def ep_group(self, index: int) -> list[int]:
-        """The ``ep`` ranks, ``index`` among them, that share the experts."""
+        """Return the ``ep`` ranks, ``index`` among them, that share the experts."""
         return self._neighbours(index, self.ep)
 
     def expert_copies(self, index: int) -> list[int]:
-        """Returns the ranks that hold the same experts as ``index``, and itself: one of each ep group."""
+        """Return the ranks that hold the same experts as ``index``, and itself: one of each ep group."""
         return self._counterparts(index, self.ep)
 
     @property
@@ -131,7 +131,7 @@ class Grid(ABC):
         return math.lcm(self.dp_shard, self.ep)
 
     def copy_group(self, index: int) -> list[int]:
-        """The ``copy_ranks`` ranks, ``index`` among them, that hold all of its stage and slice."""
+        """Return the ``copy_ranks`` ranks, ``index`` among them, that hold all of its stage and slice."""
         return self._neighbours(index, self.copy_ranks)
 
     def _neighbours(self, index: int, size: int) -> list[int]:
@@ -185,7 +185,7 @@ class Layout(Grid):
         return self.copies // self.dp_shard
 
     def stages(self, pp_rank: int) -> list[int]:
-        """Returns the virtual stages (of ``pp * vpp``) that a pipeline rank holds, one per chunk of layers."""
+        """Return the virtual stages (of ``pp * vpp``) that a pipeline rank holds, one per chunk of layers."""
         return [chunk * self.pp + pp_rank for chunk in range(self.vpp)]
 
     @cached_property
@@ -300,7 +300,7 @@ class GenerationLayout(Grid):
         return ranks.reshape(self.pp, stages, -1, self.tp, slices).transpose(0, 2, 1, 4, 3).reshape(shape)
 
     def micro_dp_group(self, index: int) -> list[int]:
-        """Returns the ranks whose training shards form the generation shard of ``index``, in the order of their slices."""
+        """Return the ranks whose training shards form the generation shard of ``index``, in the order of their slices."""
         pp, dp, _, tp = self.coordinate(index)
         first = dp // self.micro_dp * self.micro_dp
         group: list[int] = self.ranks[pp, first : first + self.micro_dp, 0, tp].tolist()
@@ -310,7 +310,7 @@ class GenerationLayout(Grid):
 def generation_layout(
     train: Layout, pp: int, tp: int, consecutive: bool = False, expert_parallel_generation: bool = False
 ) -> GenerationLayout:
-    """Returns the regrouping of ``train``, or a grid of its own if the layouts do not allow that or ``consecutive`` asks for it.
+    """Return the regrouping of ``train``, or a grid of its own if the layouts do not allow that or ``consecutive`` asks for it.
 
     With ``expert_parallel_generation`` no regrouping makes slices of experts parts of whole ones. Ranks that have different experts
     or slices of them in training are then regrouped as the ranks of tp are otherwise, so that each lacks the least of its experts.
@@ -323,7 +323,7 @@ def generation_layout(
 
 
 def stage_layers(num_layers: int, pp: int, stage: int) -> range:
-    """Returns the layers of a pipeline stage. Stages are as equal as possible; earlier ones take the remainder.
+    """Return the layers of a pipeline stage. Stages are as equal as possible; earlier ones take the remainder.
 
     If p_g divides p, generation stage i must own exactly the layers of its p/p_g training stages. So a remainder is allowed only if
     stages are not regrouped; callers check that.

@@ -98,7 +98,7 @@ class Mesh:
 
 
 def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLayout) -> Mesh:
-    """Returns the mesh of a layout on the ranks of ``pool``, which ascend. Communicates nothing."""
+    """Return the mesh of a layout on the ranks of ``pool``, which ascend. Communicates nothing."""
     index = list(pool).index(world.rank) if world.rank in pool else -1
 
     def group(name: str, members: Callable[[int], list[int]], channel: str = "") -> Group:

@@ -31,7 +31,7 @@ class Action(NamedTuple):
 
 
 def _rounds(num_micro_batches: int, pp: int) -> list[range]:
-    """Runs of micro-batches that pass one chunk before the next: as even as possible, of at least ``pp`` if there are so many.
+    """Return runs of micro-batches that pass one chunk before the next: as even as possible, of at least ``pp`` if there are so many.
 
     With pp of them, the first has gone around the ring when the last one leaves.
     """
@@ -45,13 +45,13 @@ def _order(kind: Literal["F", "B"], num_micro_batches: int, pp: int, chunks: ran
 
 
 def schedule_forward(num_micro_batches: int, pp: int, stage: int, vpp: int = 1) -> list[Action]:
-    """Forward passes only; with several chunks, in the order of :func:`schedule_1f1b`. Pure."""
+    """Return the forward passes only; with several chunks, in the order of :func:`schedule_1f1b`. Pure."""
     assert 0 <= stage < pp, f"stage {stage} of {pp}"
     return _order("F", num_micro_batches, pp, range(vpp))
 
 
 def schedule_1f1b(num_micro_batches: int, pp: int, stage: int, vpp: int = 1) -> list[Action]:
-    """One forward, one backward (PipeDream-flush), interleaved over chunks where vpp > 1 (Narayanan et al. 2021). Pure.
+    """Return one forward, one backward (PipeDream-flush), interleaved over chunks where vpp > 1 (Narayanan et al. 2021). Pure.
 
     First come forwards that fill the pipeline, then one forward and one backward in turn, then the remaining backwards. With equal
     costs a rank idles (pp - 1) / (vpp * m) of its busy time, for any m >= pp micro-batches, divisible by pp or not.
@@ -75,7 +75,7 @@ Schedule = Callable[[int, int, int, int], list[Action]]  # arguments as of :func
 
 
 def simulate(schedules: Sequence[Sequence[Action]], vpp: int, backward: int = 1) -> dict[tuple[str, int, int], int]:
-    """When each pass (kind, micro-batch, virtual stage) ends if it starts when its rank is free and its input is there. Pure.
+    """Return when each pass (kind, micro-batch, virtual stage) ends if it starts when its rank is free and its input is there. Pure.
 
     A forward through one chunk takes 1, a backward ``backward``. ``schedules``: of all ranks. Asserts that all passes can run.
     """
@@ -103,7 +103,7 @@ def simulate(schedules: Sequence[Sequence[Action]], vpp: int, backward: int = 1)
 
 @cache
 def plan_receives(schedule: Schedule, num_micro_batches: int, pp: int, stage: int, vpp: int) -> list[list[Action]]:
-    """Whose receives a rank begins before each of its passes, and after the last. Pure.
+    """Return whose receives a rank begins before each of its passes, and after the last. Pure.
 
     They are those whose sender has ended its pass by then, if all passes take equally long.
     So a rank waits, even with its whole device, only for what ends earlier in this one order of all passes.

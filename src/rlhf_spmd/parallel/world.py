@@ -64,7 +64,7 @@ class World:
         return self.launch.size
 
     def group(self, ranks: Sequence[int], name: str, channel: str = "") -> Group | None:
-        """Returns the group of these ascending global ranks; None on ranks outside it. Does not communicate: see :class:`Group`.
+        """Return the group of these ascending global ranks; None on ranks outside it. Does not communicate: see :class:`Group`.
 
         Groups of equal ranks share one communicator per ``channel``. Transfers on different channels never wait for each other, even if
         the backend orders those of one communicator.
@@ -77,7 +77,7 @@ class World:
         return Group(name, members, members.index(self.rank), partial(self._communicator, members, channel))
 
     def _communicator(self, ranks: tuple[int, ...], channel: str) -> dist.ProcessGroup:
-        """Returns the process group of these ranks, and makes it the first time.
+        """Return the process group of these ranks, and makes it the first time.
 
         Collective over these ranks, the first time: every one of them must call, in program order.
         """
@@ -100,7 +100,7 @@ class World:
 
 
 def backend_of(device: torch.device) -> str:
-    """Returns torch's name for gloo; on GPUs for gloo with nccl beside it, for GPU tensors."""
+    """Return torch's name for gloo; on GPUs for gloo with nccl beside it, for GPU tensors."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -141,7 +141,7 @@ def init_world(
 
 
 def nccl_settings(patience_s: float) -> dict[str, str]:
-    """Returns variables that make torch's NCCL watchdog end a process only after the error board, which names the culprit. Pure.
+    """Return variables that make torch's NCCL watchdog end a process only after the error board, which names the culprit. Pure.
 
     By default the watchdog's monitor waits 480 s. ``patience_s``: how long collectives may take.
     """
@@ -157,7 +157,7 @@ def stay_on_this_machine() -> None:
 
 @cache
 def join_world(timeout_s: float = 3600.0) -> World:
-    """Returns the world of a process that is none of the programs, such as a notebook's. ``timeout_s``: see :func:`init_world`.
+    """Return the world of a process that is none of the programs, such as a notebook's. ``timeout_s``: see :func:`init_world`.
 
     Collective over the world, the first time: every rank of it must call.
     """
@@ -190,7 +190,7 @@ def _await_gloo(seconds: float = 5.0) -> None:
 
 
 def _gloo_activity(task: Path) -> str:
-    """State and context switches of a gloo thread; "" for other threads and for one that has ended."""
+    """Return state and context switches of a gloo thread; "" for other threads and for one that has ended."""
     with suppress(OSError):
         if (task / "comm").read_text().strip() == "pt_gloo_runloop":
             lines = (task / "status").read_text().splitlines()

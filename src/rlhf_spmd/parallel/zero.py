@@ -27,7 +27,7 @@ STAGED = 1 << 21  # elements that a rank gives to a gloo collective at a time: g
 
 
 def stage_of_zero(layout: Layout) -> int:
-    """The ZeRO stage of a layout; 0 if no rank shares a copy with others."""
+    """Return the ZeRO stage of a layout; 0 if no rank shares a copy with others."""
     return layout.zero if layout.dp_shard > 1 else 0
 
 
@@ -41,7 +41,7 @@ class _Collective:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def pieces(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Runs of columns of [size, n] that are sent together, and these columns in contiguous memory."""
+        """Return runs of columns of [size, n] that are sent together, and these columns in contiguous memory."""
         size, width = rows.shape
         if capabilities(rows.device).nccl or width <= STAGED:
             yield slice(0, width), rows
@@ -177,18 +177,19 @@ def allocate(module: nn.Module, blocks: Iterable[nn.Module], device: torch.devic
 
 
 def zero_loss(module: nn.Module, hidden: Tensor) -> Tensor:
-    """0, with a gradient of 0 for every parameter. FSDP reduces whatever has a gradient, and that must be the same on all ranks."""
+    """Return 0, with a gradient of 0 for every parameter. FSDP reduces whatever has a gradient, and that must be the same on all
+    ranks."""
     outside = [param.sum() for name, param in module.named_parameters() if not name.startswith("layers.")]
     return torch.stack([hidden.sum(), *outside]).sum() * 0.0
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True for a DTensor, which FSDP2 makes of a parameter."""
+    """Return True for a DTensor, which FSDP2 makes of a parameter."""
     return hasattr(tensor, "to_local")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor, or the tensor itself; shares storage, outside autograd.
+    """Return the local part of a DTensor, or the tensor itself; shares storage, outside autograd.
 
     It reads the attribute, because ``detach().to_local()`` goes through DTensor's dispatch and takes 30 times as long. A transition
     asks for every parameter at each of its buckets.

@@ -369,7 +369,7 @@ def facts_of(
     config: Any, graph: Graph, prompt: float, responses: tuple[float, ...], device: torch.device, plans: Mapping[str, RolePlan]
 ) -> StepFacts:
     """Return the facts of a step with rows of these lengths. Roles are saved in the background if the configuration says so."""
-    saved = [role for role, plan in plans.items() if plan.trained or role in config.algorithm.moved]
+    saved = [role for role, plan in plans.items() if plan.trained or role in config.algorithm.roles_without_optimizer]
     copied = frozenset(saved if config.run.save_freq and config.run.background_save else ())
     limits, validates = config.algorithm.limits, config.run.test_freq > 0
     return StepFacts(graph, prompt, responses, limits, device, config.placement.max_staleness, validates, copied)

@@ -24,7 +24,7 @@ TO_LEFT_EDGE = "\r\x1b[K"  # clears the terminal's line
 
 
 def on_own_line(text: str, stream: TextIO) -> str:
-    """Prepares ``text`` for standard error, whose line may hold a bar; the process with the bar draws it again."""
+    """Return ``text`` for standard error, whose line may hold a bar; the process with the bar draws it again."""
     return TO_LEFT_EDGE + text if stream.isatty() else text
 
 
@@ -79,12 +79,12 @@ class Progress:
 
 
 def reward_of(names: Container[str]) -> str:
-    """Returns the metric of the trained reward: the total if there are several rewards."""
+    """Return the metric of the trained reward: the total if there are several rewards."""
     return "reward/total_mean" if "reward/total_mean" in names else "reward/mean"
 
 
 def shown(metrics: Mapping[str, Any]) -> list[str]:
-    """Returns a step's reward (else its loss), KL and speed as text; missing ones are left out."""
+    """Return a step's reward (else its loss), KL and speed as text; missing ones are left out."""
     losses = [name for name in metrics if name.endswith("/loss") and not name.startswith("val/")]
     reward = reward_of(metrics)
     forms = {reward: "reward {:.3f}"} if reward in metrics else dict.fromkeys(losses[:1], "loss {:.4f}")
@@ -106,6 +106,6 @@ def pick_samples(groups: Iterable[Hashable], limit: int) -> list[int]:
 
 
 def equal_runs(mask: Sequence[bool]) -> list[tuple[bool, int, int]]:
-    """Returns value, begin and end of each maximal run of equal values."""
+    """Return value, begin and end of each maximal run of equal values."""
     ends = [index for index in range(1, len(mask)) if mask[index] != mask[index - 1]]
     return [(mask[begin], begin, end) for begin, end in zip([0, *ends], [*ends, len(mask)], strict=True) if end > begin]

@@ -70,22 +70,22 @@ class RunRecord:
     is_running: bool = False
 
     def values(self, name: str) -> list[float]:
-        """Returns the numbers of a metric by rising step, without steps that lack it."""
+        """Return the numbers of a metric by rising step, without steps that lack it."""
         return [number for row in self.metrics if (number := finite_number(row.get(name))) is not None]
 
     def names(self) -> list[str]:
-        """Returns every metric with at least one number, in order of appearance."""
+        """Return every metric with at least one number, in order of appearance."""
         seen = dict.fromkeys(name for row in self.metrics for name, value in row.items() if finite_number(value) is not None)
         return [name for name in seen if name not in NOT_DRAWN]
 
 
 def read_lines(directory: Path, file: str) -> list[dict[str, Any]]:
-    """Returns the objects of a JSON lines file that have a step."""
+    """Return the objects of a JSON lines file that have a step."""
     return [line for line in read_jsonl(directory / file) if isinstance(line.get("step"), int)]
 
 
 def first_and_last_samples(run: RunRecord, limit: int) -> list[Sequence[Sample]]:
-    """Returns up to ``limit`` rollouts of the first and of the last step that has any, spread over prompts."""
+    """Return up to ``limit`` rollouts of the first and of the last step that has any, spread over prompts."""
     rollouts = read_lines(run.directory, ROLLOUTS_FILE)
     steps = sorted({sample["step"] for sample in rollouts})
     picked: list[Sequence[Sample]] = []
@@ -98,7 +98,7 @@ def first_and_last_samples(run: RunRecord, limit: int) -> list[Sequence[Sample]]
 
 
 def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> RunRecord:
-    """Parses a run directory. ``status`` replaces exit_status.json. Raises ValueError if there is no such directory."""
+    """Parse a run directory. ``status`` replaces exit_status.json. Raises ValueError if there is no such directory."""
     directory = Path(run_dir)
     if not directory.is_dir():
         raise ValueError(f"run directory {directory} does not exist; give the run.dir of a run")
@@ -123,7 +123,7 @@ def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = No
 
 
 def page_data(runs: Sequence[RunRecord], is_live: bool = False) -> tuple[str, list[str]]:
-    """Returns what report.js reads, as JSON, and the timelines as SVG. ``is_live``: the page asks for new data."""
+    """Return what report.js reads, as JSON, and the timelines as SVG. ``is_live``: the page asks for new data."""
     traces = [timeline_chart.from_trace(_trace(run)) for run in runs]
     colors = _phase_colors(runs, [busy for _, busy in traces])
     entries = [_run_data(run, *trace, colors) for run, trace in zip(runs, traces, strict=True)]
@@ -142,7 +142,7 @@ def page_data(runs: Sequence[RunRecord], is_live: bool = False) -> tuple[str, li
 
 
 def render(runs: Sequence[RunRecord], is_live: bool = False) -> str:
-    """Returns the page. It loads nothing, or with ``is_live`` only its data from its own server.
+    """Return the page. It loads nothing, or with ``is_live`` only its data from its own server.
 
     A content security policy in the page forbids all else, even if data try it.
     """
@@ -168,7 +168,7 @@ def render(runs: Sequence[RunRecord], is_live: bool = False) -> str:
 def _run_data(
     run: RunRecord, chart: timeline_chart.TimelineChart, busy: Mapping[str, float], colors: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns what report.js reads about a run."""
+    """Return what report.js reads about a run."""
     best = _best(run)
     used = {box.key for row in chart.rows for track in row.tracks for box in track}
     return {
@@ -192,7 +192,7 @@ def _name(run: RunRecord) -> str:
 
 
 def _status(run: RunRecord) -> dict[str, str]:
-    """Returns the badge: ``kind``, ``text``, and ``message``: what stopped a run, where, and what to resume from."""
+    """Return the badge: ``kind``, ``text``, and ``message``: what stopped a run, where, and what to resume from."""
     status = run.status
     if status is None:
         return {"kind": "", "text": "running" if run.is_running else "not finished", "message": ""}
@@ -209,7 +209,7 @@ def _status(run: RunRecord) -> dict[str, str]:
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
-    """Returns how a run was made; of several starts, the last."""
+    """Return how a run was made; of several starts, the last."""
     config = run.config
     facts = {
         "Algorithm": config.get("algorithm.name"),
@@ -230,7 +230,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
 
 
 def _curves(run: RunRecord) -> dict[str, Any]:
-    """Returns ``steps``, ``hours`` (since the first line) and ``metrics``, one column each. Long curves keep their
+    """Return ``steps``, ``hours`` (since the first line) and ``metrics``, one column each. Long curves keep their
     extremes."""
     steps, times = [row["step"] for row in run.metrics], [finite_number(row.get("unix_s")) for row in run.metrics]
     if None in times:  # the time of steps alone
@@ -246,7 +246,7 @@ def _curves(run: RunRecord) -> dict[str, Any]:
 
 
 def _seed_groups(runs: Sequence[RunRecord]) -> list[list[int]]:
-    """Returns the positions of runs that differ in ``run.seed``, and but for names and directories in nothing else."""
+    """Return the positions of runs that differ in ``run.seed``, and but for names and directories in nothing else."""
     alike: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for n, run in enumerate(runs):
         rest = sorted((key, value) for key, value in run.config.items() if key not in OF_A_START)
@@ -256,7 +256,7 @@ def _seed_groups(runs: Sequence[RunRecord]) -> list[list[int]]:
 
 
 def _mean_curves(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
-    """Returns what :func:`_curves` returns of the means of ``runs`` at each step, with their ``low`` and ``high`` ends."""
+    """Return what :func:`_curves` returns of the means of ``runs`` at each step, with their ``low`` and ``high`` ends."""
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for run in runs:
         began = next(iter(run.values("unix_s")), 0.0)
@@ -279,7 +279,7 @@ def _mean_curves(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, A
 
 
 def _best(run: RunRecord) -> dict[str, Any] | None:
-    """Returns metric, step and value of the best validation after the first step: by ``run.keep_best``, else a usual
+    """Return metric, step and value of the best validation after the first step: by ``run.keep_best``, else a usual
     metric."""
     names = (run.config.get("run.keep_best", ""), "val/reward_mean", "val/accuracy", "val/loss")
     name = next((name for name in names if name in run.names()), "")
@@ -303,7 +303,7 @@ def _extremes(column: Values, stretch: int) -> Iterator[float | None]:
 
 
 def _validations(samples: Sequence[Sample], best: int | None) -> dict[str, Any]:
-    """Returns responses to the same prompts at the first, the last, some other validations, and at step ``best``."""
+    """Return responses to the same prompts at the first, the last, some other validations, and at step ``best``."""
     steps = sorted({sample["step"] for sample in samples})
     picked = {steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)} if steps else set()
     shown = sorted(picked | {step for step in steps if step == best})
@@ -319,7 +319,7 @@ def _artifacts(directory: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _phase_colors(runs: Sequence[RunRecord], busy: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Returns one colour per phase for bars and timelines of all runs, the longest phases first."""
+    """Return one colour per phase for bars and timelines of all runs, the longest phases first."""
     seconds: Counter[str] = Counter()
     for run in runs:
         seconds.update({name.removeprefix(TIMING): sum(run.values(name)) for name in run.names() if name.startswith(TIMING)})
@@ -334,7 +334,7 @@ def _trace(run: RunRecord) -> Mapping[str, Any]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Returns the number with the digits that a curve shows."""
+    """Return the number with the digits that a curve shows."""
     if value is None:
         return None
     short = float(f"{value:.6g}")
@@ -342,7 +342,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _short(sample: Sample) -> dict[str, Any]:
-    """Returns a sample with texts cut to the page's limit."""
+    """Return a sample with texts cut to the page's limit."""
     return {
         key: f"{value[:MAX_TEXT]} [...]" if isinstance(value, str) and len(value) > MAX_TEXT else value
         for key, value in sample.items()
@@ -363,7 +363,7 @@ HERE = ("localhost", "127.0.0.1")
 
 
 def open_server(runs: Sequence[str], port: int) -> ThreadingHTTPServer:
-    """Returns a server on loopback, whose ``serve_forever`` runs until interrupted. ``port`` 0: a free port.
+    """Return a server on loopback, whose ``serve_forever`` runs until interrupted. ``port`` 0: a free port.
 
     Raises ValueError if a run directory does not exist, OSError if the port is taken.
     """

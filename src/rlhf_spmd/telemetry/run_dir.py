@@ -53,7 +53,7 @@ UNWRITTEN: Counter[str] = Counter()  # of logs for people, by name: lines that c
 
 
 def unwritten_text() -> str:
-    """Returns ``lines not written: 3 of rollouts.jsonl``, or ""."""
+    """Return ``lines not written: 3 of rollouts.jsonl``, or ""."""
     parts = [f"{number} of {name}" for name, number in UNWRITTEN.items()]
     return f"lines not written: {', '.join(parts)}" if parts else ""
 
@@ -82,7 +82,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def create_run_dir(path: str | os.PathLike[str]) -> Path:
-    """Makes the directory and its parents if missing.
+    """Make the directory and its parents if missing.
 
     Raises ValueError if the path is no writable directory, WriteError if its disk is full or broken.
     """
@@ -170,7 +170,7 @@ def write_exit_status(run_dir: str | os.PathLike[str], status: ExitStatus) -> No
 
 
 def read_exit_status(run_dir: str | os.PathLike[str]) -> ExitStatus | None:
-    """Returns the status, or None (still running, or killed before it could write)."""
+    """Return the status, or None (still running, or killed before it could write)."""
     value = read_json(Path(run_dir) / EXIT_STATUS_FILE)
     if not isinstance(value, dict) or value.get("class") not in EXIT_CODES:
         return None
@@ -179,7 +179,7 @@ def read_exit_status(run_dir: str | os.PathLike[str]) -> ExitStatus | None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Returns the parsed file, or None if it is missing or no JSON."""
+    """Return the parsed file, or None if it is missing or no JSON."""
     try:
         return parse_json(Path(path).read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
@@ -187,13 +187,13 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def read_config(run_dir: str | os.PathLike[str]) -> dict[str, str]:
-    """Returns ``config.yaml`` by dotted key; empty if missing."""
+    """Return ``config.yaml`` by dotted key; empty if missing."""
     path = Path(run_dir) / CONFIG_FILE
     return flatten_yaml(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
 
 
 def exported_checkpoint(run_dir: str | os.PathLike[str], export: str = EXPORT_DIR) -> str | None:
-    """Returns the name of the checkpoint of the run's export, or None if there is no export or it does not say."""
+    """Return the name of the checkpoint of the run's export, or None if there is no export or it does not say."""
     mark = Path(run_dir) / export / EXPORTED_FILE
     return mark.read_text(encoding="utf-8", errors="replace").strip() if mark.is_file() else None
 
@@ -206,14 +206,14 @@ def forget_exports(run_dir: str | os.PathLike[str], checkpoint: str) -> None:
 
 
 def newest_checkpoint(run_dir: str | os.PathLike[str]) -> Path | None:
-    """Returns the checkpoint that was saved last, whatever its step: a run may have gone on from an older one."""
+    """Return the checkpoint that was saved last, whatever its step: a run may have gone on from an older one."""
     root = Path(run_dir) / CHECKPOINTS_DIR
     named = root / (root / LATEST).read_text(encoding="utf-8", errors="replace").strip() if (root / LATEST).is_file() else root
     return named if named.parent == root and named.is_dir() else next(iter(list_checkpoints(run_dir)[::-1]), None)
 
 
 def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """Returns ``checkpoints/step_N`` directories by rising step."""
+    """Return ``checkpoints/step_N`` directories by rising step."""
     named = {
         path.name.removeprefix("step_"): path for path in (Path(run_dir) / CHECKPOINTS_DIR).glob("step_*") if path.is_dir()
     }
@@ -271,7 +271,7 @@ class JsonlLog:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the objects of the file in order; empty if missing. Lines that are no JSON object (torn by a kill) are left
+    """Return the objects of the file in order; empty if missing. Lines that are no JSON object (torn by a kill) are left
     out."""
     try:
         data = Path(path).read_bytes()
@@ -281,7 +281,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def json_value(value: Any) -> Any:
-    """Returns the value as strict JSON can hold it: dicts, lists, text, booleans, null, finite numbers (others become
+    """Return the value as strict JSON can hold it: dicts, lists, text, booleans, null, finite numbers (others become
     null).
 
     Arrays and tensors become lists and numbers, anything else its text.
@@ -300,7 +300,7 @@ def json_value(value: Any) -> Any:
 
 
 def finite_number(value: Any) -> float | None:
-    """Returns a finite number, or None for null, text and NaN."""
+    """Return a finite number, or None for null, text and NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)

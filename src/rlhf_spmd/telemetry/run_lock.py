@@ -51,7 +51,7 @@ class LockOwner:
     requeues: int
 
     def is_stale(self, here: LockOwner, age_s: float) -> bool:
-        """True if the owner's job has ended, as seen from the process ``here``; ``age_s``: seconds since its last touch."""
+        """Return True if the owner's job has ended, as seen from the process ``here``; ``age_s``: seconds since its last touch."""
         if self.job and self.job == here.job and self.requeues < here.requeues:
             return True
         if self.machine and self.machine == here.machine:
@@ -98,7 +98,7 @@ def check_still_held(run_dir: str | os.PathLike[str]) -> None:
 
 
 def may_write_status(run_dir: str | os.PathLike[str]) -> bool:
-    """True if this job may write exit_status.json: nobody else holds the lock or has reported an ending since it began."""
+    """Return True if this job may write exit_status.json: nobody else holds the lock or has reported an ending since it began."""
     own, owner = _owners.get(Path(run_dir).absolute()), None
     with suppress(OSError):  # unreadable: the write reports it
         owner = _read_owner(Path(run_dir) / LOCK_FILE)
@@ -124,7 +124,7 @@ atexit.register(release)  # for exits that do not release themselves: a Keyboard
 
 
 def other_owner(run_dir: str | os.PathLike[str]) -> LockOwner | None:
-    """Returns the living owner, unless it is this process. Raises OSError if the directory cannot be written."""
+    """Return the living owner, unless it is this process. Raises OSError if the directory cannot be written."""
     path, here = Path(run_dir) / LOCK_FILE, this_process()
     owner = _read_owner(path)
     return None if owner in (None, here) or owner.is_stale(here, _age(path)) else owner
@@ -143,7 +143,7 @@ def this_process() -> LockOwner:
 
 
 def _started(pid: int) -> str:
-    """Returns when a process began, in ticks since boot; "" if no such process runs."""
+    """Return when a process began, in ticks since boot; "" if no such process runs."""
     try:
         values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -161,7 +161,7 @@ def _read_owner(path: Path) -> LockOwner | None:
 
 
 def _owner(file: IO[str]) -> LockOwner | None:
-    """Returns None for an empty or unreadable file."""
+    """Return None for an empty or unreadable file."""
     file.seek(0)
     try:
         return LockOwner(**json.loads(file.read()))
@@ -170,7 +170,7 @@ def _owner(file: IO[str]) -> LockOwner | None:
 
 
 def _age(path: Path) -> float:
-    """Returns seconds since the last touch, by the file system's clock."""
+    """Return seconds since the last touch, by the file system's clock."""
     with tempfile.TemporaryFile(dir=path.parent) as new:
         return os.fstat(new.fileno()).st_mtime - path.stat().st_mtime
 

@@ -104,7 +104,7 @@ class Signals:
         self._streaks: dict[tuple[SignalRule, str], _Streak] = {}
 
     def add(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Returns the texts of the rules that this step completes."""
+        """Return the texts of the rules that this step completes."""
         texts = []
         for rule in SIGNAL_RULES:
             if any(name in metrics for name in rule.unless):
@@ -132,6 +132,6 @@ class Signals:
 
 
 def read_signals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns what :class:`Signals` finds in the lines of metrics.jsonl, each with its step."""
+    """Return what :class:`Signals` finds in the lines of metrics.jsonl, each with its step."""
     signals = Signals()
     return [f"step {row['step']}: {text}" for row in rows for text in signals.add(row)]

@@ -22,7 +22,7 @@ NUM_SAMPLES = 3  # from the first and from the last step
 
 
 def summarize(run_dir: str | os.PathLike[str]) -> str:
-    """Returns the summary, from the files of the run directory; missing ones are left out. Raises ValueError without one."""
+    """Return the summary, from the files of the run directory; missing ones are left out. Raises ValueError without one."""
     run = read_run(run_dir)
     lines = [f"run {run.directory}" + (f": {run.status.class_}" if run.status else "")]
     if run.status is not None and run.status.message:
@@ -55,7 +55,7 @@ def _sample(sample: Sample) -> str:
 
 
 def artifact_lines(run_dir: str | os.PathLike[str]) -> list[str]:
-    """Returns a line each for report, export and newest checkpoint, if they exist. An export of another checkpoint says
+    """Return a line each for report, export and newest checkpoint, if they exist. An export of another checkpoint says
     so."""
     newest, of = newest_checkpoint(run_dir), exported_checkpoint(run_dir)
     stale = f" (of {of or 'an unknown checkpoint'}, not of the one below)" if newest and of != newest.name else ""
@@ -76,7 +76,7 @@ def _one_line(value: Any, limit: int = 100) -> str:
 
 
 def _first_and_last(values: Sequence[float], limit: int = AVERAGED_STEPS) -> tuple[float, float, int]:
-    """Returns means of the first and last k values, and k: at most ``limit``, fewer in short runs, 0 without values."""
+    """Return means of the first and last k values, and k: at most ``limit``, fewer in short runs, 0 without values."""
     if not values:
         return math.nan, math.nan, 0
     k = min(limit, max(1, len(values) // 2))

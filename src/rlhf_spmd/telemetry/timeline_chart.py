@@ -57,7 +57,7 @@ class Scale:
 
 
 def draw(timeline: TimelineChart, colors: Mapping[str, str]) -> str:
-    """Returns an ``<svg>``, or "" without boxes. Rows beyond MAX_ROWS are left out; the caller's ``note`` says so."""
+    """Return an ``<svg>``, or "" without boxes. Rows beyond MAX_ROWS are left out; the caller's ``note`` says so."""
     rows = timeline.rows[:MAX_ROWS]
     boxes = [box for row in rows for track in row.tracks for box in track]
     if not boxes:
@@ -89,7 +89,7 @@ def draw(timeline: TimelineChart, colors: Mapping[str, str]) -> str:
 
 
 def from_trace(trace: Mapping[str, Any]) -> tuple[TimelineChart, dict[str, float]]:
-    """Returns the last MAX_STEPS steps of a Chrome trace (fewer if they have too many boxes), and seconds by box key."""
+    """Return the last MAX_STEPS steps of a Chrome trace (fewer if they have too many boxes), and seconds by box key."""
     events = [event for event in trace.get("traceEvents", ()) if isinstance(event, dict)]
     spans = [event for event in events if event.get("ph") == "X" and {"ts", "dur", "pid", "name"} <= event.keys()]
     totals: dict[str, float] = defaultdict(float)
@@ -115,7 +115,7 @@ def from_trace(trace: Mapping[str, Any]) -> tuple[TimelineChart, dict[str, float
 
 
 def phase_key(name: str) -> str:
-    """Returns the method's name, which decides the colour: ``actor.update_actor`` and ``timing_s/update_actor`` are one
+    """Return the method's name, which decides the colour: ``actor.update_actor`` and ``timing_s/update_actor`` are one
     phase."""
     return name.rpartition("/")[2].rpartition(".")[2]
 

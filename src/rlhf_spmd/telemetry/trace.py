@@ -23,7 +23,7 @@ _ORIGIN_NS = time.time_ns() - time.perf_counter_ns()
 
 
 def now_ns() -> int:
-    """Returns nanoseconds since 1970 that never go backwards within a process."""
+    """Return nanoseconds since 1970 that never go backwards within a process."""
     return time.perf_counter_ns() + _ORIGIN_NS
 
 
@@ -66,7 +66,7 @@ class Span:
 
 
 def events_of_a_rank(size: int) -> int:
-    """Returns how many events a rank keeps, so that all ``size`` ranks have a million at most.
+    """Return how many events a rank keeps, so that all ``size`` ranks have a million at most.
 
     Rank 0 reads and writes them as JSON (2 to 4 microseconds per event) and holds Python's lock meanwhile; longer, and
     other ranks would take it for dead.
@@ -100,7 +100,7 @@ class Timeline:
         self.step = step
 
     def span(self, name: str, category: str = "compute", **args: Argument) -> Span:
-        """Returns a context: ``with timeline.span("actor.update_actor", rows=64) as args: ...``; ``args`` may grow while
+        """Return a context: ``with timeline.span("actor.update_actor", rows=64) as args: ...``; ``args`` may grow while
         it is open.
 
         Spans of one category share a row of the trace. ``listener`` hears the names of "compute" and "io" spans as they
@@ -119,13 +119,13 @@ class Timeline:
         self._keep(Event(name, category, step, start_ns, end_ns, args))
 
     def phase_totals(self, step: int) -> dict[str, float]:
-        """Returns seconds by span name in a step (nested spans also count on their own). Forgets earlier steps."""
+        """Return seconds by span name in a step (nested spans also count on their own). Forgets earlier steps."""
         for earlier in [known for known in self._totals if known < step]:
             del self._totals[earlier]
         return {name: nanoseconds / 1e9 for name, nanoseconds in self._totals.get(step, {}).items()}
 
     def events(self) -> list[Event]:
-        """Returns the kept events in the order in which they ended. If the middle is missing, steps cut in two are left
+        """Return the kept events in the order in which they ended. If the middle is missing, steps cut in two are left
         out."""
         if self._num_added == len(self._head) + len(self._tail):
             return [*self._head, *self._tail]
@@ -135,7 +135,7 @@ class Timeline:
         return [*head, *tail] or [*self._head, *self._tail]
 
     def to_bytes(self) -> bytes:
-        """Returns the events for a gather to rank 0 and :func:`merge_trace`."""
+        """Return the events for a gather to rank 0 and :func:`merge_trace`."""
         events = self.events()
         payload = {"rank": self.rank, "pools": self.pools, "dropped": self._num_added - len(events), "events": events}
         return zlib.compress(json.dumps(payload).encode(), level=1)
@@ -149,7 +149,7 @@ class Timeline:
 
 
 def merge_trace(payloads: Iterable[bytes]) -> dict[str, Any]:
-    """Merges the ``to_bytes`` of all ranks into a Chrome trace: pid = rank, tid = category (more if spans overlap),
+    """Merge the ``to_bytes`` of all ranks into a Chrome trace: pid = rank, tid = category (more if spans overlap),
     microseconds.
 
     ``otherData`` has ``start_unix_s`` (the trace's zero) and ``dropped_events`` by rank.
@@ -204,7 +204,7 @@ class _TraceRows:
         self._tids: dict[tuple[str, int], int] = {}
 
     def place(self, category: str, start_ns: int, end_ns: int) -> int:
-        """Returns the row of a span. Spans come by rising start, longer ones first."""
+        """Return the row of a span. Spans come by rising start, longer ones first."""
         rows = self._open.setdefault(category, [])
         for row in rows:
             while row and row[-1] <= start_ns:

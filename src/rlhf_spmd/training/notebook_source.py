@@ -148,7 +148,7 @@ def _definition(name: str, functions: list[FunctionType]) -> tuple[str, list[Fun
 
 @functools.lru_cache(maxsize=4)
 def _definitions(text: str) -> list[Definition]:
-    """The innermost first."""
+    """Return the definitions around a node, the innermost first."""
     try:
         tree = ast.parse(text)
     except SyntaxError:

@@ -141,12 +141,12 @@ def _of_sums(total: float, count: float | None = None, squares: float | None = N
 class Recorder:
     """Writes metrics and samples, and shows progress. Rank 0 only."""
 
-    def __init__(self, run_dir: Path, config: TrainConfig, first_step: int, facts: Mapping[str, str]) -> None:
-        """``config``: it is in the run directory already. ``first_step``: the step that the run goes on from. ``facts``: about this
-        start, for the report."""
-        self.run_dir, resume = run_dir, first_step or None
+    def __init__(self, run_dir: Path, config: TrainConfig, resumed_at: int, facts: Mapping[str, str]) -> None:
+        """``config``: it is in the run directory already. ``resumed_at``: the last finished step; 0 for a new run. ``facts``: about
+        this start, for the report."""
+        self.run_dir, resume = run_dir, resumed_at or None
         starts = JsonlLog(run_dir / STARTS_FILE, resume)
-        starts.append([{"step": first_step, **facts}])
+        starts.append([{"step": resumed_at, **facts}])
         starts.close()
         files = (ROLLOUTS_FILE, VALIDATION_FILE, METRICS_FILE)
         self._logs = [JsonlLog(run_dir / file, resume) for file in files]
@@ -155,7 +155,7 @@ class Recorder:
         assert steps is not None, "preflight has set it"
         self.trackers = TrackerProcesses(run_dir, config.logger, config.run.name, steps, resume)
         self.num_samples = config.run.log_samples
-        self.progress = Progress(steps, start_step=first_step)
+        self.progress = Progress(steps, start_step=resumed_at)
         self.signals = Signals()
         for row in read_jsonl(run_dir / METRICS_FILE):  # of earlier starts, which have said what they found
             self.signals.add(row)

@@ -83,7 +83,11 @@ class RunPlan:
     @property
     def changing_roles(self) -> dict[str, RolePlan]:
         """The roles that checkpoints hold: those that learn, or move in another way."""
-        return {role: plan for role, plan in self.roles.items() if plan.trained or role in self.config.algorithm.moved}
+        return {
+            role: plan
+            for role, plan in self.roles.items()
+            if plan.trained or role in self.config.algorithm.roles_without_optimizer
+        }
 
     @property
     def generating(self) -> dict[str, RolePlan]:

@@ -130,10 +130,10 @@ class InFlightStream(RowStream):
         super().__init__(loader, n)
         self.in_flight = in_flight
         self.partition_spec = PartitionSpec(num_replicas, keep_groups=True, speeds=speeds)
-        paces = speeds or (1.0,) * num_replicas
-        gives = fill_by_speed(loader.batch_size, paces, np.ones(num_replicas, dtype=np.int64))
-        self._has = fill_by_speed(in_flight, paces, gives)  # prompts in flight of each replica
-        self.num_groups = tuple(gives.tolist())
+        replica_speeds = speeds or (1.0,) * num_replicas
+        groups_per_step = fill_by_speed(loader.batch_size, replica_speeds, np.ones(num_replicas, dtype=np.int64))
+        self._groups_in_flight = fill_by_speed(in_flight, replica_speeds, groups_per_step)  # of each replica
+        self.num_groups = tuple(groups_per_step.tolist())
         self.prompts: Batch | None = None  # one row per group in flight
         self.replicas = np.empty(0, dtype=np.int64)  # the replica of each of ``prompts``
         self._ended: np.ndarray | None = None  # which groups in flight have ended, in this execution of the step
@@ -161,6 +161,18 @@ class InFlightStream(RowStream):
         rows = self.prompts.take(np.flatnonzero(self._ended)).repeat(self.n)
         return rows.row_ids.numpy()
 
+    def keep(self, rows: Reference, name: str, numbers: Tensor) -> None:
+        """Raises ValueError: numbers are kept for a batch of the loader, and prompts in flight are none."""
+        raise ValueError(
+            "data.gen_batch_size: a stream of prompts in flight keeps no numbers of rows; leave gen_batch_size out"
+        )
+
+    def split_by_kept(self, rows: Reference, name: str) -> tuple[Reference, Reference]:
+        """Raises ValueError, as :meth:`keep`."""
+        raise ValueError(
+            "data.gen_batch_size: a stream of prompts in flight keeps no numbers of rows; leave gen_batch_size out"
+        )
+
     def begin(self) -> None:
         self._ended = None
 
@@ -180,10 +192,10 @@ class InFlightStream(RowStream):
 
     def state_dict(self) -> dict[str, Any]:
         groups = [] if self.prompts is None else self.prompts.row_ids.tolist()
-        flying = [
+        in_flight = [
             [group, int(replica), crc] for group, replica, crc in zip(groups, self.replicas, self._fingerprints(), strict=True)
         ]
-        return {**self.loader.state_dict(), "in_flight": flying, "n": self.n, **self._replica_state()}
+        return {**self.loader.state_dict(), "in_flight": in_flight, "n": self.n, **self._replica_state()}
 
     def _replica_state(self) -> dict[str, Any]:
         return {
@@ -198,22 +210,22 @@ class InFlightStream(RowStream):
         prompts.
         """
         self.loader.load_state_dict(state)
-        flying = state.get("in_flight") or []
-        if flying:
+        in_flight = state.get("in_flight") or []
+        if in_flight:
             if (n := state["n"]) != self.n:
                 raise CheckpointError(
-                    f"the checkpoint has {len(flying)} prompts in flight with sampling.n={n} responses each, and it is {self.n} now; "
-                    "their rows would answer other prompts"
+                    f"the checkpoint has {len(in_flight)} prompts in flight with sampling.n={n} responses each, "
+                    f"and it is {self.n} now; their rows would answer other prompts"
                 )
             is_same_split = {key: state[key] for key in ("num_replicas", "speeds") if key in state} == self._replica_state()
-            groups = [group for group, _, _ in flying]
-            replicas = np.array([replica for _, replica, _ in flying]) if is_same_split else None
+            groups = [group for group, _, _ in in_flight]
+            replicas = np.array([replica for _, replica, _ in in_flight]) if is_same_split else None
             self._append(self.loader.rows(groups), replicas)
-            changed = [group for (group, _, then), now in zip(flying, self._fingerprints(), strict=True) if then != now]
+            changed = [group for (group, _, then), now in zip(in_flight, self._fingerprints(), strict=True) if then != now]
             if changed:
                 raise CheckpointError(
-                    f"the checkpoint has {len(flying)} prompts in flight, and {len(changed)} of them read otherwise in data.path as it "
-                    f"is now (the first is sample {changed[0]} of the run); give the data that the run was started with"
+                    f"the checkpoint has {len(in_flight)} prompts in flight, and {len(changed)} of them read otherwise in data.path "
+                    f"as it is now (the first is sample {changed[0]} of the run); give the data that the run was started with"
                 )
 
     def _fingerprints(self) -> list[int]:
@@ -224,7 +236,7 @@ class InFlightStream(RowStream):
         if replicas is None:
             num_parts, lengths = self.partition_spec.num_parts, prompts["prompt_ids"].lengths.numpy()
             before = np.bincount(self.replicas, minlength=num_parts)
-            counts = fill_by_speed(len(self.replicas) + len(lengths), self._has, before) - before
+            counts = fill_by_speed(len(self.replicas) + len(lengths), self._groups_in_flight, before) - before
             replicas = partition_by_tokens(lengths, num_parts, speeds=self.partition_spec.speeds, counts=counts)
         self.prompts = prompts if self.prompts is None else concat([self.prompts, prompts])
         self.replicas = np.concatenate([self.replicas, replicas])
@@ -276,7 +288,7 @@ class Data:
         return result, [rows for rows in step_rows if rows is not None]
 
     def trace(self, script: Callable[[], Any]) -> Graph:
-        """Return the dataflow of a step, and advances as if the step had run. Local: no communication."""
+        """Return the dataflow of a step, and advance the streams as if the step had run. Local: no communication."""
         for stream in self._streams.values():
             stream.begin()
         graph = self._controller.trace(script)

@@ -49,9 +49,9 @@ class Due:
 
 @dataclass
 class StepOutcome:
-    """What was found when steps were finished.
+    """What follows from the steps that were finished.
 
-    - preempted: a rank was told to end
+    - preempted: a rank was signalled to end
     - is_best: no earlier validation gave a better ``run.keep_best``
     - reached_goal: validation reached the algorithm's goal
     """
@@ -100,7 +100,7 @@ class Trainer:
             self._start_recording(last_step)
             if self.config.test_freq and last_step == 0:
                 self._log(0, self._validate(validate, 0, StepOutcome()), [])
-            self._moved_bytes()  # those before the first step are of none
+            self._moved_bytes()  # bytes moved before the first step belong to no step
             self._run_steps(script, validate, last_step + 1)
 
     def _run_steps(self, script: Script, validate: Validate, first_step: int) -> None:
