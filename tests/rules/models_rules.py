@@ -69,16 +69,16 @@ CASES = [
     ),
     (
         partial(divide, "llama", {"num_attention_heads": 12, "hidden_size": 48}, cp=8),
-        f"{LAYOUT}.cp=8: its ranks share the heads of the attention, and with tp=1 a rank has 12 query heads and [2] KV heads; "
-        "allowed: [1, 2, 4, 6, 12]",
+        f"{LAYOUT}.cp=8: its ranks share the heads of the attention, and with tp=1 a rank has 12 query heads and 2 KV heads; "
+        "allowed: 1, 2, 4, 6, 12",
     ),
     (
         partial(divide, "llama", ep=2),
-        f"{LAYOUT}.ep=2: models of llama have 0 experts to share; allowed: [1]",
+        f"{LAYOUT}.ep=2: models of llama have 0 experts to share; allowed: 1",
     ),
     (
         partial(divide, "qwen3-moe", ep=4),
-        f"{LAYOUT}.ep=4: models of qwen3_moe have 6 experts to share; allowed: [1, 2, 3, 6]",
+        f"{LAYOUT}.ep=4: models of qwen3_moe have 6 experts to share; allowed: 1, 2, 3, 6",
     ),
     (partial(balance, "qwen3-moe", False), f"{ROLE}.router_aux_loss_coef=0.1: this role is not trained; leave it out"),
     (partial(balance, "llama", True), f"{ROLE}.router_aux_loss_coef=0.1: models of llama have no experts; leave it out"),

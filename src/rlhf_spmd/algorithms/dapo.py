@@ -74,9 +74,7 @@ class Config(PolicyConfig):
 
 
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
-    """One DAPO step. Returns the calls whose values are the step's metrics. The reward's are of all batches of prompts, the
-    generator's of the first.
-    """
+    """Return the calls of one DAPO step. The reward's metrics are of all batches of prompts, the generator's of the first."""
     # 1. prompts, until enough of them have responses that score differently; counted in rows, of which each group has as many
     calls, batches, num_kept, wanted, is_scored = list[Reference](), list[Reference](), 0, 0, False
     filtering, judge = config.filter_groups, shaped(config, data.sampling.max_response_length)
@@ -98,9 +96,8 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     kept = batches[0].concat(*batches[1:])
     kept = kept.take(np.arange(len(kept)) < wanted)
     counts = {"dapo/num_gen_batches": float(len(batches)), "dapo/kept_groups": float(kept_groups)}
-    advantages = models.compute.apply(
-        kept, dapo_advantages(counts), ("seq_rewards",), outputs=("advantages",), keep_groups=True
-    )
+    estimate = dapo_advantages(counts)
+    advantages = models.compute.apply(kept, estimate, ("seq_rewards",), outputs=("advantages",), keep_groups=True)
     old = models.actor.compute_log_prob(kept)
     policy = clipped_policy(config, data.sampling, global_step)
     update = models.actor.update(kept.union(old, advantages), policy, **config.schedule)
@@ -144,9 +141,7 @@ def shaped(config: Config, limit: int) -> Function:
 
 
 def dapo_advantages(report: dict[str, float]) -> Function:
-    """Return a function that computes advantages by mean and standard deviation of the group (equation 9). ``report``: counts that all
-    ranks know.
-    """
+    """Return a function for advantages by mean and deviation of the group (equation 9). ``report``: counts that all ranks know."""
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
         advantages = group_advantages(fields["seq_rewards"], rows.group_ids, by_std=True)
