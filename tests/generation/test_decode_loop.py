@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
@@ -221,7 +222,7 @@ def generate_on_slices(world: World, path: str, name: str) -> tuple[list[Complet
     """Of eager and of captured steps, the number of these, and what is printed. The first graph is the trial's."""
     mesh, printed = build_mesh(world, [0, 1], Layout(tp=2)), io.StringIO()
     expected = build(path, mesh, enforce_eager=True).generate(ragged_requests(), SAMPLED, 3, 5)
-    with capturing() as steps, redirect_stderr(printed):
+    with capturing() as steps, redirect_stderr(printed), mock.patch.object(graphs, "TRIAL_S", 1.0):
         capture = Graphs._capture
 
         def capture_trial(self: Graphs, step: Callable[[], None]) -> Frozen:
@@ -243,27 +244,32 @@ def test_steps_with_sums_over_ranks_are_captured_where_a_trial_succeeds(path: st
         assert printed.count("\n") == (name != "right" and rank == 0) and (name == "right" or rank or name in printed)
 
 
-def try_sums(world: World) -> str:
-    """What the trial returns, and then that sums are right: a rank that fails leaves none behind."""
+def try_sums(world: World, name: str) -> str:
+    """What the trial returns or raises, and then that sums are right: a rank that fails leaves none behind."""
     group = build_mesh(world, [0, 1], Layout(tp=2)).tp
 
-    with capturing():
+    with capturing(), mock.patch.object(graphs, "TRIAL_S", 1.0):
         capture = Graphs._capture
 
         def capture_trial(self: Graphs, step: Callable[[], None]) -> Frozen:
-            if not group.rank:
+            if name == "one rank" and not group.rank:
                 raise RuntimeError("no capture here")
-            return capture(self, step)
+            graph = capture(self, step)
+            return Frozen(lambda: time.sleep(3)) if name == "stands" else graph  # type: ignore[return-value]
 
         with mock.patch.object(Graphs, "_capture", capture_trial):
-            why = graphs.sums_fail(group, torch.device("cpu"))
+            try:
+                why = graphs.sums_fail(group, torch.device("cpu"))
+            except graphs.SumsStand as error:
+                return str(error)
     total = group.all_reduce(torch.full((1 << 14,), 100.0), "test")
     assert bool((total == 200).all()), float(total[0])
     return why
 
 
 def test_a_trial_that_fails_on_one_rank_leaves_no_sum_behind() -> None:
-    assert run_ranks(2, try_sums) == ["RuntimeError: no capture here", "it fails on another rank"]
+    assert run_ranks(2, try_sums, "one rank") == ["RuntimeError: no capture here", "it fails on another rank"]
+    assert all("a captured sum over tp has not ended in 1 s" in line for line in run_ranks(2, try_sums, "stands"))
 
 
 def test_graphs_stay_while_nothing_moves(path: str, captured: list[Any]) -> None:

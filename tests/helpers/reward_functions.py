@@ -96,6 +96,10 @@ def trl(completions, **kwargs):
     return [float(c == a) for c, a in zip(completions, kwargs["answer"], strict=True)]
 
 
+def large_answers(completions, **kwargs):
+    return [{"score": 1.0, "pred": "x" * 400} for _ in completions]
+
+
 def trl_columns(prompts, completions, completion_ids, solution, **kwargs):
     rows = zip(prompts, completions, completion_ids, solution, strict=True)
     return [None if tail is None else float(text == prompt + tail) + len(ids) for prompt, text, ids, tail in rows]

@@ -297,6 +297,19 @@ def test_workers_survive_signals_between_steps_and_end_with_close() -> None:
             shared.score(rows(1))
 
 
+def test_an_answer_that_a_signal_interrupts_arrives_in_full() -> None:
+    """The rank is held up, so that the pipe is full, and a scheduler signals all processes of the job."""
+
+    def hold_up() -> None:
+        time.sleep(0.4)
+        for keeper in shared.worker_pids:
+            for process in sandbox.descendants(keeper, 10):
+                os.kill(process, signal.SIGTERM)
+
+    with runner("large_answers") as shared:
+        assert shared.score(texts(*range(512)), None, hold_up).scores == [1.0] * 512
+
+
 RANK = """
 from rlhf_spmd.rewards.runner import RewardConfig, RewardRunner
 runner = RewardRunner(RewardConfig(function="reward_functions:attack", num_workers=2, timeout_s=600.0))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.parallel.collectives import Group
+
+TRIAL_S = 20.0  # for which the trial of a captured sum may last
 
 
 def padded_size(num_rows: int) -> int:
@@ -116,11 +121,18 @@ class Graphs:
         return graph
 
 
+class SumsStand(RuntimeError):
+    """A captured sum over ranks has not ended. It stands on the device, so nothing behind it can run."""
+
+    exit_class = "hang"  # how the run ends: process/program.py
+
+
 def sums_fail(group: Group, device: torch.device) -> str:
     """Return why graphs cannot have sums over ``group`` here, or "" if they can on all ranks.
 
     A small sum is captured, and then replayed twice with other numbers. Ranks agree after each of the two, so that none replays
-    what another one could not capture. Collective over the group: every rank of it must call, in program order.
+    what another one could not capture. Raises SumsStand if a replay has not ended in TRIAL_S seconds.
+    Collective over the group: every rank of it must call, in program order.
     """
     group.meet(device)  # connecting takes its own time
     graphs = Graphs()
@@ -150,11 +162,33 @@ def sums_fail(group: Group, device: torch.device) -> str:
         return why
 
     for stage in (capture, replay):
-        try:
-            why = stage()
-        except RuntimeError as error:  # of CUDA, NCCL or torch
-            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        failed = torch.tensor([bool(why)], dtype=torch.int32)
-        if int(group.all_reduce(failed, "generation:graphs", "max")):
+        why = _tried(stage, device)
+        outcome = torch.tensor([2 if why is None else int(bool(why))], dtype=torch.int32)
+        worst = int(group.all_reduce(outcome, "generation:graphs", "max"))
+        if worst == 2:
+            raise SumsStand(
+                f"a captured sum over tp has not ended in {TRIAL_S:.0f} s; start again with generation.enforce_eager=true"
+            )
+        if worst:
             return why or "it fails on another rank"
     return ""
+
+
+def _tried(stage: Callable[[], str], device: torch.device) -> str | None:
+    """Return what ``stage`` returns, or its RuntimeError as text; None if it takes more than TRIAL_S seconds.
+
+    It runs in a thread, since a wait for another rank may never end.
+    """
+    outcomes: list[str] = []
+
+    def attempt() -> None:
+        try:
+            with torch.cuda.device(device) if capabilities(device).streams else nullcontext():
+                outcomes.append(stage())
+        except RuntimeError as error:  # of CUDA, NCCL or torch
+            outcomes.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+    trial = threading.Thread(target=attempt, daemon=True)
+    trial.start()
+    trial.join(TRIAL_S)
+    return next(iter(outcomes), None)

@@ -120,7 +120,8 @@ class WorkerProcess:
             code = self.process.wait(EXIT_LIMIT_S)
         except subprocess.TimeoutExpired:
             return "it closed its pipe"
-        return f"exit code {code}" if 0 <= code <= 128 else f"signal {code - 128 if code > 0 else -code}"
+        number = code - 128 if code > 128 else -code  # a keeper that a signal ends says it with a minus
+        return f"signal {number}" if number in signal.valid_signals() else f"exit code {code}"
 
     def end(self) -> None:
         """End the worker and all that it has started."""

@@ -116,13 +116,13 @@ def run_worker(config: RewardConfig, where: str) -> None:
     os.dup2(2, 1)
     # A forked child must not hold the pipe open: its closing tells the rank that this process has died.
     os.register_at_fork(after_in_child=lambda: os.close(answer_fd))
-    with os.fdopen(request_fd, "rb") as requests, os.fdopen(answer_fd, "wb", 0) as answers:
+    with os.fdopen(request_fd, "rb") as requests, os.fdopen(answer_fd, "wb") as answers:
         try:
             bound = config.bind(where).ready()
         except ValueError as error:
-            answers.write(json.dumps(["broken", str(error)]).encode() + b"\n")
+            _send(answers, ["broken", str(error)])
             return
-        answers.write(b'["ready"]\n')
+        _send(answers, ["ready"])
         _serve(bound, requests, answers, config.timeout_s)
 
 
@@ -151,7 +151,13 @@ def _serve(bound: BoundReward, requests: BinaryIO, answers: BinaryIO, timeout_s:
         os.fchdir(home)  # the next call must not start in the directory that this one changed to
         with suppress(OSError, ValueError, AttributeError):  # the function may have closed it
             sys.stdout.flush()
-        answers.write(json.dumps([call, seconds, results]).encode() + b"\n")
+        _send(answers, [call, seconds, results])
+
+
+def _send(answers: BinaryIO, message: list[Any]) -> None:
+    """Write a line in full: a buffered file goes on after a signal, where ``os.write`` may return in the middle."""
+    answers.write(json.dumps(message).encode() + b"\n")
+    answers.flush()
 
 
 def _row_result(value: Any) -> tuple[float | None, dict[str, float], list[str | None]] | str | None:
