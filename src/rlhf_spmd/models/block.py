@@ -30,6 +30,19 @@ from rlhf_spmd.parallel.boxes import ParamShard
 from rlhf_spmd.parallel.collectives import Group
 
 
+def head_shape_of(spec: ModelSpec, num_heads: int, num_kv_heads: int, fused_slices: int) -> HeadShape:
+    """Return how the heads of a rank lie in the product of qkv."""
+    return HeadShape(
+        queries=num_heads,
+        keys=num_kv_heads,
+        dim=spec.head_dim,
+        fused_slices=fused_slices,
+        eps=spec.rms_norm_eps,
+        unit_offset=spec.norm_unit_offset,
+        interleaved=spec.interleaved_rope,
+    )
+
+
 class Block(nn.Module):
     """One transformer layer on one tensor-parallel rank.
 
@@ -88,15 +101,7 @@ class Block(nn.Module):
         self.num_heads = spec.num_attention_heads // tp.size
         self.kv_copies = max(tp.size // spec.num_key_value_heads, 1)
         self.num_kv_heads = len(kv_heads_of(spec, tp.rank, tp.size))
-        self.head_shape = HeadShape(
-            queries=self.num_heads,
-            keys=self.num_kv_heads,
-            dim=self.head_dim,
-            fused_slices=qkv_slices,
-            eps=spec.rms_norm_eps,
-            unit_offset=spec.norm_unit_offset,
-            interleaved=spec.interleaved_rope,
-        )
+        self.head_shape = head_shape_of(spec, self.num_heads, self.num_kv_heads, qkv_slices)
         self.residual_scale, self.qk_norm_over_all_heads = spec.residual_scale, spec.qk_norm_over_all_heads
         self.input_norm = norm(spec.hidden_size) if spec.names.input_norm else None
         self.latent: LatentAttention | None = None
