@@ -106,10 +106,8 @@ class TrainEngine:
             for name, param in chunk.named_parameters():
                 param.requires_grad_(optim is not None and is_trained(name, head, self.lora is not None))
         wide = accumulation_dtype(dtype)
-        sides = [
-            (chunk, chunk.layers, mesh, self.zero, wide, chunk.local_expert_params()) for chunk in self.chunks if self.zero
-        ]
-        self.zeros = [FSDPModel(*side) for side in sides]
+        sharded = self.chunks if self.zero else []
+        self.zeros = [FSDPModel(chunk, chunk.layers, mesh, self.zero, wide, chunk.local_expert_params()) for chunk in sharded]
         self.storages = Storages()
         for tensors in (tensors for chunk in self.chunks for tensors in allocate(chunk, chunk.layers, device)):
             if not fill:
