@@ -127,15 +127,13 @@ class Block(nn.Module):
         self.value_norm, self.keys_as_values = spec.value_norm, spec.keys_as_values
         self.scalar = linear(SCALAR).requires_grad_(False) if spec.names.scalar else None
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
-        supports_fused_layer = (
-            spec.supports_fused_layer(global_layer)
-            and tp.size == qkv_slices == self.gate_up_slices == 1
-            and not any(adapter.base for adapter in self.adapters)
-        )
-        self._fused_layer = self._fuse(shards["down.weight"].shape[-1]) if supports_fused_layer else None
+        may_fuse = spec.supports_fused_layer(global_layer) and tp.size == qkv_slices == self.gate_up_slices == 1
+        self._fused_layer = self._fuse(shards["down.weight"].shape[-1]) if may_fuse else None
 
     def _fuse(self, inner: int) -> Callable[..., Tensor | None] | None:
-        """Return :meth:`Ops.layer` of this layer. ``inner``: columns of the MLP."""
+        """Return :meth:`Ops.layer` of this layer; None with quantized matrices. ``inner``: columns of the MLP."""
+        if any(adapter.base for adapter in self.adapters):
+            return None
         attention = self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm
         parts = LayerParts(*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
         options = LayerOptions(self.head_shape, inner, self.gelu, self.qk_norm_over_all_heads, self.residual_scale)

@@ -149,22 +149,7 @@ class Decoder(nn.Module):
         self.embed = linear("embed")
         self.layers = nn.ModuleList()
         for local, layer in enumerate(self.layer_ids):
-            prefix = f"layers.{local}."
-            kind = spec.attention_kind(layer)
-            block = Block(
-                self.ops,
-                spec,
-                shards={name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)},
-                index_of_kind=sum(spec.attention_kind(earlier) == kind for earlier in self.layer_ids[:local]),
-                global_layer=layer,
-                tp=tp,
-                fused_slices=fused_slices,
-                dtype=dtype,
-                device=device,
-                sequence_parallel=self.slices > 1,
-                lora=lora,
-                ep=self.ep,
-            )
+            block = self._build_block(local, layer, fused_slices, device, lora)
             if expert_parallel_generation and block.experts is not None:
                 block.first_expert = block.experts.count // tp.size * tp.rank
             self.layers.append(block)
@@ -180,6 +165,25 @@ class Decoder(nn.Module):
             if adapter.base is not None
         }
         self._check_parameters()
+
+    def _build_block(self, local: int, layer: int, fused_slices: int, device: torch.device, lora: LoraConfig | None) -> Block:
+        """Return a layer of the stage. ``local``: its number within the stage; ``layer``: its index in the model."""
+        prefix = f"layers.{local}."
+        kind = self.spec.attention_kind(layer)
+        return Block(
+            self.ops,
+            self.spec,
+            shards={name[len(prefix) :]: shard for name, shard in self.shards.items() if name.startswith(prefix)},
+            index_of_kind=sum(self.spec.attention_kind(earlier) == kind for earlier in self.layer_ids[:local]),
+            global_layer=layer,
+            tp=self.tp,
+            fused_slices=fused_slices,
+            dtype=self.dtype,
+            device=device,
+            sequence_parallel=self.slices > 1,
+            lora=lora,
+            ep=self.ep,
+        )
 
     def _check_parameters(self) -> None:
         """Check that parameters and quantized matrices are those of the plan, in name and shape."""

@@ -107,7 +107,7 @@ class TrainEngine:
                 param.requires_grad_(optim is not None and is_trained(name, head, self.lora is not None))
         wide = accumulation_dtype(dtype)
         sharded = self.chunks if self.zero else []
-        self.zeros = [FSDPModel(c, c.layers, mesh, self.zero, wide, c.local_expert_params()) for c in sharded]
+        self.zeros = [FSDPModel(chunk, chunk.layers, mesh, self.zero, wide, chunk.local_expert_params()) for chunk in sharded]
         self.storages = Storages()
         for tensors in (tensors for chunk in self.chunks for tensors in allocate(chunk, chunk.layers, device)):
             if not fill:
