@@ -78,7 +78,7 @@ def test_a_checkpoint_has_the_bits_of_its_step(tmp_path: Path, more: tuple[str, 
         file = files[f"checkpoints/step_1/{role}.rank_{rank:05d}.safetensors"]
         num_bytes = len(file) - 8 - int.from_bytes(file[:8], "little")  # behind the header
         (kind,) = (kind for kind, ranks in enumerate(report.ranks) if rank in ranks)
-        assert report.held[f"{role} checkpoint copy"][kind] == pytest.approx(num_bytes, rel=0.1)
+        assert report.resident[f"{role} checkpoint copy"][kind] == pytest.approx(num_bytes, rel=0.1)
 
 
 # SIGKILL for this rank, or for all, at the NUMBER-th event of a kind in the thread that writes checkpoints

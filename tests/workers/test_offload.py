@@ -112,5 +112,5 @@ def test_weights_that_come_back_ahead_of_their_call(tmp_path: Path, monkeypatch:
     tasks.assert_bit_equal(tasks.read_run(tmp_path / "plain"), tasks.read_run(tmp_path / "ahead"))
     assert len(sizes) >= 5, "values, scores, reference, critic, actor"
     assert not any(sizes), "what comes back was there"
-    with pytest.raises(ValueError, match=r"models\.actor\.prefetch=True does nothing without models\.actor\.offload"):
+    with pytest.raises(ValueError, match=r"models\.actor\.prefetch=true does nothing without models\.actor\.offload"):
         check_tree(RoleConfig(prefetch=True), "models.actor")
