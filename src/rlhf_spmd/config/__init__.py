@@ -1,6 +1,6 @@
 """Strict configuration: YAML and dotted overrides into frozen dataclasses. And the rule "name = module".
 
-Floor F0: imports nothing of this project and no torch; only ``load`` and ``interpolation`` import omegaconf.
+Floor F0: imports nothing of this project and no torch; only ``load``, ``interpolation`` and ``foreign_input`` import omegaconf.
 
 How a configuration is loaded, in reading order:
 
@@ -21,8 +21,8 @@ Names and other inputs:
 Other projects' settings, for hints and for ``rlhf-spmd convert``:
 
 - ``foreign``: their names (``foreign.yaml``), and what stands for each here
+- ``foreign_input``: reads a YAML file or a shell script of theirs, with overrides
 - ``shell_script``: the arguments that a shell script gives to a program
-- ``foreign_values``: what a conversion computes with must be numbers
 - ``verl_settings``, ``trl_settings``: settings of verl and TRL that stand for several of ours
 
 It must not know what the keys are about: sections are dataclasses beside the code that they configure.
