@@ -58,7 +58,7 @@ class ScoreConfig(InferenceConfig):
 
 
 @dataclass(frozen=True)
-class ScoreJob(CheckedModel):
+class ScoreJob(CheckedModel[ScoreConfig]):
     """The checked input. ``batch``: prompt_ids and response_ids, in input order; ``ids``: the rows' ids in the input."""
 
     ids: list[Any]
@@ -66,7 +66,7 @@ class ScoreJob(CheckedModel):
 
     @property
     def must_match(self) -> dict[str, str]:
-        """Return what must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
+        """Return values that must be equal on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
         tokens = [zlib.crc32(self.batch[key].values.numpy()) for key in ID_KEYS]
         return {"set of rows": str([len(self.ids), *tokens]), **super().must_match}
 
