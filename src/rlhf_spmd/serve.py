@@ -77,7 +77,7 @@ class ServeConfig(EngineConfig):
                 )
 
 
-def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> CheckedModel:
+def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> CheckedModel[ServeConfig]:
     """Return the checked model. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     loaded = prepare_model(read_config(ServeConfig, path, overrides), launch)
     if loaded.layout.dp != 1:
@@ -91,7 +91,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Check
     return loaded
 
 
-def serve(loaded: CheckedModel, world: World, board: Board) -> None:
+def serve(loaded: CheckedModel[ServeConfig], world: World, board: Board) -> None:
     """Answer requests until the process is told to end.
 
     Collective over the world: every rank of it must call. Raises ValueError for an address at which it cannot listen.
