@@ -93,7 +93,7 @@ class EvaluateConfig(AnswerConfig):
     pass_score: FiniteFloat = 1.0
 
 
-def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob:
+def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob[EvaluateConfig]:
     """Return the checked input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = read_config(EvaluateConfig, path, overrides)
     sets = named_sets(config)
@@ -160,7 +160,7 @@ def merged(common: Any, changes: Mapping[str, Any], where: str) -> Any:
     return section
 
 
-def evaluate(job: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
+def evaluate(job: InferJob[EvaluateConfig], world: World, tick: Callable[[], None] = lambda: None) -> None:
     """Answer all sets, write ``out`` on rank 0 and print the table there.
 
     Collective over the world: every rank of it must call. Raises FloatingPointError if a log-prob is not finite.

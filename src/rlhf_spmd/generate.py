@@ -85,7 +85,7 @@ class GenerateConfig(AnswerConfig):
             environment.check_together(environment_key(name), self.timeout_s, self.generation.rebalance_steps)
 
 
-def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob:
+def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob[GenerateConfig]:
     """Return the checked input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = read_config(GenerateConfig, path, overrides)
     if launch.rank == 0:
@@ -104,7 +104,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     return InferJob(**vars(loaded), sets=[prompts], journal=journal, environments=environments)
 
 
-def generate(job: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
+def generate(job: InferJob[GenerateConfig], world: World, tick: Callable[[], None] = lambda: None) -> None:
     """Answer all prompts and write the file on rank 0. ``tick`` is called after each step of the generator.
 
     Collective over the world: every rank of it must call. Raises FloatingPointError if a log-prob is not finite.
@@ -127,7 +127,7 @@ def keep_earlier(out: str) -> None:
         print(f"the earlier {out} is now {out}.before", file=sys.stderr)
 
 
-def output_rows(job: InferJob, results: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def output_rows(job: InferJob[GenerateConfig], results: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Return the output for all rows. ``results``: the result of each row, empty for prompts that are not answered."""
     prompts = job.sets[0]
     for row_id, row in enumerate(results):
@@ -147,7 +147,7 @@ def output_rows(job: InferJob, results: Sequence[dict[str, Any]]) -> Iterator[di
             yield {**named, **empty, "error": prompts.errors[number]}
 
 
-def kept_rows(job: InferJob, results: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
+def kept_rows(job: InferJob[GenerateConfig], results: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
     """Return the best responses to each prompt, or the best and the worst, with the prompt as it was given.
 
     Of equal scores the first counts. A prompt whose responses all have the same score makes no pair. Prints how many prompts
@@ -186,7 +186,7 @@ def kept_rows(job: InferJob, results: Sequence[dict[str, Any]], keep: str | int)
     return rows
 
 
-def response_text(job: InferJob, row: dict[str, Any]) -> str | None:
+def response_text(job: InferJob[GenerateConfig], row: dict[str, Any]) -> str | None:
     """Return the text of a response, without the stop string that ended it unless that is wanted. None without a tokenizer."""
     decode, sampling, token_ids = decoding(job.tokenizer), job.config.sampling, row["response_ids"]
     if decode is None:
