@@ -98,7 +98,7 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     loaded = read_generating_model(config, launch, needed, read_template(config.data.chat_template, "data.chat_template"))
     say_warnings(launch, config.data.warnings("data", loaded.tokenizer))
     prompts = check_set("", "reward", rows, config, config.sampling, config.reward, loaded)
-    check_rows(environments, prompts.rows, [row.where for row in rows], scored=True)
+    check_rows(environments, prompts.rows, [row.where for row in rows], has_other_reward=True)
     name = job_of(loaded.config, loaded.checkpoint, [prompts])
     journal = Journal(Path(f"{config.out}.part"), name, config.out, checks=launch.rank == 0)
     return InferJob(**vars(loaded), sets=[prompts], journal=journal, environments=environments)
