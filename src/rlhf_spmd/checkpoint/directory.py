@@ -24,7 +24,7 @@ from rlhf_spmd.checkpoint.manifest import FORMAT_VERSION, CheckpointError, Manif
 from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.telemetry import run_lock
-from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, LATEST, atomic_write_bytes, atomic_write_text, fsync_directory
+from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, LATEST_FILE, atomic_write_bytes, atomic_write_text, fsync_directory
 
 FORMAT_1 = "manifest.json"  # the manifest of format 1
 MANIFEST, COMMIT = "manifest.jsonl", "COMMIT"
@@ -57,7 +57,7 @@ def step_directory(run_dir: Path, step: int) -> Path:
 def named_checkpoint(path: Path) -> Path:
     """Return ``path``; or, for the file ``latest``, the checkpoint that it names."""
     path = path.expanduser()
-    if path.name != LATEST or not path.is_file():
+    if path.name != LATEST_FILE or not path.is_file():
         return path
     name = path.read_text(encoding="utf-8", errors="replace").strip()
     return path.parent / name if _NAME.fullmatch(name) else path
@@ -70,8 +70,8 @@ def check_place(run_dir: Path) -> None:
         raise CheckpointError(f"{root} is a link to {os.readlink(root)}, which does not exist; make that directory")
     if root.exists() and not (root.is_dir() and os.access(root, os.W_OK)):
         raise CheckpointError(f"{root} is not a directory that this user can write to; move it away")
-    if (root / LATEST).is_dir() and not (root / LATEST).is_symlink():
-        raise CheckpointError(f"{root / LATEST} is a directory, and the run writes a file of that name; move it away")
+    if (root / LATEST_FILE).is_dir() and not (root / LATEST_FILE).is_symlink():
+        raise CheckpointError(f"{root / LATEST_FILE} is a directory, and the run writes a file of that name; move it away")
 
 
 def draft_directory(run_dir: Path, step: int) -> Path:
@@ -217,7 +217,7 @@ def commit(run_dir: Path, manifest: Manifest, keep: int | None, damaged: Collect
         os.rename(final, old)
     os.rename(draft, final)
     fsync_directory(final.parent)
-    atomic_write_text(checkpoints_of(run_dir) / LATEST, final.name)
+    atomic_write_text(checkpoints_of(run_dir) / LATEST_FILE, final.name)
     if old.exists():
         _remove(old)
     best = manifest.state.get("best") or {}

@@ -28,7 +28,7 @@ from rlhf_spmd.environments.tool_calls import TurnContext
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.collectives import Group
-from rlhf_spmd.telemetry.progress import equal_runs
+from rlhf_spmd.telemetry.run_dir import equal_runs
 
 SPARE_LEVELS = 200  # by which messages may be nested less than JSON can read here: others read them inside more lists and calls
 TAIL = 32  # tokens before a turn that may hold a mark which opens thoughts

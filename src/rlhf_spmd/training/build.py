@@ -18,7 +18,7 @@ from rlhf_spmd.kernels import wait
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.program import ProgramContext
 from rlhf_spmd.rewards.eval_metrics import repeated_means
-from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank
+from rlhf_spmd.telemetry.trace import Timeline, max_events_per_rank
 from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.streams import Data, InFlightStream, RowStream
 from rlhf_spmd.training.validation import Validation, ValidationRows
@@ -34,7 +34,7 @@ def start_controller(context: ProgramContext[RunPlan]) -> Controller:
     """
     world, plan = context.world, context.prepared
     names = sorted({pool.name for role in plan.roles.values() for pool in role.pools if world.rank in pool.ranks})
-    timeline = Timeline(world.rank, names, events_of_a_rank(world.size), partial(wait, world.device))
+    timeline = Timeline(world.rank, names, max_events_per_rank(world.size), partial(wait, world.device))
     placement, limits = plan.config.placement, plan.config.algorithm.limits
     return Controller(
         world.all,

@@ -17,7 +17,7 @@ from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.reshard import BackgroundTask
 from rlhf_spmd.telemetry import run_dir, run_lock
-from rlhf_spmd.telemetry.progress import LOWEST
+from rlhf_spmd.telemetry.progress import LOWER_IS_BETTER
 from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.train_config import TrainConfig
 from rlhf_spmd.workers import ModelWorker
@@ -59,7 +59,7 @@ class Exports:
         if name not in metrics:
             hint = nearest(name, list(metrics)) or ";"
             raise ValueError(f"run.keep_best={name}: validation has no such metric{hint} it gives {', '.join(sorted(metrics))}")
-        value, sign = metrics[name], -1 if LOWEST.fullmatch(name) else 1
+        value, sign = metrics[name], -1 if LOWER_IS_BETTER.fullmatch(name) else 1
         if not global_step or not math.isfinite(value) or (self.best and sign * value <= sign * self.best["value"]):
             return False
         self.best = {"metric": name, "step": global_step, "value": value}

@@ -101,7 +101,7 @@ class RunConfig:
         if self.resume not in RESUME and not named_checkpoint(Path(self.resume)).is_dir():
             raise ValueError(f"{where}.resume={self.resume!r} is none of {', '.join(RESUME)}, and no checkpoint directory")
         if self.resume not in RESUME and checkpoints_of(Path(self.resume)).is_dir():
-            newest = checkpoints_of(Path(self.resume)) / run_dir.LATEST
+            newest = checkpoints_of(Path(self.resume)) / run_dir.LATEST_FILE
             raise ValueError(f"{where}.resume={self.resume} is the directory of a run; give {newest}, or one of its step_N")
 
 

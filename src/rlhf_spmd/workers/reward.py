@@ -23,7 +23,8 @@ from rlhf_spmd.rewards.config import reward_key
 from rlhf_spmd.rewards.eval_metrics import answer_code
 from rlhf_spmd.rewards.results import RewardError, check_failures, merge_sums, source_metric
 from rlhf_spmd.rewards.runner import RewardRunner
-from rlhf_spmd.telemetry.progress import equal_runs, pick_samples, say
+from rlhf_spmd.telemetry.progress import say
+from rlhf_spmd.telemetry.run_dir import equal_runs, pick_samples
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import MASK, last_token_value, model_tokens
 from rlhf_spmd.workers.retokenize import Retokenizer, build_retokenizer
