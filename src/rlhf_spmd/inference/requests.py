@@ -137,7 +137,7 @@ class RequestProcessor:
             encoding.check("chat")
             encoder = PromptEncoder(tokenizer, encoding, "")
             max_characters = self.longest * longest_token(tokenizer)
-            encoded = encoder.encode([inputs[i] for i in texts], [names[i] for i in texts], most_characters=max_characters)
+            encoded = encoder.encode([inputs[i] for i in texts], [names[i] for i in texts], max_characters=max_characters)
             read |= zip(texts, encoded, strict=True)
         for i, name in enumerate(names):
             with named_row(name):

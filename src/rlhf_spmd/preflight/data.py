@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from rlhf_spmd.config.load import resolved_key
+from rlhf_spmd.data.cached_dataset import load_dataset
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.encoding import EncodingConfig, read_template
-from rlhf_spmd.data.loader import build_loader, load_dataset
+from rlhf_spmd.data.loader import build_loader
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import check_rows, tools_of

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt
 from rlhf_spmd.config.rules import Rule, Rules, check_rules
-from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset, joined
+from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset, concat_datasets
 from rlhf_spmd.data.files import Row
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.models.published import published_config
@@ -158,7 +158,7 @@ def stand_in(section: DatasetConfig) -> TokenDataset:
 
     batch = max(section.train_batch_size, getattr(section, "gen_batch_size", None) or 0, 2)
     plain = replace(section, apply_chat_template="auto", system_prompt=None)  # its characters are no tokens of a conversation
-    return joined([plain.encode([row(number) for number in range(batch)], CharacterTokenizer())])
+    return concat_datasets([plain.encode_chunk([row(number) for number in range(batch)], CharacterTokenizer())])
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class RowStream:
 
     def split_by_kept(self, rows: Reference, name: str) -> tuple[Reference, Reference]:
         """Split ``rows`` of ``next`` into those for which ``name`` was kept, with that field, and the others."""
-        batch, kept = self._entries(rows), self.loader.dataset.known.get(name)
+        batch, kept = self._entries(rows), self.loader.dataset.later_numbers.get(name)
         numbers = torch.full((len(batch),), torch.nan) if kept is None else kept[batch["entry"].long()]
         batch = Batch(batch.row_ids, batch.group_ids, {name: numbers})
         known, unknown = (source(batch.take(torch.nonzero(mask)[:, 0])) for mask in (~numbers.isnan(), numbers.isnan()))
@@ -92,7 +92,7 @@ class RowStream:
         """End a step. Returns its rows; rows that only the trace asked for go back to the loader."""
         self._give_back()
         for name, entries, numbers in self._to_keep:
-            self.loader.dataset.keep(name, entries, numbers)
+            self.loader.dataset.store_numbers(name, entries, numbers)
         step_rows = [rows for rows, *_ in self._batches]
         self._batches.clear()
         return concat(step_rows) if step_rows else None

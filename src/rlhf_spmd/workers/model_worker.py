@@ -187,7 +187,7 @@ class ModelWorker(Worker):
         if not result.values.isfinite().all():
             row = batch.row_ids.repeat_interleave(result.lengths)[~result.values.isfinite()][0]
             raise FloatingPointError(f"row {row}: the result of {self.name} is not finite; {self._remedy()}")
-        return result.spread(batch[MASK]) if spreads else result
+        return result.unmasked(batch[MASK]) if spreads else result
 
     def _remedy(self) -> str:
         learning = f"lower models.{self.name}.optim.lr={self.config.optim.lr}, " if self.trained else ""

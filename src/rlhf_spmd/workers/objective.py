@@ -54,7 +54,7 @@ class Rows:
     def per_token(self, values: Tensor) -> Ragged:
         """Return ``values`` [sum(lengths)] as a field of responses, in which the tokens of environments get 0."""
         field = Ragged(values, self.lengths)
-        return field if self.mask is None else field.spread(self.mask)
+        return field if self.mask is None else field.unmasked(self.mask)
 
     def spread(self, per_row: Tensor) -> Tensor:
         """Return a number of each row [rows] for each of its tokens: [sum(lengths)]."""
@@ -282,7 +282,7 @@ def drawn(batch: Batch, name: str) -> Tensor:
     if not len(batch):
         return torch.empty(0)
     field: Ragged = batch[name]
-    return (field.where(batch[MASK]) if MASK in batch else field).values
+    return (field.masked(batch[MASK]) if MASK in batch else field).values
 
 
 def log_prob_differences(difference: Tensor) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd.data.batch import Batch, decode_json, ragged
-from rlhf_spmd.data.conversations import conversation
+from rlhf_spmd.data.conversations import build_conversation
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import named_row
 from rlhf_spmd.data.messages import check_messages
@@ -63,9 +63,9 @@ class Retokenizer:
             prompt = row["prompt"]
         if prompt is not None:
             with named_row(f"{self.where}.model, row {row.get('id')}"):
-                chat = conversation(prompt, response.removeprefix(self.opening)).messages
+                chat = build_conversation(prompt, response.removeprefix(self.opening)).messages
                 text = self.encoder.apply_template(chat, add_generation_prompt=False)
-            return next(self.encoder.tokenize([text.removesuffix(self.encoder.frame.rest)], special_tokens=False))
+            return next(self.encoder.tokenize([text.removesuffix(self.encoder.frame.after_closing)], special_tokens=False))
         ids = next(self.encoder.tokenize([row["prompt"] + response], special_tokens=True))
         end = self.tokenizer.eos_token_id
         return [*ids, end] if ended and end is not None and ids[-1:] != [end] else ids
