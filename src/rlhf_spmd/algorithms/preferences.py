@@ -16,16 +16,7 @@ from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.preferences import PreferencesConfig
 from rlhf_spmd.objectives.advantages import row_sums
 from rlhf_spmd.objectives.preferences import LossType, pair_indices, preference_loss
-from rlhf_spmd.workers import (
-    ActorWorker,
-    BatchLimits,
-    GlobalReduce,
-    Objective,
-    RoleClass,
-    Rows,
-    ScoreWorker,
-    Totals,
-)
+from rlhf_spmd.workers import ActorWorker, BatchLimits, GlobalReduce, Objective, RoleClass, Rows, ScoreWorker, Totals
 from rlhf_spmd.workers.compute import Computed
 
 # (fields [pairs] of the chosen rows, fields [pairs] of the rejected rows) -> losses [pairs], and statistics [pairs] to report

@@ -31,7 +31,7 @@ from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.environments.runner import check_failed_rows, failures_by_name
 from rlhf_spmd.generation import Completion, NotFinite, Request, SamplingConfig
 from rlhf_spmd.generation.multi_turn import Environments, turn_messages
-from rlhf_spmd.generation.sampler import drawable_ids
+from rlhf_spmd.generation.sampler import num_drawable_ids
 from rlhf_spmd.generation.stopping import build_stop_criteria
 from rlhf_spmd.inference.inference_engine import GeneratingConfig, InferenceEngine, gather_records
 from rlhf_spmd.inference.inference_program import InferenceConfig
@@ -132,7 +132,7 @@ def check_set(
     limits = [(0, 0) if i in errors else limits_of(row, context - len(prompts[i]), sampling) for i, row in enumerate(rows)]
     where = f"{key.rpartition('reward')[0]}sampling"
     ends = build_stop_criteria(sampling, spec.eos_token_ids, decoding(tokenizer), where)
-    drawable = drawable_ids(spec.vocab_size, spec.eos_token_ids, decoding(tokenizer))
+    drawable = num_drawable_ids(spec.vocab_size, spec.eos_token_ids, decoding(tokenizer))
     sampling.check_ids(spec.vocab_size, drawable, ends.token_ids, any(least for least, _ in limits), where)
     longest = max(len(prompt) + longest_response for prompt, (_, longest_response) in zip(prompts, limits, strict=True))
     config.generation.check_row("generation", longest, f"the longest row may have {longest} tokens")

@@ -19,7 +19,7 @@ from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.environments.config import check_rows, tools_of
 from rlhf_spmd.generation.config import SamplingConfig
-from rlhf_spmd.generation.sampler import drawable_ids
+from rlhf_spmd.generation.sampler import num_drawable_ids
 from rlhf_spmd.generation.stopping import build_stop_criteria
 from rlhf_spmd.models.spec import ModelSpec, join_ends
 from rlhf_spmd.preflight.checks import check_batches
@@ -224,8 +224,8 @@ def _check_prompts(plan: RunPlan, section: str, data: PromptDataset | None) -> N
     for role in plan.generating.values():
         spec, texts = _spec(role), decoding(plan.tokenizer)
         ends = build_stop_criteria(sampling, spec.eos_token_ids, texts, section)
-        drawable = drawable_ids(spec.vocab_size, spec.eos_token_ids, texts)
-        sampling.check_ids(spec.vocab_size, drawable, ends.token_ids, rows_have_minimum, section)
+        num_drawable = num_drawable_ids(spec.vocab_size, spec.eos_token_ids, texts)
+        sampling.check_ids(spec.vocab_size, num_drawable, ends.token_ids, rows_have_minimum, section)
 
 
 def _check_trained_rows(plan: RunPlan, key: str, dataset: TokenDataset) -> None:
