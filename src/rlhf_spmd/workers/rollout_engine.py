@@ -54,7 +54,7 @@ class RolloutEngine:
         yield
         with timeline.span(f"{self.worker.name}.to_training", category="reshard"):
             self.hybrid.to_training()
-        if not (self.hybrid.keep and self.hybrid.shared):  # else they are the generation parameters, at fixed addresses
+        if not (self.hybrid.keeps_buffers and self.hybrid.shared):  # else they are the generation parameters, at fixed addresses
             self.merged.clear()
 
     def tick_together(self) -> None:

@@ -144,7 +144,7 @@ class WeightReplica(ModelWeights):
 
     def receive(self, version: int) -> None:
         """Fill the parameters. Collective over both pools: every rank of them must call, in program order."""
-        if self.member and not (self.sync.delta and self.sync.delta.begun):
+        if self.member and not (self.sync.delta and self.sync.delta.has_sent):
             self.engine.storages.allocate()
         self.sync.copy(self.local_tensors())
 
