@@ -40,7 +40,9 @@ class FakeCache:
         if self.recurrent:
             for row, start, _, _ in step.work:
                 now, count = known[row.buffer_line], counts[row.buffer_line]
-                assert not start or self.states[row.state_slot] == now[:start], f"row {row.buffer_line} goes on from a foreign state"
+                assert not start or self.states[row.state_slot] == now[:start], (
+                    f"row {row.buffer_line} goes on from a foreign state"
+                )
                 self.states[row.state_slot] = now[: start + count]
         for row, start, _, _ in step.work:  # what attention reads is the row's own history
             now, begun = known[row.buffer_line], self.begun[row.buffer_line]

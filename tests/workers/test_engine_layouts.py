@@ -423,7 +423,7 @@ def test_the_equation_of_a_layout() -> None:
     assert str(hybrid) == "pp(2) * tp(2) * dp(8) zero(3) zero_size(4)"
     assert str(Layout(tp=2, dp=4, cp=4, ep=2, zero=1)) == "pp(1) * tp(2) * dp(4) cp(4) ep(2) zero(1)"
     assert (hybrid.dp_shard, hybrid.dp_replicate) == (4, 2)
-    assert hybrid.shard_group(11) == [9, 11, 13, 15] and hybrid.replicate_group(11) == [3, 11]
+    assert hybrid.shard_group(11) == [9, 11, 13, 15] and hybrid.same_shard_group(11) == [3, 11]
     assert Layout(dp=4).dp_shard == Layout(dp=4, zero=3, zero_size=1).dp_shard == 1
     generation = generation_layout(Layout(pp=2, tp=4, dp=16, cp=8), 1, 2)
     assert (generation.dp, len(generation.micro_dp_group(0))) == (512, 4), "each rank of cp is a replica"

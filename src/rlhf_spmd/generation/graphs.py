@@ -134,7 +134,7 @@ def reason_against_captured_sums(group: Group, device: torch.device) -> str:
     what another one could not capture. Raises CapturedSumTimeout if a replay has not ended in TRIAL_S seconds.
     Collective over the group: every rank of it must call, in program order.
     """
-    group.meet(device)  # connecting takes its own time
+    group.connect_nccl(device)  # connecting takes its own time
     graphs = Graphs()
     numbers = torch.zeros(1 << 14, device=device)
     total = torch.empty(1 << 14, device=device)

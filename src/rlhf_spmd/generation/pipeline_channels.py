@@ -83,7 +83,7 @@ def connect_channels(mesh: Mesh, device: torch.device) -> None:
     last = mesh.layout.pp - 1
     if not last or not capabilities(device).nccl:
         return
-    mesh.pp.meet(device)  # the last stage broadcasts log-probs at the end of a call
+    mesh.pp.connect_nccl(device)  # the last stage broadcasts log-probs at the end of a call
     channels, token = PipelineChannels(mesh), torch.zeros(1, dtype=torch.int64, device=device)
     if mesh.pp_rank:
         channels.receive_hidden(token.clone())

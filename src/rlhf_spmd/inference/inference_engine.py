@@ -128,7 +128,7 @@ def build_generator(loaded: CheckedModel, world: World) -> Generator:
     generation = replace(config.generation, attention=backend)
     ends, size = loaded.spec.eos_token_ids, world.launch.local_size
     generator = Generator(decoder, mesh, generation, ends, decoding(loaded.tokenizer), size)
-    mesh.tp.meet(world.device)
+    mesh.tp.connect_nccl(world.device)
     connect_channels(mesh, world.device)
     # before any rank generates: the others must not wait in a collective for one that cannot load its weights
     world.all.barrier("generate:loaded")

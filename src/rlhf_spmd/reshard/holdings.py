@@ -61,7 +61,7 @@ def held_by(layout: Layout | GenerationLayout, shards: ShardsAt, index: int) -> 
     pp, _, _, tp = layout.coordinate(index)
     groups = layout.shard_group(index), layout.ep_group(index)
     (rank, size), ep = ((group.index(index), len(group)) for group in groups)
-    return zero_shards(shards(pp, tp), rank, size, ep) if layout.copy_ranks > 1 else shards(pp, tp)
+    return zero_shards(shards(pp, tp), rank, size, ep) if layout.model_copy_size > 1 else shards(pp, tp)
 
 
 class HeldBox(NamedTuple):

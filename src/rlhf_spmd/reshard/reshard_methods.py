@@ -86,11 +86,11 @@ class Method:
     def gather_ranks(self, layout: GenerationLayout, index: int) -> list[int]:
         """Return the ranks that exchange weights with rank ``index``, as pool indices."""
         train = layout.train
-        if self.gathers_from_pool and (self.gathers_model or train.copy_ranks == 1):
+        if self.gathers_from_pool and (self.gathers_model or train.model_copy_size == 1):
             return list(range(train.size))
         if self.gathers_model or self.gathers_from_pool:  # the ranks of all stages and slices that share one copy
-            return sorted(rank for other in train.copy_group(index) for rank in train.replica_group(other))
-        return sorted(rank for other in train.copy_group(index) for rank in layout.micro_dp_group(other))
+            return sorted(rank for other in train.model_copy_group(index) for rank in train.replica_group(other))
+        return sorted(rank for other in train.model_copy_group(index) for rank in layout.micro_dp_group(other))
 
     def plan(
         self, layout: GenerationLayout, index: int, train: ShardsAt, needed: ShardsAt, limit: int, host_of: HostOf = ONE_HOST
@@ -111,7 +111,7 @@ class Method:
         if self.gathers_model:
             boxes = {box.name: box.shape for holding in source for shard in holding.shards.values() for box in shard.boxes}
             gathered = {name: whole_shard(name, shape) for name, shape in boxes.items()}
-            if self.gathers_from_pool and layout.train.copy_ranks == 1:
+            if self.gathers_from_pool and layout.train.model_copy_size == 1:
                 source = [share for holding in source for share in _shares(holding)]
         transfer = plan_transfer(source, [Holding(tuple(ranks), gathered)], host_of, index)
         parameter_buckets = plan_buckets(source, gathered, limit)

@@ -54,7 +54,9 @@ class RolloutEngine:
         yield
         with timeline.span(f"{self.worker.name}.to_training", category="reshard"):
             self.hybrid.to_training()
-        if not (self.hybrid.keeps_buffers and self.hybrid.shared):  # else they are the generation parameters, at fixed addresses
+        if not (
+            self.hybrid.keeps_buffers and self.hybrid.shared
+        ):  # else they are the generation parameters, at fixed addresses
             self.merged.clear()
 
     def tick_together(self) -> None:
@@ -109,7 +111,7 @@ def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | Non
     gather = context.world.group([pool.ranks[i] for i in method.gather_ranks(layout, mesh.index)], "gather", channel="gather")
     assert spec is not None and gather is not None
     gather.connect(worker.device)
-    mesh.tp.meet(worker.device)
+    mesh.tp.connect_nccl(worker.device)
     connect_channels(mesh, worker.device)
     dtype = worker.engine.dtype
     fused_slices = layout.fused_slices

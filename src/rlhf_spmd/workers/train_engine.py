@@ -143,9 +143,9 @@ class TrainEngine:
         mesh, ends = self.mesh, [self.mesh.first_last_group] * (self.lora is None and self.chunks[0].tied_across_stages)
         shared, summed = [mesh.dp_shard] * (self.zero > 0), [mesh.dp_replicate, *ends, mesh.pool] if trains else []
         for group in (mesh.tp, *shared, *summed, *[mesh.ep_copies] * (trains and mesh.ep.size > 1)):
-            group.meet(self.device)
+            group.connect_nccl(self.device)
         for group in (mesh.cp, mesh.ep):
-            group.meet(self.device, pairs=True)
+            group.connect_nccl(self.device, pairs=True)
         connect_stages(mesh, self.device)
 
     def _plan_shards(self, head: str) -> None:
