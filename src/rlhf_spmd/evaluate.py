@@ -99,8 +99,8 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     sets = named_sets(config)
     chosen: dict[str, tuple[SamplingConfig, RewardConfig]] = {}
     for name, section in sets.items():
-        sampling = merged(config.sampling, section.sampling, f"sets.{name}.sampling")
-        reward = merged(config.reward, section.reward, f"sets.{name}.reward")
+        sampling = section_with_changes(config.sampling, section.sampling, f"sets.{name}.sampling")
+        reward = section_with_changes(config.reward, section.reward, f"sets.{name}.reward")
         chosen[name] = sampling, reward
         if reward.function is None:
             raise ValueError(f"set {name!r} has nothing to be scored by: give reward.function, or sets.{name}.reward.function")
@@ -150,7 +150,7 @@ def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
     return sets
 
 
-def merged(common: Any, changes: Mapping[str, Any], where: str) -> Any:
+def section_with_changes(common: Any, changes: Mapping[str, Any], where: str) -> Any:
     """Return ``common`` with a set's own keys. Raises ConfigError, one line."""
     try:
         section = read_section(type(common), {**to_dict(common), **to_dict(changes)})
@@ -264,8 +264,8 @@ def table(results: Mapping[str, Any]) -> str:
 
 def _order(column: str) -> tuple[int, int, str]:
     kind, _, k = column.partition("@")
-    first = ("n", "mean", "ci95", "pass", "maj")
-    return first.index(kind) if kind in first else len(first), int(k or 0), column
+    first_kinds = ("n", "mean", "ci95", "pass", "maj")
+    return first_kinds.index(kind) if kind in first_kinds else len(first_kinds), int(k or 0), column
 
 
 def _cell(value: Any) -> str:
@@ -274,6 +274,7 @@ def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else json.dumps(value)
 
 
+# keys: the configuration's keys; main: the command line
 keys, main = inference_program(
     "evaluate", __doc__, EvaluateConfig, prepare, lambda job, world, board: evaluate(job, world, board.tick)
 )

@@ -111,9 +111,9 @@ def generate(job: InferJob, world: World, tick: Callable[[], None] = lambda: Non
     """
 
     def write(sets: list[list[dict[str, Any]]]) -> None:
-        chosen = output_rows(job, sets[0]) if job.config.keep == "all" else kept_rows(job, sets[0], job.config.keep)
+        rows = output_rows(job, sets[0]) if job.config.keep == "all" else kept_rows(job, sets[0], job.config.keep)
         keep_earlier(job.config.out)
-        write_rows(job.config.out, chosen)
+        write_rows(job.config.out, rows)
 
     line = answer(job, world, tick, write)
     if line is not None:
@@ -153,37 +153,45 @@ def kept_rows(job: InferJob, results: Sequence[dict[str, Any]], keep: str | int)
     Of equal scores the first counts. A prompt whose responses all have the same score makes no pair. Prints how many prompts
     give nothing. Raises ValueError if all do.
     """
-    prompts, rows, none = job.sets[0], [], 0
+    prompts = job.sets[0]
     n = prompts.sampling.n
+    rows = []
+    num_without_rows = 0
     for number, source_prompt in enumerate(prompts.source_prompts):
         scored = [row for row in results[number * n : (number + 1) * n] if row and row["score"] is not None]
         ranked = sorted(scored, key=lambda row: -row["score"])
-        seen = prompts.rows[number]
-        named = {
-            "id": seen["id"],
-            "prompt": seen["prompt"] if source_prompt is None else source_prompt,
-            "answer": seen["answer"],
-        }
-        none += not ranked or (keep == "pairs" and ranked[0]["score"] == ranked[-1]["score"])
-        if keep == "pairs" and ranked and ranked[0]["score"] > ranked[-1]["score"]:
-            best, worst = ranked[0], next(row for row in ranked if row["score"] == ranked[-1]["score"])
-            pair = {"chosen": response_text(job, best), "rejected": response_text(job, worst)}
-            rows.append({**named, **pair, "chosen_score": best["score"], "rejected_score": worst["score"]})
-        elif keep != "pairs":
-            best_rows = ranked[: 1 if keep == "best" else int(keep)]
-            rows += [{**named, "response": response_text(job, row), "score": row["score"]} for row in best_rows]
-    why = "have no two responses with different scores" if keep == "pairs" else "have no response with a score"
+        columns = {key: prompts.rows[number][key] for key in ("id", "prompt", "answer")}
+        if source_prompt is not None:
+            columns["prompt"] = source_prompt
+        prompt_rows = pair_rows(job, ranked) if keep == "pairs" else best_rows(job, ranked, 1 if keep == "best" else int(keep))
+        num_without_rows += not prompt_rows
+        rows += [{**columns, **row} for row in prompt_rows]
+    reason = "have no two responses with different scores" if keep == "pairs" else "have no response with a score"
     if not rows:
-        raise ValueError(f"keep={keep}: all {none} prompts {why}; there is nothing to write")
-    if none:
-        print(f"keep={keep}: {none} of {len(prompts.source_prompts)} prompts {why} and are left out", file=sys.stderr)
-    wrong = 0 if keep == "pairs" else sum(row["score"] <= 0 for row in rows)
-    if wrong:
-        print(
-            f"keep={keep}: {wrong} of the {len(rows)} responses that are kept score 0 or less; leave them out by `score`",
-            file=sys.stderr,
-        )
+        raise ValueError(f"keep={keep}: all {num_without_rows} prompts {reason}; there is nothing to write")
+    if num_without_rows:
+        left_out = f"{num_without_rows} of {len(prompts.source_prompts)} prompts {reason} and are left out"
+        print(f"keep={keep}: {left_out}", file=sys.stderr)
+    num_low_scores = 0 if keep == "pairs" else sum(row["score"] <= 0 for row in rows)
+    if num_low_scores:
+        low = f"{num_low_scores} of the {len(rows)} responses that are kept score 0 or less; leave them out by `score`"
+        print(f"keep={keep}: {low}", file=sys.stderr)
     return rows
+
+
+def best_rows(job: InferJob, ranked: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Return the columns of the best responses to a prompt. ``ranked``: those with a score, the best first."""
+    return [{"response": response_text(job, row), "score": row["score"]} for row in ranked[:number]]
+
+
+def pair_rows(job: InferJob, ranked: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the columns of the pair of the best and the worst response to a prompt; none if all have the same score."""
+    if not ranked or ranked[0]["score"] == ranked[-1]["score"]:
+        return []
+    best = ranked[0]
+    worst = next(row for row in ranked if row["score"] == ranked[-1]["score"])
+    pair = {"chosen": response_text(job, best), "rejected": response_text(job, worst)}
+    return [{**pair, "chosen_score": best["score"], "rejected_score": worst["score"]}]
 
 
 def response_text(job: InferJob, row: dict[str, Any]) -> str | None:
@@ -199,6 +207,7 @@ def response_text(job: InferJob, row: dict[str, Any]) -> str | None:
     return decode(token_ids) + "".join(stop for stop, token in special.items() if token == token_ids[-1])
 
 
+# keys: the configuration's keys; main: the command line
 keys, main = inference_program(
     "generate", __doc__, GenerateConfig, prepare, lambda job, world, board: generate(job, world, board.tick)
 )

@@ -29,10 +29,10 @@ def score(bound: BoundReward, request: dict[str, Any]) -> list[Any]:
     rows = []
     for row, prompt, completion in zip(request["rows"], request["prompts"], request["completions"], strict=True):
         text = completion if isinstance(completion, str) else ""
-        more = {} if isinstance(completion, str) else {TURNS: completion}
+        additional_columns = {} if isinstance(completion, str) else {TURNS: completion}
         if isinstance(prompt, list):  # without a begun answer, which the completion contains
-            more["messages"] = prompt
-        rows.append((row.get("prompt", ""), text, row | more))
+            additional_columns["messages"] = prompt
+        rows.append((row.get("prompt", ""), text, row | additional_columns))
     calls = [rows] if bound.batched else [[row] for row in rows]
     return [None if value is None else read_result(value)[0] for call in calls for value in bound.call(call, 60.0)]
 

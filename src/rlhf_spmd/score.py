@@ -132,11 +132,11 @@ def score(job: ScoreJob, world: World) -> None:
     responses = job.batch["response_ids"].rows()
     write_rows(config.out, ({"id": job.ids[i], "response_ids": responses[i].tolist(), "log_probs": x} for i, x in scored))
     seconds = time.perf_counter() - loaded
-    everything = [log_prob for _, row in scored for log_prob in row]
+    all_log_probs = [log_prob for _, row in scored for log_prob in row]
     print(
         f"{len(scored)} rows, {sum(lengths)} tokens in {seconds:.1f} s ({sum(lengths) / seconds:.0f} tokens/s; "
-        f"{loaded - started:.1f} s to load) on {layout}; {len(everything)} response tokens of mean log-prob "
-        f"{sum(everything) / len(everything):.4f}: {config.out}",
+        f"{loaded - started:.1f} s to load) on {layout}; {len(all_log_probs)} response tokens of mean log-prob "
+        f"{sum(all_log_probs) / len(all_log_probs):.4f}: {config.out}",
         file=sys.stderr,
     )
 
@@ -150,7 +150,8 @@ def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int) -> list[tuple
     def head(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
         return response_log_probs(decoder, hidden, micro, temperature=1.0)[0]
 
-    lengths, where = sequence_lengths(batch), "max_token_len_per_gpu"
+    lengths = sequence_lengths(batch)
+    where = "max_token_len_per_gpu"
     number = torch.tensor([len(micro_batches_by_tokens(lengths, max_tokens, where=where))])
     index = micro_batches_by_tokens(lengths, max_tokens, int(engine.mesh.dp.all_reduce(number, "control", "max")), where)
     outputs = engine.forward([pack_rows(batch.take(rows), engine.device) for rows in index], head)
@@ -164,6 +165,7 @@ def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int) -> list[tuple
     return records
 
 
+# keys: the configuration's keys; main: the command line
 keys, main = inference_program("score", __doc__, ScoreConfig, prepare, lambda job, world, board: score(job, world))
 
 
