@@ -80,14 +80,14 @@ def collect_groups(models: Any, data: Any, config: Config, global_step: int) -> 
     Prompts are sampled until so many rows belong to groups whose responses score differently; only these groups are kept.
     """
     filtering = config.filter_groups
-    shape = shaped_rewards(config, data.sampling.max_response_length)
+    judge = shaped_rewards(config, data.sampling.max_response_length)
     calls, batches = list[Reference](), list[Reference]()
     num_wanted_rows = num_kept_rows = 0
     is_scored = False
     for _ in range(filtering.max_num_gen_batches if filtering.enable else 1):
         batch, rollout = sample(models, data, global_step)
         scores, scored = score(models, batch)
-        shaped = models.compute.apply(batch.union(scores), shape, ("scores",), ("seq_rewards", "spread"), keep_groups=True)
+        shaped = models.compute.apply(batch.union(scores), judge, ("scores",), ("seq_rewards", "spread"), keep_groups=True)
         calls = [*(calls or [rollout]), *scored, shaped]
         num_wanted_rows = num_wanted_rows or len(batch)
         batch = batch.union(scores, shaped)
@@ -120,7 +120,7 @@ def shaped_rewards(config: Config, limit: int) -> Function:
     It also gives each row its group's ``spread`` of the metric: 0 only if all rows have the same, below 0 if no row has a score.
     """
 
-    def shape(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
+    def judge(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
         scores = fields["scores"].double()
         lengths = (rows.lengths if rows.mask is None else rows.mask.lengths).double()
         penalty = overlong_penalty(config.overlong_buffer, lengths, limit)
@@ -133,7 +133,7 @@ def shaped_rewards(config: Config, limit: int) -> Function:
         report = {"dapo/overlong_penalty_mean": [total, count], "dapo/equal_group_fraction": [equal, count]}
         return {"seq_rewards": scores + penalty, "spread": spread}, report
 
-    return shape
+    return judge
 
 
 def dapo_advantages(report: dict[str, float]) -> Function:

@@ -113,7 +113,7 @@ def estimated_advantages(config: GroupConfig, num_samples: int | None = None) ->
             rewards, advantages = _token_advantages(config, scores, measured, rows)
         else:
             check_groups(rows.group_ids, num_samples)
-            rewards, advantages = _group_advantages(config, estimate, scores, measured, rows)
+            rewards, advantages = _row_advantages(config, estimate, scores, measured, rows)
         has_zero_advantage = row_means(advantages.abs(), rows.lengths) == 0
         sums = reduce.sums(
             kl=measured.sums(),
@@ -146,7 +146,7 @@ def _token_advantages(config: GroupConfig, scores: Tensor, measured: MeasuredKL,
     return rewards, gae(rewards, torch.zeros_like(rewards), rows.lengths, config.advantage.gamma, 1.0)[0]
 
 
-def _group_advantages(
+def _row_advantages(
     config: GroupConfig, estimate: Estimator, scores: Tensor, measured: MeasuredKL, rows: Rows
 ) -> tuple[Tensor, Tensor]:
     """Return the rewards of rows [rows], and the advantages by ``estimate`` [tokens]."""

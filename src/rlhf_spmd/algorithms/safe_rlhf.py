@@ -24,9 +24,7 @@ from rlhf_spmd.objectives.advantages import gae, moments, token_level_rewards, w
 from rlhf_spmd.objectives.kl import kl_penalty
 from rlhf_spmd.workers import Computed, ComputeWorker, CriticWorker, Function, GlobalReduce, RewardWorker, RoleClass, Rows
 
-LEAST_LOGARITHM = (
-    -20.0
-)  # the least logarithm of the multiplier, which scales its own step: from far below it would not come back
+LEAST_LOGARITHM = -20.0  # bound of the multiplier, which scales its own step: from far below it would not come back
 
 
 @dataclass(frozen=True)

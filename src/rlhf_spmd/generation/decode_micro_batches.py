@@ -150,9 +150,8 @@ class DecodeMicroBatch:
         tokens = self.in_progress.runner.finish(launched)
         stats.steps += 1
         stats.prefill_tokens += sum(item.num_tokens - item.samples for item in step.work)
-        live_work = [
-            item for item in step.work if not item.row.ended
-        ]  # the others ended in a step that was read after this start
+        # the other rows ended in a step whose tokens were read after this one started
+        live_work = [item for item in step.work if not item.row.ended]
         for row, first, count in drawn:
             new, tokens = tokens[:count], tokens[count:]
             if not row.ended:

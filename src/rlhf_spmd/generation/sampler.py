@@ -27,9 +27,8 @@ from rlhf_spmd.kernels.sampling_tensors import Drawn, RowSampler, SamplingTensor
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, log_probs_of
 
-SamplingGroups = list[
-    tuple[SamplingConfig, Tensor | None]
-]  # settings, and the index of the rows that follow them; None: all rows
+# settings, and the index of the rows that follow them; None: all rows
+SamplingGroups = list[tuple[SamplingConfig, Tensor | None]]
 CHUNK_ELEMENTS = 1 << 25  # logits inverted at once: limits the fp64 work space to 256 MB
 
 

@@ -27,9 +27,8 @@ Index = tuple[int, ...]  # one number per tensor dim
 Sides = tuple[Sequence[Holding], Sequence[Holding]]  # source, target
 CellPair = tuple[int, int, slice]  # sender, receiver, which of some tensors
 SourceChoice = tuple[list[int], list[int]]  # equal senders, and the receivers that get a cell from them
-ChooseSources = Callable[
-    [frozenset[int], frozenset[int]], list[SourceChoice]
-]  # from the ranks that hold a cell, those that need it
+# (ranks that hold a cell, ranks that need it) -> who sends it to whom
+ChooseSources = Callable[[frozenset[int], frozenset[int]], list[SourceChoice]]
 
 
 @dataclass
