@@ -129,7 +129,9 @@ def cover(target: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box, Box
 def _around(outer: Box, inner: Box) -> Iterator[Box]:
     """Return the rest of a box around a part of it, as disjoint boxes: at most two per tensor dim."""
     for dim, (first, n) in enumerate(zip(inner.start, inner.size, strict=True)):
-        start, stop, last = outer.start[dim], outer.start[dim] + outer.size[dim], first + n
+        start = outer.start[dim]
+        stop = start + outer.size[dim]
+        last = first + n
         if start < first:
             yield narrow(outer, dim, start, first)
         if last < stop:
