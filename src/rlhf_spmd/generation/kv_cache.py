@@ -222,8 +222,8 @@ def slot_mapping(work: Sequence[SequenceWork], cache: KVCache) -> SlotMapping:
     lines = np.repeat(np.arange(len(work)), counts)
     positions = np.arange(len(lines)) + np.repeat(starts - firsts, counts)
     cache_slots = table[lines, positions // cache.page_size] * np.int64(cache.page_size) + positions % cache.page_size
-    on_this_device = (on_device(array, cache.pages.device) for array in (positions, cache_slots, table))
-    return SlotMapping(*on_this_device, firsts, starts, counts)
+    tensors = [on_device(array, cache.pages.device) for array in (positions, cache_slots, table)]
+    return SlotMapping(tensors[0], tensors[1], tensors[2], firsts, starts, counts)
 
 
 def fill_lines(lines: Sequence[Sequence[int]], width: int, dtype: type[np.integer[Any]]) -> NDArray[Any]:

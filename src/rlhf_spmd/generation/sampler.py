@@ -157,9 +157,12 @@ def build_sampling_tensors(
     present = [samplings[kind] for kind in np.unique(kinds)]
     floats = [(each.temperature, each.top_p, each.min_p) for each in samplings]
     columns = on_device(np.ascontiguousarray(np.array(floats, dtype=np.float32).reshape(-1, 3)[kinds].T), device)
+    temperature, top_p, min_p = columns.unbind()
     top_k = on_device(np.array([each.top_k for each in samplings], dtype=np.int32)[kinds], device)
     return SamplingTensors(
-        *columns.unbind(),  # temperature, top_p, min_p
+        temperature,
+        top_p,
+        min_p,
         top_k,
         filters=any(each.top_p < 1.0 or each.top_k > 0 or each.min_p > 0.0 for each in present),
         greedy=all(each.greedy for each in present),

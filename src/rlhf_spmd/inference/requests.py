@@ -152,7 +152,7 @@ class RequestProcessor:
     def _request(self, ids: list[int], text: str | None, params: SamplingParams) -> PromptRequest:
         where, sampling, config = "sampling_params", params.of_call(), self.engine.generator.config
         stop = build_stop_criteria(sampling, self.engine.generator.eos_ids, self.engine.generator.decoding, where)
-        drawable = self.engine.generator.drawable
+        drawable = self.engine.generator.num_drawable
         sampling.check_ids(self.spec.vocab_size, drawable, stop.token_ids, params.min_tokens > 0, where)
         if (params.prompt_logprobs or 0) > drawable:
             raise ValueError(f"{where}.prompt_logprobs={params.prompt_logprobs}: the model's vocabulary has {drawable} tokens")
@@ -272,7 +272,7 @@ def prompt_log_probs(
         entries: Entries = []
         for states, labels in zip(hidden.split(chunk), packed.roll(-1).split(chunk), strict=True):
             logits = local_logits(decoder, states)
-            likeliest = gather_logits(decoder, logits)[:, : generator.drawable].topk(max(many)).indices
+            likeliest = gather_logits(decoder, logits)[:, : generator.num_drawable].topk(max(many)).indices
             ids = torch.cat([labels[:, None], likeliest], 1)
             values = log_probs_of(decoder, logits, ids)
             entries += [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
