@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from rlhf_spmd import __version__
 from rlhf_spmd.config.registry import available, find
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 from rlhf_spmd.process.arguments import RANKS, cached_help, ignore_closed_pipes, read_words
 
 PROGRAMS = {
@@ -134,10 +134,10 @@ def completion(shell: str) -> str:
 def _words(program: str) -> Iterator[str]:
     """Yield ``key=`` for each key, with roles by their names. Programs that train have the keys of all algorithms."""
     keys = importlib.import_module(f"rlhf_spmd.{program}").keys
-    algorithms = available("rlhf_spmd.algorithms", exports="step") if program in ("train", "plan") else ["sft"]
+    algorithms = available("rlhf_spmd.algorithms", required_attribute="step") if program in ("train", "plan") else ["sft"]
     names: dict[str, None] = {}
     for algorithm in algorithms:
-        roles = find("algorithm", "rlhf_spmd.algorithms", algorithm, exports="step").Config().roles
+        roles = find("algorithm", "rlhf_spmd.algorithms", algorithm, required_attribute="step").Config().roles
         for key in keys([f"algorithm.name={algorithm}"]):
             names |= dict.fromkeys(key.name.replace("<role>", role) for role in roles)
     return (f"{name}=" for name in names if "<" not in name)

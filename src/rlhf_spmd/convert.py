@@ -30,8 +30,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf_spmd.config.constraints import idle_settings
 from rlhf_spmd.config.foreign import Conversion, ForeignSettings, foreign_names, not_needed
 from rlhf_spmd.config.foreign_values import read_values
-from rlhf_spmd.config.interpolation import interpolate, written
+from rlhf_spmd.config.interpolation import as_yaml_text, interpolate
 from rlhf_spmd.config.load import read_file, sections_of, to_dict
+from rlhf_spmd.config.plain_yaml import Plain, resolve
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.schema import SWITCH, ConfigError, leaves, read_section
 from rlhf_spmd.config.shell_script import last_command
@@ -53,7 +54,6 @@ from rlhf_spmd.config.verl_settings import (
     teacher_of,
     why_left,
 )
-from rlhf_spmd.config.written import Plain, resolve
 from rlhf_spmd.data.dataset import Truncation
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.process.arguments import ignore_closed_pipes
@@ -139,7 +139,7 @@ def read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
             for key, value in settings.items():
                 OmegaConf.update(tree, key, value)
             # the file that is written has references in place of values from the environment, which may be secret
-            values = leaves(to_dict(interpolate(OmegaConf.to_container(tree)), written), "")
+            values = leaves(to_dict(interpolate(OmegaConf.to_container(tree)), as_yaml_text), "")
             settings = {key: value for key, value in values if value != {}}
         except (OmegaConfBaseException, OSError) as error:
             raise Refused(f"{path}: {str(error).splitlines()[0]}") from error
@@ -219,7 +219,7 @@ def convert_verl(conversion: Conversion) -> tuple[dict[str, Any], dict[str, str]
 
 def config_of(algorithm: str) -> Any:
     """Return the dataclass of an algorithm's settings."""
-    return find("algorithm", "rlhf_spmd.algorithms", algorithm, exports="step").Config
+    return find("algorithm", "rlhf_spmd.algorithms", algorithm, required_attribute="step").Config
 
 
 def set_algorithm(conversion: Conversion) -> None:

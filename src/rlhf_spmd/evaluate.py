@@ -25,7 +25,7 @@ import numpy as np
 from rlhf_spmd.config.constraints import FiniteFloat, PositiveInt
 from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.load import check_tree, to_dict
-from rlhf_spmd.config.schema import PART, ConfigError, read_section
+from rlhf_spmd.config.schema import PART_OF, ConfigError, read_section
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import list_paths, read_rows, set_names
 from rlhf_spmd.data.prompts import QuestionsConfig
@@ -59,8 +59,8 @@ class SetConfig:
     split: str | None = None
     subset: str | None = None
     max_samples: PositiveInt | None = None
-    reward: dict[str, Any] = field(default_factory=dict, metadata={PART: RewardConfig})
-    sampling: dict[str, Any] = field(default_factory=dict, metadata={PART: SamplingConfig})
+    reward: dict[str, Any] = field(default_factory=dict, metadata={PART_OF: RewardConfig})
+    sampling: dict[str, Any] = field(default_factory=dict, metadata={PART_OF: SamplingConfig})
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_spmd.config.interpolation import select
+from rlhf_spmd.config.plain_yaml import MAX_DEPTH
 from rlhf_spmd.config.registry import forget_files
-from rlhf_spmd.config.schema import ConfigError, first_line
-from rlhf_spmd.config.written import MOST_DEPTH
+from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.config.words import first_line
 from rlhf_spmd.kernels.devices import set_up_cuda
 from rlhf_spmd.parallel.device_setup import choose_matmul
 from rlhf_spmd.parallel.launch import Launch, read_launch
@@ -70,7 +71,7 @@ def write_objects(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
 
     def written(value: Any, where: str, is_data: bool, depth: int) -> Any:
-        if depth > MOST_DEPTH:  # the loader refuses it
+        if depth > MAX_DEPTH:  # the loader refuses it
             return value
         if is_data and (rows := rows_of(value, where)) is not None:
             lines = "".join(f"{json.dumps(json_value(row))}\n" for row in rows)

@@ -76,7 +76,7 @@ class SearchConfig:
         out = None if self.out is None else Path(self.out)
         if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
             raise ValueError(f"{where}.out={self.out}: must be a file in a directory that exists")
-        find(f"{where}.search", "rlhf_spmd.planner.search", self.search, exports="search")
+        find(f"{where}.search", "rlhf_spmd.planner.search", self.search, required_attribute="search")
 
 
 PLAN_RULES: Rules = (

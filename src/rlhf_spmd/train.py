@@ -51,7 +51,7 @@ def keys(overrides: Sequence[str] = (), default: str = "ppo", more: Mapping[str,
     ``more``: see :func:`read_config`. Raises ValueError.
     """
     names = [value.removeprefix("algorithm.name=") for value in overrides if value.startswith("algorithm.name=")]
-    algorithm = find("algorithm", "rlhf_spmd.algorithms", (names or [default])[-1], exports="step").Config
+    algorithm = find("algorithm", "rlhf_spmd.algorithms", (names or [default])[-1], required_attribute="step").Config
     return list_keys(TrainConfig, {"algorithm": algorithm, **{s.key: s.config for s in algorithm.streams.values()}, **more})
 
 

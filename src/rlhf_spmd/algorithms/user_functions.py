@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.registry import located, resolve_function, split_name
+from rlhf_spmd.config.registry import noting_user_line, resolve_function, split_name
 from rlhf_spmd.objectives.losses import log_ratios
 
 ESTIMATOR_ARGUMENTS = ("rewards", "group_ids", "lengths", "config")
@@ -113,7 +113,7 @@ def _resolved(where: str, name: str, exports: str, allowed: tuple[str, ...]) -> 
     home = sys.modules[function.__module__]
 
     def call(values: Mapping[str, Any]) -> Any:
-        with located(where, name, home):
+        with noting_user_line(where, name, home):
             return function(**{key: value for key, value in values.items() if takes_all or key in named})
 
     return call

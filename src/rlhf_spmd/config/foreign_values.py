@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any
 
 from rlhf_spmd.config.foreign import foreign_names
+from rlhf_spmd.config.plain_yaml import Plain, resolve
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.config.verl_settings import is_sft
-from rlhf_spmd.config.written import Plain, resolve
 
 MEGATRON = re.compile(r".*\b(megatron\..*|expert_tensor_parallel_size|etp)")
 EPOCHS = "after_each_epoch"  # verl's SFT trainer takes it for a number of steps

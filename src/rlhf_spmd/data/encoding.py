@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from rlhf_spmd.config.rules import Rule, Rules
-from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.config.words import first_line
 from rlhf_spmd.data.files import DataError, RowError, named_row
 from rlhf_spmd.data.messages import (
     NO_OPTIONS,

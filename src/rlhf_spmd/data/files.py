@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config.json_input import parse_json
-from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.config.words import first_line
 from rlhf_spmd.telemetry.run_dir import json_value
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")

@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_spmd.config.load import to_dict
-from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.config.words import first_line
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.data.dataset import DatasetConfig, RowTally, StoredRowsConfig, TokenDataset, joined
 from rlhf_spmd.data.encoding import NAMED_TEMPLATES, read_template

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_spmd.config.json_input import parse_json
-from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.config.words import first_line
 from rlhf_spmd.data.files import Row, RowError, named_row
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of the field with a message's thoughts

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 from rlhf_spmd.config import registry
 from rlhf_spmd.config.constraints import FiniteFloat, Fraction, PositiveInt, Seconds, Workers
 from rlhf_spmd.config.rules import Rule, Rules, check_rules
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 
 ChatMessage = dict[str, Any]  # with ``role`` and ``content`` (text)
 

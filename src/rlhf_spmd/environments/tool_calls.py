@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 
 
 class ToolCall(NamedTuple):

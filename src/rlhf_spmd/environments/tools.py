@@ -14,7 +14,7 @@ from threading import BoundedSemaphore, Thread
 from typing import Any
 
 from rlhf_spmd.config.registry import resolve_function
-from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.config.words import first_line
 from rlhf_spmd.environments.config import ChatMessage
 from rlhf_spmd.environments.tool_calls import FORMATS, ToolCall, TurnContext, check_format, detect_format, parse_turn
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rlhf_spmd.config.constraints import PositiveFloat, PositiveFraction, PositiveInt
-from rlhf_spmd.config.schema import check_fields
+from rlhf_spmd.config.constraints import PositiveFloat, PositiveFraction, PositiveInt, check_fields
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.scheduler import GenerationStats

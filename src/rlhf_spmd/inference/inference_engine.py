@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from rlhf_spmd.checkpoint.save import RoleState
 from rlhf_spmd.config.rules import Rule, Rules, value_at
-from rlhf_spmd.config.schema import counted
+from rlhf_spmd.config.words import counted
 from rlhf_spmd.data.balance import partition_by_tokens
 from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
 from rlhf_spmd.generation import Completion, GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd.config.load import to_dict
-from rlhf_spmd.config.schema import counted
+from rlhf_spmd.config.words import counted
 from rlhf_spmd.data.encoding import check_ids, read_template
 from rlhf_spmd.data.files import DataError, Row, named_row
 from rlhf_spmd.data.prompts import QuestionsConfig, encode_prompts, response_limits, reward_row

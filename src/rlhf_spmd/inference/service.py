@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlhf_spmd.config.schema import counted
+from rlhf_spmd.config.words import counted
 from rlhf_spmd.data.reasoning import begins_reasoning, split_reasoning
 from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, prompt_texts, token_bytes
 from rlhf_spmd.generation import Completion, GenerationLimits, NotFinite, Request, SamplingConfig

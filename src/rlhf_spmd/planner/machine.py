@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt, Range
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 
 GIB = 1 << 30
 DRIVER_GB = 2.5  # GiB of a GPU that the driver and nccl take

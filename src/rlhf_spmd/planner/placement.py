@@ -10,7 +10,7 @@ from typing import ClassVar
 from rlhf_spmd.config.constraints import NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.rules import Rule, Rules
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 from rlhf_spmd.controller import ResourcePool
 from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, Roles, Trace
 
@@ -57,7 +57,13 @@ class PlacementConfig:
 
     def check(self, where: str) -> None:
         if self.strategy != AUTO:
-            find(f"{where}.strategy", "rlhf_spmd.planner.strategies", self.strategy, exports="place", beside=[AUTO])
+            find(
+                f"{where}.strategy",
+                "rlhf_spmd.planner.strategies",
+                self.strategy,
+                required_attribute="place",
+                other_names=[AUTO],
+            )
 
 
 def place_roles(
@@ -126,7 +132,7 @@ def _by_strategy(
 ) -> dict[str, ResourcePool]:
     """Return the strategy's pools of ``roles``, and of their calls that the configuration does not place."""
     where = f"placement.strategy={config.strategy!r}"
-    strategy = find("placement.strategy", "rlhf_spmd.planner.strategies", config.strategy, exports="place")
+    strategy = find("placement.strategy", "rlhf_spmd.planner.strategies", config.strategy, required_attribute="place")
     try:
         assignment = strategy.place(graph, cluster, roles)
     except PlacementError as error:

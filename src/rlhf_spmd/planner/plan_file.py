@@ -14,9 +14,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 
 from rlhf_spmd.config.constraints import PositiveFraction, PositiveInt, Range
+from rlhf_spmd.config.plain_yaml import parse, resolve
 from rlhf_spmd.config.rules import Rule, Rules, check_section
 from rlhf_spmd.config.schema import ConfigError, read_section
-from rlhf_spmd.config.written import parse, resolve
 from rlhf_spmd.parallel.layout import check_zero_size
 from rlhf_spmd.planner.problem import RankRange
 

@@ -399,7 +399,7 @@ def best_plan(
 ) -> PlanResult:
     """Return the best plan that the search ``name`` finds with one of these token budgets of micro-batches. ``budget_key``: the
     algorithm's setting of the budget, if the plan is to set it. Raises ValueError if no plan fits."""
-    search = find("plan.search", "rlhf_spmd.planner.search", name, exports="search").search
+    search = find("plan.search", "rlhf_spmd.planner.search", name, required_attribute="search").search
     started = time.perf_counter()
     plans: list[PlanResult] = []
     refusals: list[str] = []

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from rlhf_spmd.config.schema import counted
+from rlhf_spmd.config.words import counted
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.prompts import PromptDataset
 from rlhf_spmd.generation.backends import choose_backend

@@ -11,7 +11,7 @@ from math import ceil, inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from rlhf_spmd.config.rules import shown
+from rlhf_spmd.config.rules import as_setting
 from rlhf_spmd.controller import Graph
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels.devices import host_bytes, total_bytes
@@ -196,7 +196,7 @@ def _remedy(plans: Plans, step: StepFacts, device_bytes: DeviceBytes, local_size
         if fits(rest):
             chosen = rest
     settings = [
-        f"models.{role}.{key}={shown(value)}" if role else f"{key}={shown(value)}"
+        f"models.{role}.{key}={as_setting(value)}" if role else f"{key}={as_setting(value)}"
         for (role, key), value in joined(chosen).items()
     ]
     return "it would fit with " + " ".join(settings)

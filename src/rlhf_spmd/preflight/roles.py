@@ -11,8 +11,9 @@ from typing import Any
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.config.load import to_dict
-from rlhf_spmd.config.rules import Rule, Rules, check_rules, shown
-from rlhf_spmd.config.schema import leaves, nearest
+from rlhf_spmd.config.rules import Rule, Rules, as_setting, check_rules
+from rlhf_spmd.config.schema import leaves
+from rlhf_spmd.config.words import nearest
 from rlhf_spmd.controller import GroupShape, ResourcePool
 from rlhf_spmd.data.prompts import PromptsConfig
 from rlhf_spmd.generation.config import GenerationConfig
@@ -87,7 +88,7 @@ def refuse_changes(section: Any, default: Any, where: str, why: str) -> None:
     defaults = dict(leaves(to_dict(default), where))
     for key, value in leaves(to_dict(section), where):
         if key not in defaults or value != defaults[key]:
-            raise ValueError(f"{key}={shown(value)}: {why}; leave it out")
+            raise ValueError(f"{key}={as_setting(value)}: {why}; leave it out")
 
 
 @dataclass(frozen=True)

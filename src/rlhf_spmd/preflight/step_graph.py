@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 from rlhf_spmd.controller import CallRecord, Controller, Graph, Reference, Worker
 from rlhf_spmd.parallel.launch import Launch, lone_store
 from rlhf_spmd.parallel.world import World

@@ -17,7 +17,7 @@ from typing import NoReturn, TextIO
 import torch
 import torch.distributed as dist
 
-from rlhf_spmd.config.schema import printable
+from rlhf_spmd.config.words import printable
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.progress import on_own_line

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config.interpolation import compared
+from rlhf_spmd.config.interpolation import comparable_text
 from rlhf_spmd.config.load import flatten, to_dict
 from rlhf_spmd.config.registry import split_name
 
@@ -34,7 +34,7 @@ def run_digests(run: Any) -> dict[str, str]:
 
     Weights are sampled, not read whole.
     """
-    settings = flatten(to_dict(run.config, compared))
+    settings = flatten(to_dict(run.config, comparable_text))
     values = {key: text for key, text in settings.items() if key.rpartition(".")[2] not in HOST_PATHS}
     values |= {f"set of rows ({name})": dataset.fingerprint for name, dataset in run.training.items()}
     values |= {f"set of validation rows ({name})": dataset.fingerprint for name, dataset in run.validation.items()}

@@ -27,7 +27,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, make_dataclass, replace
 from typing import Any
 
-from rlhf_spmd.config.schema import check_fields, full_type_hints, nearest, read_value
+from rlhf_spmd.config.constraints import check_fields, full_type_hints
+from rlhf_spmd.config.schema import read_value
+from rlhf_spmd.config.words import nearest
 
 RewardRow = tuple[str, str, dict[str, Any]]  # prompt, response, the row's columns
 

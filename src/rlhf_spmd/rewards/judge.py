@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveInt
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 from rlhf_spmd.rewards.answers import plain
 from rlhf_spmd.rewards.format import check as check_pattern
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_spmd.config.constraints import LARGEST
-from rlhf_spmd.config.schema import printable
+from rlhf_spmd.config.words import printable
 from rlhf_spmd.rewards.answers import Verdict
 from rlhf_spmd.rewards.config import RewardConfig
 

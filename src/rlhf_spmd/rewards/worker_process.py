@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rlhf_spmd.config.schema import printable
+from rlhf_spmd.config.words import printable
 from rlhf_spmd.rewards.binding import OVERRUN, BoundReward
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import read_answer, read_result

@@ -8,7 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from rlhf_spmd.algorithms.base import move_reference
-from rlhf_spmd.config.registry import located
+from rlhf_spmd.config.registry import noting_user_line
 from rlhf_spmd.controller import MICRO_DP, Controller, Reference
 from rlhf_spmd.controller.protocols import ProtocolRanks
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
@@ -132,7 +132,7 @@ def _repeated_metrics(plan: RunPlan, dataset: TokenDataset) -> frozenset[str]:
 
 def run_script(plan: RunPlan, models: SimpleNamespace, data: Data, global_step: int) -> list[Reference]:
     """Run the algorithm's step and what follows every step. Returns the calls that are reported."""
-    with located("algorithm", plan.config.algorithm.name, plan.algorithm):
+    with noting_user_line("algorithm", plan.config.algorithm.name, plan.algorithm):
         calls = plan.algorithm.step(models, data, plan.config.algorithm, global_step)
     if not isinstance(calls, list) or any(not isinstance(call, Reference) for call in calls):
         result = "one call; return [it]" if isinstance(calls, Reference) else f"{calls!r:.80}"
@@ -145,6 +145,6 @@ def run_script(plan: RunPlan, models: SimpleNamespace, data: Data, global_step: 
 
 def validate(plan: RunPlan, models: SimpleNamespace, data: Data, global_step: int) -> dict[str, float]:
     """Run the algorithm's validation. Returns its metrics, the same on every rank."""
-    with located("algorithm", plan.config.algorithm.name, plan.algorithm):
+    with noting_user_line("algorithm", plan.config.algorithm.name, plan.algorithm):
         metrics: dict[str, float] = plan.algorithm.validate(models, data, plan.config.algorithm, global_step)
     return metrics

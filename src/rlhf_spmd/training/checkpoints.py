@@ -20,9 +20,9 @@ from rlhf_spmd.checkpoint.directory import Committed, checkpoints_of, named_chec
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint, read_pieces
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError, Manifest
 from rlhf_spmd.checkpoint.save import Draft, RoleState, prepare_checkpoint
-from rlhf_spmd.config.interpolation import digest, escaped, written
+from rlhf_spmd.config.interpolation import as_yaml_text, digest, escaped
 from rlhf_spmd.config.load import flatten, read_file, to_dict
-from rlhf_spmd.config.written import resolve
+from rlhf_spmd.config.plain_yaml import resolve
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.boxes import whole_shard
 from rlhf_spmd.parallel.collectives import Group
@@ -314,7 +314,7 @@ def environment_digests(config: TrainConfig) -> dict[str, str]:
     """Return digests, by key, of values from the environment that decide which experiment this is: ``config.yaml`` has only their
     references.
     """
-    values, shown = flatten(to_dict(config, escaped)), flatten(to_dict(config, written))
+    values, shown = flatten(to_dict(config, escaped)), flatten(to_dict(config, as_yaml_text))
     return {key: digest(text) for key, text in values.items() if text != shown[key] and EXPERIMENT.fullmatch(key)}
 
 
@@ -327,7 +327,7 @@ def compare_runs(
     Raises ValueError where it is another experiment, unless ``run.resume`` says that this is meant.
     """
     file = _config_of(path)
-    values, new = flatten(to_dict(config, escaped)), flatten(to_dict(config, written))
+    values, new = flatten(to_dict(config, escaped)), flatten(to_dict(config, as_yaml_text))
     old = flatten(resolve(read_file(file, "the run's configuration"))) if os.path.lexists(file) else new
     if not old:
         raise ValueError(f"the run's configuration '{file}' is empty, so no settings can be compared; mend it or move it away")

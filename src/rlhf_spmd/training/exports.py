@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_spmd.checkpoint.directory import COMMIT, step_directory
 from rlhf_spmd.checkpoint.export import export_hugging_face
 from rlhf_spmd.config.load import to_yaml
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.reshard import BackgroundTask

@@ -16,10 +16,11 @@ from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.checkpoint.directory import checkpoints_of, named_checkpoint
 from rlhf_spmd.config.constraints import NonNegativeInt, PositiveInt, Range, Seconds, Seed
 from rlhf_spmd.config.interpolation import select
-from rlhf_spmd.config.load import check_tree, load, read_tree
+from rlhf_spmd.config.load import Revision, check_tree, load, read_tree
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.rules import Rule, Rules
-from rlhf_spmd.config.schema import ConfigError, first_line, is_inline, section_keys, type_hints
+from rlhf_spmd.config.schema import ConfigError, is_inline, section_keys, type_hints
+from rlhf_spmd.config.words import first_line
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.config import SamplingConfig
@@ -200,16 +201,16 @@ def read_config(
             raise ValueError("algorithm=null would leave the default algorithm in its place; give algorithm.name=<another one>")
         algorithm = raw.get("algorithm") or {}
         name = str(algorithm.get("name", default)) if isinstance(algorithm, Mapping) else str(algorithm)
-        module = find("algorithm", "rlhf_spmd.algorithms", name, exports="step")
+        module = find("algorithm", "rlhf_spmd.algorithms", name, required_attribute="step")
         modules.append(module)
         config = algorithm_config(module)
         data = {s.key: None if s.optional and raw.get(s.key) is None else s.config for s in config.streams.values()}
         return {"algorithm": config, **data, **more}
 
-    def revise(file: dict[str, Any], merged: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    def revise(file: dict[str, Any], merged: Mapping[str, Any]) -> Revision:
         if planned is not None:
-            return apply_plan(dict(merged), planned), False
-        return (file if more or merged.get("plan") is None else apply_plan(file, read_plan(str(merged["plan"])))), True
+            return Revision(apply_plan(dict(merged), planned), overrides_apply=False)
+        return Revision(file if more or merged.get("plan") is None else apply_plan(file, read_plan(str(merged["plan"]))))
 
     config = load(TrainConfig, path, overrides, sections, revise)
     run = config.run

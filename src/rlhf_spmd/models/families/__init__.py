@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 from rlhf_spmd.models.families import deepseek, gemma, llama, mixtures, qwen
 from rlhf_spmd.models.keys import check_fp8, read_text_config, reject_unless
 from rlhf_spmd.models.spec import ModelSpec
