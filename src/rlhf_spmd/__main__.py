@@ -24,7 +24,7 @@ from typing import NoReturn
 from rlhf_spmd import __version__
 from rlhf_spmd.config.registry import available, find
 from rlhf_spmd.config.words import nearest
-from rlhf_spmd.process.arguments import RANKS, cached_help, ignore_closed_pipes, read_words
+from rlhf_spmd.process.arguments import RANKS, cached_help, ignore_closed_pipes, read_config_arguments
 
 PROGRAMS = {
     "train": "training by any algorithm, from configuration to export",
@@ -99,12 +99,12 @@ def ranks_option(name: str, arguments: Sequence[str]) -> list[str]:
     Ends the process if srun has started the command several times. Raises ValueError for an environment that is no launcher's.
     """
     from rlhf_spmd.parallel.launch import num_tasks
-    from rlhf_spmd.process.command_line import launched
+    from rlhf_spmd.process.command_line import is_launched
     from rlhf_spmd.process.launcher import default_num_ranks
 
     options = {word.partition("=")[0] for word in arguments}
     is_one_process = name in ONE_PROCESS and list(arguments[:1]) != ["profile"]
-    if is_one_process or launched() or options & {*RANKS, *HELP, "--print-config"}:
+    if is_one_process or is_launched() or options & {*RANKS, *HELP, "--print-config"}:
         return []
     if (number := num_tasks()) > 1:
         _refuse(
@@ -114,7 +114,7 @@ def ranks_option(name: str, arguments: Sequence[str]) -> list[str]:
         from rlhf_spmd.serve import ServeConfig, read_config
 
         with suppress(ValueError):  # which the program itself refuses
-            return ["--nproc-per-node", str(read_config(ServeConfig, *read_words(arguments)).layout.tp)]
+            return ["--nproc-per-node", str(read_config(ServeConfig, *read_config_arguments(arguments)).layout.tp)]
     return ["--nproc-per-node", str(default_num_ranks())]
 
 

@@ -38,7 +38,7 @@ from rlhf_spmd.inference.inference_program import InferenceConfig
 from rlhf_spmd.inference.loaded_model import CheckedModel, not_finite
 from rlhf_spmd.inference.output_files import Journal
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.process.input_digests import sample_of
+from rlhf_spmd.process.input_digests import sample_digest
 from rlhf_spmd.rewards.binding import TURNS
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import check_failures
@@ -164,7 +164,7 @@ def job_of(config: AnswerConfig, checkpoint: Path | None, sets: Sequence[PromptS
     Copies of a model on several nodes give the same hash.
     """
     source = checkpoint or Path(config.model.path)
-    files = [[path.name, path.stat().st_size, sample_of(path)] for path in sorted(source.glob("*.safetensors"))]
+    files = [[path.name, path.stat().st_size, sample_digest(path)] for path in sorted(source.glob("*.safetensors"))]
     sections = ("model", "sampling", "reward", "environment", "environments", "pass_score")
     settings = {key: value for key, value in to_dict(config).items() if key in sections}
     settings["data"] = [config.data.chat_template_kwargs, read_template(config.data.chat_template, "data.chat_template")]
