@@ -194,7 +194,7 @@ def output_rows(prompts: PromptSet, results: Sequence[dict[str, Any]]) -> list[d
         set_columns = {"set": prompts.name, "data_source": row_values["data_source"]}
         unanswered = {
             "response": "",
-            "score": 0.0 if prompts.reward.chooses(row_values) else None,
+            "score": 0.0 if prompts.reward.applies_to(row_values) else None,
             "finish_reason": None,
             "length": 0,
         }

@@ -91,9 +91,9 @@ def test_directories_go_however_deep_and_when_the_worker_is_killed(tmp_path, mon
         runner.begin([0], [("", program, HUMANEVAL)])
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob("*/*/here")) and time.monotonic() < deadline:
-            runner.pump()
+            runner.advance()
         assert list(tmp_path.glob("*/*/here"))
-        runner.drop()
+        runner.abandon()
     assert not list(tmp_path.iterdir())
 
 

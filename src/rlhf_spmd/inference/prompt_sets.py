@@ -39,9 +39,9 @@ from rlhf_spmd.inference.loaded_model import CheckedModel, not_finite
 from rlhf_spmd.inference.output_files import Journal
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.input_digests import sample_digest
-from rlhf_spmd.rewards.binding import TURNS
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import check_failures
+from rlhf_spmd.rewards.row_values import TURNS
 from rlhf_spmd.rewards.runner import RewardRunner
 
 Place = tuple[int, int]  # number of the set, row id
@@ -339,7 +339,7 @@ class RewardScorer:
         that it has ``extracted``, None for none. Raises RewardError."""
         reward = self.set.reward
         scores: list[dict[str, Any]] = [{"score": None} for _ in texts]
-        chosen = [i for i, row in enumerate(prompts) if reward.chooses(row)]
+        chosen = [i for i, row in enumerate(prompts) if reward.applies_to(row)]
         if not chosen:
             return scores
         first_step = self.runner is None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from rlhf_spmd.rewards.binding import right_answer
+from rlhf_spmd.rewards.row_values import right_answer
 
 _SIGNS = {
     **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63", "-"),  # minus, hyphens, en dash

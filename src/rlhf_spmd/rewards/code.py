@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt
-from rlhf_spmd.rewards.binding import right_answer
+from rlhf_spmd.rewards.row_values import right_answer
 from rlhf_spmd.rewards.sandbox import Outcome, SandboxLimits, run
 
 _FENCE = re.compile(r"^[ \t]*(`{3,})[ \t]*(\w*)[^`\n]*\n(.*?)(?:^[ \t]*\1`*[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)

@@ -105,7 +105,7 @@ def repeated_means(rewards: Mapping[str, RewardConfig], groups: Sequence[Sequenc
     """
     names: set[str] = set()
     for name, reward in rewards.items():
-        sources = [{row.get("data_source") for row in rows if reward.chooses(row)} for rows in groups]
+        sources = [{row.get("data_source") for row in rows if reward.applies_to(row)} for rows in groups]
         for source in filter(None, set().union(*sources)):
             inside = [group for group in sources if source in group]
             if all(group <= {source} for group in (inside if len(inside) == 1 else sources)):

@@ -16,8 +16,8 @@ from rlhf_spmd.data.files import named_row
 from rlhf_spmd.data.messages import check_messages
 from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import Decoding, decode, end_token_ids, load_tokenizer
-from rlhf_spmd.rewards.binding import chat_messages
 from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.rewards.row_values import chat_messages
 
 
 class Retokenizer:

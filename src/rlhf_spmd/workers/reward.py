@@ -18,10 +18,10 @@ from rlhf_spmd.environments.config import ChatMessage, environment_of
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.multi_turn import turn_messages
 from rlhf_spmd.generation.sequence import Request
-from rlhf_spmd.rewards.binding import TURNS, RewardRow, chat_messages, right_answer
 from rlhf_spmd.rewards.config import reward_key
 from rlhf_spmd.rewards.eval_metrics import answer_code
 from rlhf_spmd.rewards.results import RewardError, check_failures, merge_sums, source_metric
+from rlhf_spmd.rewards.row_values import TURNS, RewardRow, chat_messages, right_answer
 from rlhf_spmd.rewards.runner import RewardRunner
 from rlhf_spmd.telemetry.progress import equal_runs, pick_samples, say
 from rlhf_spmd.workers.model_worker import ModelWorker
@@ -117,11 +117,11 @@ class RewardWorker(ModelWorker):
 
     def continue_early(self) -> None:
         assert self.runner is not None
-        self.runner.pump()
+        self.runner.advance()
 
     def drop_early(self) -> None:
         assert self.runner is not None
-        self.runner.drop()
+        self.runner.abandon()
 
     def enter(self, call: CallRecord) -> None:
         super().enter(call)
@@ -336,7 +336,7 @@ class RewardWorker(ModelWorker):
         """Return (prompt, response without special tokens, row) of each row, and which rows are scored, bool [rows]."""
         ids, rows = [response.tolist() for response in batch["response_ids"].rows()], decode_json(batch["row"])
         texts = [(row["prompt"], text, row) for row, text in zip(rows, decode(self.context.tokenizer, ids), strict=True)]
-        return texts, torch.tensor([self.reward.chooses(row) for row in rows])
+        return texts, torch.tensor([self.reward.applies_to(row) for row in rows])
 
     def _answers(self, batch: Batch) -> list[str | None]:
         """Return what follows the reasoning in each response; None if it is not closed."""
@@ -459,7 +459,7 @@ class JudgeWorker(RewardWorker):
         assert self.reward.judge is not None and self.retokenizer is not None and self.generating is not None
         judge, generating = self.reward.judge, self.generating
         questions, refused = self.retokenizer.read(batch) if len(batch) else ([], {})
-        chosen = [self.reward.chooses(row) for row in decode_json(batch["row"])] if len(batch) else []
+        chosen = [self.reward.applies_to(row) for row in decode_json(batch["row"])] if len(batch) else []
         positions = [i for i, chooses in enumerate(chosen) if chooses and i not in refused]
         ids = batch.row_ids.tolist()
         requests = [Request(ids[i], ids[i], questions[i], judge.max_response_length) for i in positions]
