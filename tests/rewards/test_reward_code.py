@@ -74,7 +74,7 @@ def test_seconds_of_the_clock_say_nothing_of_the_program(monkeypatch):
 def test_a_judge_that_cannot_start_says_nothing_of_the_program(tmp_path, monkeypatch):
     """As where the system starts no more processes."""
     (tmp_path / "judge.py").write_text("raise BlockingIOError(11, 'Resource temporarily unavailable')\n")
-    monkeypatch.setattr(sandbox, "_JUDGE", tmp_path / "judge.py")
+    monkeypatch.setattr(sandbox, "_TESTER", tmp_path / "judge.py")
     with pytest.raises(OSError, match=r"(?s)the judge of the program could not start: .*temporarily unavailable"):
         run("pass")
 
@@ -211,12 +211,12 @@ for thing in gc.get_objects():
         for value in list(thing.values()):
             if isinstance(value, (str, list)) and "=" + "= 4" in str(value)[:9999]: found.append(value)
 def double(x): return 2 * x if found else None""",
-    "memory of the judge": """
+    "memory of the tester": """
 import os
 def double(x):
     for judge in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if b"code_judge.py" in open(f"/proc/{judge}/cmdline", "rb").read() and int(judge) != int(os.readlink("/proc/self")):
+            if b"code_tester.py" in open(f"/proc/{judge}/cmdline", "rb").read() and int(judge) != int(os.readlink("/proc/self")):
                 open(f"/proc/{judge}/mem", "rb").close()
                 return 2 * x
         except OSError: pass""",

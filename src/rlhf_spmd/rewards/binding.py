@@ -244,8 +244,8 @@ def _callee(bound: BoundReward) -> Callable[..., Any]:
     if isinstance(function, type) and not any("__call__" in vars(base) for base in function.__mro__):
         raise bound.refusal("it is a class without __call__: its objects return no score")
     is_plain = inspect.isroutine(function) or isinstance(function, functools.partial)
-    callee: Callable[..., Any]
-    callee = function if is_plain else (function if isinstance(function, type) else type(function)).__call__
+    owner = function if isinstance(function, type) else type(function)
+    callee: Callable[..., Any] = function if is_plain else owner.__call__
     if inspect.isgeneratorfunction(callee) or inspect.isasyncgenfunction(callee):
         raise bound.refusal("it is a generator (it has a yield); it must return the score")
     return callee

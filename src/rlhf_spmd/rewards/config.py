@@ -224,7 +224,7 @@ def named_rewards(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> 
 
 
 def resolve_reward(name: str, where: str = "reward.function") -> Callable[..., Any]:
-    """Return the function called ``name``, see :func:`registry.resolve`. In a module without ``score``, verl's ``compute_score`` counts."""
+    """Return the function called ``name``, see :func:`registry.resolve`. A module means its ``score``, or verl's ``compute_score``."""
     function_name = "score"
     if "." in name and not registry.split_name(name)[1]:
         module = registry.find(where, "rlhf_spmd.rewards", name, "__name__")

@@ -110,10 +110,8 @@ class RewardResult:
         self.errors = {position: row.error for position, row in enumerate(rows) if row.error is not None}
         self.timeouts = sum(row.timed_out for row in rows)
         self.failures = len(self.errors) - self.timeouts
-        self.first_error: str | None = None
-        if self.errors:
-            first = min(self.errors)
-            self.first_error = printable(f"row {names[first]}: {self.errors[first]}")
+        lines = (printable(f"row {names[position]}: {error}") for position, error in self.errors.items())
+        self.first_error = next(lines, None)
 
     def extra_sums(self) -> dict[str, tuple[float, int]]:
         """Return sum and number of rows for each extra, so that ranks can take a mean."""
