@@ -39,8 +39,8 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 def listed(names: Sequence[object]) -> str:
     """Return names with commas between them, at most ``MAX_KEYS`` of them."""
-    more = f" and {len(names) - MAX_KEYS} more" if len(names) > MAX_KEYS else ""
-    return ", ".join(map(str, names[:MAX_KEYS])) + more
+    rest = f" and {len(names) - MAX_KEYS} more" if len(names) > MAX_KEYS else ""
+    return ", ".join(map(str, names[:MAX_KEYS])) + rest
 
 
 def dotted(where: str, key: object) -> str:

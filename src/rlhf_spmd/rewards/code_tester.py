@@ -51,15 +51,15 @@ def isolate() -> bool:
     """Enter new namespaces, where all mounts but this directory are read-only. Return False if that is refused."""
     if _libc.unshare(NAMESPACES):
         return False
-    here = os.getcwd().encode()
+    directory = os.getcwd().encode()
     read_only, writable = struct.pack("=4Q", 1, 0, 0, 0), struct.pack("=4Q", 0, 1, 0, 0)  # struct mount_attr: set, clear
     succeeded = (
         _libc.mount(None, b"/", None, ctypes.c_ulong(MS_PRIVATE | MS_REC), None) == 0
-        and _libc.mount(here, here, None, ctypes.c_ulong(MS_BIND), None) == 0
+        and _libc.mount(directory, directory, None, ctypes.c_ulong(MS_BIND), None) == 0
         and _libc.syscall(MOUNT_SETATTR, -100, b"/", AT_RECURSIVE, read_only, ctypes.c_size_t(32)) == 0
-        and _libc.syscall(MOUNT_SETATTR, -100, here, 0, writable, ctypes.c_size_t(32)) == 0
+        and _libc.syscall(MOUNT_SETATTR, -100, directory, 0, writable, ctypes.c_size_t(32)) == 0
     )
-    os.chdir(here)  # into the mount
+    os.chdir(directory)  # into the mount
     return bool(succeeded)
 
 

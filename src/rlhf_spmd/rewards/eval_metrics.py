@@ -106,8 +106,8 @@ def repeated_means(rewards: Mapping[str, RewardConfig], groups: Sequence[Sequenc
     for name, reward in rewards.items():
         sources = [{row.get("data_source") for row in rows if reward.applies_to(row)} for rows in groups]
         for source in filter(None, set().union(*sources)):
-            inside = [group for group in sources if source in group]
-            if all(group <= {source} for group in (inside if len(inside) == 1 else sources)):
+            with_source = [group for group in sources if source in group]
+            if all(group <= {source} for group in (with_source if len(with_source) == 1 else sources)):
                 names.add(source_metric(name, str(source)))
     return frozenset(names)
 
@@ -121,10 +121,10 @@ def measure(scores: np.ndarray, answers: Sequence[Votes | None], pass_score: flo
     - pass_score: the least score of a response that passes
     """
     k = scores.shape[1]
-    right = (scores >= pass_score).sum(1).tolist()
+    num_right = (scores >= pass_score).sum(1).tolist()
     metrics = {f"mean@{k}": float(scores.mean())}
     for size in sorted({*(2**power for power in range(k.bit_length())), k}):
-        metrics[f"pass@{size}"] = float(np.mean([pass_at_k(k, count, size) for count in right]))
+        metrics[f"pass@{size}"] = float(np.mean([pass_at_k(k, count, size) for count in num_right]))
     if all(votes is None for votes in answers):
         return metrics
     winners = [majority(votes or ()) for votes in answers]

@@ -131,7 +131,8 @@ def _symbol(character: str) -> str:
 def _unit(name: str, power: str) -> str:
     words = re.sub(r"\s*(?:\bper\b|/)\s*", "/", name.lower().replace(".", "")).split()
     if len(words) > 1 and words[0] in ("square", "sq", "cubic", "cu"):
-        power, words = "2" if words[0].startswith("sq") else "3", words[1:]
+        power = "2" if words[0].startswith("sq") else "3"
+        words = words[1:]
     single = " ".join(words)
     singular = single.removesuffix("s") if len(single) > 2 else single
     return _SHORT.get(single, _SHORT.get(singular, singular)) + power

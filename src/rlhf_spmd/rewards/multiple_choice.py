@@ -33,9 +33,8 @@ _TRUTH = re.compile(rf"(?mi){_CHOICE})")
 _IS = r"(?:is|isn't|was|seems|looks|can|can't|cannot|could|would|might|may|must)\b"
 _CHOSEN = rf"(?![^\n]*\banswer\s+(?:is|must\s+be)\b){_CHOICE.replace(_TEXT, rf'{_TEXT}(?!{_IS})')}"
 _ALONE = re.compile(rf"(?mi){_CHOSEN})")
-_REASON = (
-    r"|[ \t]*,?[ \t]*(?:because|since|as)\b[^\n]*$|[ \t]+[-\u2014][ \t]+(?![a-z][).]?[ \t]*$)\S[^\n]*$"  # B because, B - Rome
-)
+# B because, B - Rome
+_REASON = r"|[ \t]*,?[ \t]*(?:because|since|as)\b[^\n]*$|[ \t]+[-\u2014][ \t]+(?![a-z][).]?[ \t]*$)\S[^\n]*$"
 _LINE = re.compile(
     rf"(?mi)^[ \t>#-]*(?:(?:so|thus|hence|therefore),?\s+)?(?:(?:the|my|your)\s+)?(?:(?:final|correct|best|right)\s+){{0,2}}"
     rf"(?:answer|choice|option)(?:\s+is)?\s*:{_CHOSEN}{_REASON})|^[ \t]*#*[ \t]*(?:final\s+)?answer[ \t]*\n{_CHOSEN})"

@@ -60,7 +60,7 @@ class WorkerProcess:
         """Start the process. Raises RewardError."""
         command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), json.dumps(asdict(config)), where, str(os.getpid())]
         # until the worker has its handlers these signals wait: they would end it, and the run with it
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
         try:
             self.process = subprocess.Popen(
                 command,
@@ -75,7 +75,7 @@ class WorkerProcess:
         except OSError as error:
             raise RewardError(f"cannot start a worker for {where}.function {config.function!r}: {error}") from error
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.request_fd = self.process.stdin.fileno()
         self.answer_fd = self.process.stdout.fileno()

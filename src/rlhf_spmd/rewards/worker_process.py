@@ -54,7 +54,7 @@ def main(settings: dict[str, Any], where: str, rank: int) -> None:
 def fork_worker(rank: int) -> None:
     """Fork the worker and return in it. This process stays behind as its keeper and ends with it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (END, signal.SIGCHLD, *JOB_SIGNALS))
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (END, signal.SIGCHLD, *JOB_SIGNALS))
     _control(_PR_SET_CHILD_SUBREAPER, 1)
     _end_with(rank, END)
     directory = tempfile.mkdtemp(prefix="rlhf_spmd_worker_")
@@ -63,7 +63,7 @@ def fork_worker(rank: int) -> None:
     worker = os.fork()
     if worker == 0:
         _end_with(keeper, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, {*before, *JOB_SIGNALS})  # until the worker has its handlers
+        signal.pthread_sigmask(signal.SIG_SETMASK, {*old_mask, *JOB_SIGNALS})  # until the worker has its handlers
         return
     os.close(0)
     os.close(1)
