@@ -63,7 +63,7 @@ def test_seconds_of_the_clock_say_nothing_of_the_program(monkeypatch):
     message = r"had not ended after 1.0 s, in which it got 0.\d s of CPU: it waits, or the machine is"
     with pytest.raises(TimeoutError, match=message):
         run("import time\ntime.sleep(60)", limits=SandboxLimits(wall_s=1.0))
-    monkeypatch.setattr(code, "WALL", 0.2)
+    monkeypatch.setattr(code, "WALL_SECONDS_PER_CPU_SECOND", 0.2)
     slow = "    import time\n    time.sleep(1.5)\n    return 2 * x\n"
     with RewardRunner(RewardConfig(function="code", timeout_s=60.0)) as runner:
         assert runner.score([("", slow, HUMANEVAL)]).scores == [1.0], "1.5 s of which it uses next to nothing"

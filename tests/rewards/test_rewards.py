@@ -286,9 +286,9 @@ def test_answers_come_back_with_the_scores() -> None:
     assert result.scores == [1.0, 0.0, 0.0, 1.0, None] and result.failures == 1
     assert result.answers == {0: "x^2-1", 1: "3", 2: None, 3: "x^2-1"}
     assert [results.read_answer(value) for value in ({"score": 1, "pred": 5}, {"score": 0, "pred": None}, 1.0)] == [
-        ["5"],
-        [None],
-        [],
+        results.ReadAnswer("5"),
+        results.ReadAnswer(None),
+        None,
     ]
 
 
