@@ -32,10 +32,12 @@ STATE = "lora"  # key in a checkpoint's state: role -> settings of its adapters
 
 
 class SavedAdapters:
-    """A role's adapters. ``pieces``: name of a trained tensor -> its stored boxes. ``dtype``: of all of them."""
+    """A role's adapters. ``pieces``: name of a trained tensor -> its stored boxes. ``dtype``: the dtype of all these tensors."""
 
     def __init__(self, directory: Path, pieces: dict[str, list[StoredBox]], settings: dict[str, Any]) -> None:
-        self._directory, self.pieces, self.lora = directory, pieces, LoraConfig(**settings)
+        self._directory = directory
+        self.pieces = pieces
+        self.lora = LoraConfig(**settings)
         self.dtype = DTYPES[next(iter(pieces.values()))[0].dtype]
 
     def read(self, name: str) -> Tensor:
@@ -78,23 +80,24 @@ class SavedAdapters:
         stored, few_bits = StoredModel(source, spec, stack), quantized_tensors(spec, self.lora)
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # a process that trains on a GPU merges there
 
-        def get(wanted: Spec) -> Tensor:
-            if wanted.key in self.pieces:
-                return self.read(wanted.key)
-            (box,) = whole_shard(wanted.key, wanted.shape).boxes
-            return self.add(box, find_tensor(stored, wanted.key, wanted.shape, False), device, few_bits).cpu()
+        def get(tensor: Spec) -> Tensor:
+            if tensor.key in self.pieces:
+                return self.read(tensor.key)
+            (box,) = whole_shard(tensor.key, tensor.shape).boxes
+            return self.add(box, find_tensor(stored, tensor.key, tensor.shape, False), device, few_bits).cpu()
 
         shapes = tensor_shapes(spec, "value" if Names.value_head in self.pieces else "lm")
         return [Spec(name, self.dtype, shape) for name, shape in sorted(shapes.items())], get
 
     def write(self, out: Path, source: Path) -> None:
         """Write a directory that ``peft.PeftModel.from_pretrained`` loads beside the model in ``source``."""
-        adapters, inside = [name for name in self.pieces if name.startswith(PREFIX)], read_spec(source).text_prefix
+        adapters = [name for name in self.pieces if name.startswith(PREFIX)]
+        prefix = read_spec(source).text_prefix
         heads = [name for name in self.pieces if name == Names.value_head]
-        stored = {name.replace(".layers.", f".{inside}layers."): name for name in adapters}
+        stored = {name.replace(".layers.", f".{prefix}layers."): name for name in adapters}
         stored |= {PREFIX + name: name for name in heads}
-        named = self.lora.target_modules
-        ends = sorted({name.split(".")[-3] for name in adapters}) if named == ALL_LINEAR else list(named)
+        targets = self.lora.target_modules
+        modules = sorted({name.split(".")[-3] for name in adapters}) if targets == ALL_LINEAR else list(targets)
         config = {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if heads else "CAUSAL_LM",
@@ -104,7 +107,7 @@ class SavedAdapters:
             "lora_dropout": self.lora.dropout,
             "use_rslora": self.lora.use_rslora,
             # a vision tower has matrices of the same names
-            "target_modules": rf".*\.{re.escape(inside)}.*\b({'|'.join(map(re.escape, ends))})" if inside else ends,
+            "target_modules": rf".*\.{re.escape(prefix)}.*\b({'|'.join(map(re.escape, modules))})" if prefix else modules,
             "modules_to_save": [name.partition(".")[0] for name in heads] or None,
             "bias": "none",
             "fan_in_fan_out": False,

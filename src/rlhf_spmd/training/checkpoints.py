@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rlhf_spmd.checkpoint.adapters import STATE as ADAPTERS
-from rlhf_spmd.checkpoint.directory import Committed, checkpoints_of, named_checkpoint, read_manifest, step_directory
+from rlhf_spmd.checkpoint.directory import SavedStep, checkpoints_of, named_checkpoint, read_manifest, step_directory
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint, read_pieces
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError, Manifest
 from rlhf_spmd.checkpoint.save import Draft, RoleState, prepare_checkpoint
@@ -129,7 +129,7 @@ class Checkpoints:
         self.is_first = self.world.rank == 0
         self.writer = CheckpointWriter(self.world, self.board)
         self.workers: dict[str, ModelWorker] = {role: getattr(models, role) for role in self.plan.changing_roles}
-        self.damaged: tuple[Committed, ...] = ()  # checkpoints of the run that cannot be read
+        self.damaged: tuple[SavedStep, ...] = ()  # checkpoints of the run that cannot be read
         self.reached_goal = False
 
     def save(self, global_step: int, reached_goal: bool = False, in_background: bool = False) -> None:

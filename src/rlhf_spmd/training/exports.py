@@ -98,8 +98,8 @@ class Exports:
     def _export(self, checkpoint: Path, out: Path) -> None:
         from transformers.utils.hub import convert_file_size_to_int
 
-        prove = partial(run_lock.check_still_held, self.run_dir)
-        prove()
+        check_owner = partial(run_lock.check_still_held, self.run_dir)
+        check_owner()
         config, exported = self.plan.config, self.plan.exported
         max_shard_bytes = convert_file_size_to_int(self.run.max_shard_size)
         merged = not exported.config.lora.rank or self.run.export_merged
@@ -114,7 +114,7 @@ class Exports:
             merged=merged,
             tokenizer=self.plan.tokenizer,
             chat_template=read_template(getattr(config.data, "chat_template", None), "data.chat_template"),
-            prove=prove,
+            check_owner=check_owner,
         )
         run_dir.atomic_write_text(out / run_dir.EXPORTED_FILE, checkpoint.name)
 
