@@ -38,12 +38,13 @@ class ActorWorker(ModelWorker):
     def build_role(self) -> None:
         build = self.context
         if not build.environments:
-            self.unused, self.absent = frozenset({"row"}), frozenset({MASK, "environment_reward", "observations"})
+            self.ignored_inputs = frozenset({"row"})
+            self.omitted_outputs = frozenset({MASK, "environment_reward", "observations"})
         records = self.config.router_replay == "R3"
         if not records:
-            self.absent |= {ROUTED_EXPERTS}
+            self.omitted_outputs |= {ROUTED_EXPERTS}
         if not (build.partial_rollouts or self.controller.versions.ahead):
-            self.absent |= {"rollout_versions"}
+            self.omitted_outputs |= {"rollout_versions"}
         # rows that move between replicas, or whose experts lie on several stages, leave together, at the end
         generating = self.shape.generating
         staged = records and generating is not None and generating.pp > 1
@@ -127,7 +128,7 @@ class ActorWorker(ModelWorker):
                     requests, sampling, global_step, version, num_complete, generating.tick_together
                 )
                 report = {"groups": groups}
-        if "rollout_versions" not in self.absent:
+        if "rollout_versions" not in self.omitted_outputs:
             stale = sum(int((completion.versions < global_step).sum()) for completion in completions)
             report["rollout/stale_fraction"] = [stale, sum(len(completion.token_ids) for completion in completions)]
         report |= generating.report() | self._count_failures(batch, completions)
@@ -142,7 +143,7 @@ class ActorWorker(ModelWorker):
             "rollout_log_probs": ragged([c.log_probs for c in completions]),
             "stopped": torch.tensor([c.finish_reason == "stop" for c in completions]),
         }
-        if "rollout_versions" not in self.absent:
+        if "rollout_versions" not in self.omitted_outputs:
             fields["rollout_versions"] = ragged([c.versions for c in completions])
         experts = [completion.experts for completion in completions if completion.experts is not None]
         if experts:

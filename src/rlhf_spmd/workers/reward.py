@@ -110,9 +110,9 @@ class RewardWorker(ModelWorker):
         """Return True if calls of ``method`` can start with some of the rows."""
         return method == "compute_reward" and self.by_parts
 
-    def start_early(self, rows: Batch, ranks: int) -> None:
+    def start_early(self, rows: Batch, num_ranks: int) -> None:
         assert self.runner is not None, "rows were started on a rank that scores none"
-        self.runner.grow(ranks * self.reward.num_workers)
+        self.runner.grow(num_ranks * self.reward.num_workers)
         self.runner.begin(*self._call_inputs(rows, *self._texts(rows)))
 
     def continue_early(self) -> None:
