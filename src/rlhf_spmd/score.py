@@ -42,7 +42,7 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.workers.objective import Packed, pack_rows, response_log_probs, sequence_lengths
+from rlhf_spmd.workers.objective import MicroBatch, pack_rows, response_log_probs, sequence_lengths
 from rlhf_spmd.workers.train_engine import TrainEngine
 
 
@@ -147,7 +147,7 @@ def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int) -> list[tuple
     Collective over the pool: every rank of it must call, in program order.
     """
 
-    def head(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
+    def head(decoder: Decoder, hidden: Tensor, micro: MicroBatch) -> Tensor:
         return response_log_probs(decoder, hidden, micro, temperature=1.0)[0]
 
     lengths, where = sequence_lengths(batch), "max_token_len_per_gpu"

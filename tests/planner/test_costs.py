@@ -38,7 +38,7 @@ from rlhf_spmd.planner.costs import MIXER_BACKWARD, MIXER_STARTS, PAGE, Calibrat
 from rlhf_spmd.planner.machine import GPUS, Gpu, Machine
 from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload, call_settings, shape_of
 from rlhf_spmd.workers.flops import forward_flops
-from rlhf_spmd.workers.objective import Packed
+from rlhf_spmd.workers.objective import MicroBatch
 from small_models import CONFIGS as FAMILIES
 
 LLAMA = ModelSpec("llama", 1000, 256, 768, 8, 8, 4, 32)
@@ -211,7 +211,7 @@ def received(world: Any, path: str, layout: Layout, checkpointing: str) -> int:
     """Bytes that come to this rank in a training step."""
     engine = build(world, path, layout, dtype=torch.float32, activation_checkpointing=checkpointing)
     lengths = torch.full((ROWS // PARTS,), LENGTH)
-    batches = [Packed(torch.arange(int(lengths.sum())) % 40, lengths) for _ in range(PARTS)]
+    batches = [MicroBatch(torch.arange(int(lengths.sum())) % 40, lengths) for _ in range(PARTS)]
     before = RECORDER.received.total()
     engine.forward_backward(batches, next_token_loss)
     engine.optimizer_step()

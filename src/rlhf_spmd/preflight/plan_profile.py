@@ -30,7 +30,7 @@ from rlhf_spmd.planner.memory import RESERVE, RankMemory, RoleSettings
 from rlhf_spmd.planner.profile import LayerTimes, Profile, sizes_of
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 from rlhf_spmd.workers.flops import matmul_rate
-from rlhf_spmd.workers.objective import Packed
+from rlhf_spmd.workers.objective import MicroBatch
 from rlhf_spmd.workers.optim_config import OptimConfig
 from rlhf_spmd.workers.train_engine import TrainEngine
 
@@ -237,9 +237,9 @@ class LayerProfiler:
         loss = partial(_loss, head, self.work.response / self.work.length)
         return partial(engine.forward_backward, [self._batch(engine, rows)], loss)
 
-    def _batch(self, engine: TrainEngine, rows: int) -> Packed:
+    def _batch(self, engine: TrainEngine, rows: int) -> MicroBatch:
         length = round(self.work.length)
-        return Packed(_tokens(engine.spec, rows * length).to(self.world.device), torch.full((rows,), length))
+        return MicroBatch(_tokens(engine.spec, rows * length).to(self.world.device), torch.full((rows,), length))
 
     def _decode_seconds(self, generator: Generator, spec: ModelSpec, rows: int) -> float:
         """Return seconds of a decode step of ``rows`` rows in the middle of their responses."""
@@ -278,7 +278,7 @@ def _tokens(spec: ModelSpec, *sizes: int) -> Tensor:
     return torch.randint(spec.vocab_size, sizes, generator=torch.Generator().manual_seed(0))
 
 
-def _outputs(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
+def _outputs(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> Tensor:
     """Return log-probs or values of ``share`` of the tokens, as many as responses have."""
     count = round(share * len(hidden))
     if head == "value":
@@ -286,7 +286,7 @@ def _outputs(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: P
     return token_log_probs(decoder, hidden[:count], batch.tokens[:count])[0]
 
 
-def _loss(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+def _loss(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a loss of ``share`` of the tokens."""
     count = round(share * len(hidden))
     if head == "value":

@@ -250,7 +250,7 @@ def role_state(worker: ModelWorker) -> RoleState:
     """Return what this rank holds of a role whose weights change, by reference: saving reads it, loading writes it."""
     engine = worker.engine
     states = engine.optimizer.state_tensors() if engine.optimizer else {}
-    shards, weights = engine.param_shards(), worker.owned.between_calls()
+    shards, weights = engine.param_shards(), worker.owned_weights.between_calls()
     return RoleState({name: shards[name] for name in engine.saved}, {name: weights[name] for name in engine.saved}, states)
 
 
@@ -280,7 +280,7 @@ def older_weights(workers: Mapping[str, ModelWorker]) -> dict[str, RoleState]:
     for role, replica in _async_replicas(workers):
         if replica.member:
             shards = replica.engine.param_shards()
-            states |= {_older(role, version): RoleState(shards, values) for version, values in replica.needed().items()}
+            states |= {_older(role, version): RoleState(shards, values) for version, values in replica.older_versions().items()}
     return states
 
 
@@ -289,7 +289,7 @@ def load_older_weights(directory: Path, workers: Mapping[str, ModelWorker]) -> N
     for role, replica in _async_replicas(workers):
         versions = replica.context.controller.versions
         for version in sorted(versions.needed_later(role) - {versions.newest(role)}):
-            values = replica.keep(version)
+            values = replica.allocate_version(version)
             if replica.member:
                 state = RoleState(replica.engine.param_shards(), values)
                 load_checkpoint(directory, _older(role, version), state, replica.mesh.pool)

@@ -41,7 +41,7 @@ class ReferenceWorker(ModelWorker):
         if call.spec.name != "follow":
             return
         if self._from_actor is None:
-            self._from_actor = WeightSync(call.args[0].owned, self.weights, "follow")
+            self._from_actor = WeightSync(call.args[0].owned_weights, self.weights, "follow")
         self._arrived = {}
         if self.member:
             self._arrived = {name: torch.empty_like(shard) for name, shard in self.engine.local_tensors().items()}
