@@ -45,13 +45,13 @@ class SavedAdapters:
         pieces = self.pieces[name]
         return read_whole(self._directory, pieces, Spec(name, self.dtype, pieces[0].shape))
 
-    def add(self, box: Box, stored: Any, device: torch.device, few_bits: Collection[str]) -> Tensor:
+    def add(self, box: Box, stored: Any, device: torch.device, quantized: Collection[str]) -> Tensor:
         """Return a box of a model's tensor with its adapter added, if it has one, in ``dtype`` on ``device``.
 
-        ``stored``: safetensors' slice object of the tensor. ``few_bits``: tensors that were in ``lora.bits`` bits during training.
+        ``stored``: safetensors' slice object of the tensor. ``quantized``: tensors that were in ``lora.bits`` bits during training.
         """
         names = [adapter_tensor(box.name, which) for which in "AB"]
-        if box.name in few_bits and self.lora.bits is not None:  # rounding needs whole rows
+        if box.name in quantized and self.lora.bits is not None:  # rounding needs whole rows
             rows, columns = box.global_slices
             values = rounded(stored[rows, :].to(device, self.dtype), self.lora.bits)[:, columns]
         else:
@@ -67,24 +67,26 @@ class SavedAdapters:
     def add_to(self, spec: ModelSpec, state: RoleState, source: Path) -> None:
         """Add the adapters to the weights of the model in ``source``, in any layout. Sums are rounded once."""
         with ExitStack() as stack:
-            stored, few_bits = StoredModel(source, spec, stack), quantized_tensors(spec, self.lora)
+            stored = StoredModel(source, spec, stack)
+            quantized = quantized_tensors(spec, self.lora)
             for name, parameter in state.tensors.items():
                 for box in state.shards[name].boxes:
-                    if adapter_tensor(box.name, "A") in self.pieces or box.name in few_bits:
+                    if adapter_tensor(box.name, "A") in self.pieces or box.name in quantized:
                         values = find_tensor(stored, box.name, box.shape, False)
-                        parameter[box.local_slices].copy_(self.add(box, values, parameter.device, few_bits))
+                        parameter[box.local_slices].copy_(self.add(box, values, parameter.device, quantized))
 
     def merged(self, source: Path, stack: ExitStack) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
         """Return the tensors of the model in ``source`` with the adapters added, and how to read each."""
         spec = read_spec(source)
-        stored, few_bits = StoredModel(source, spec, stack), quantized_tensors(spec, self.lora)
+        stored = StoredModel(source, spec, stack)
+        quantized = quantized_tensors(spec, self.lora)
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # a process that trains on a GPU merges there
 
         def get(tensor: Spec) -> Tensor:
             if tensor.key in self.pieces:
                 return self.read(tensor.key)
             (box,) = whole_shard(tensor.key, tensor.shape).boxes
-            return self.add(box, find_tensor(stored, tensor.key, tensor.shape, False), device, few_bits).cpu()
+            return self.add(box, find_tensor(stored, tensor.key, tensor.shape, False), device, quantized).cpu()
 
         shapes = tensor_shapes(spec, "value" if Names.value_head in self.pieces else "lm")
         return [Spec(name, self.dtype, shape) for name, shape in sorted(shapes.items())], get

@@ -80,7 +80,8 @@ def export_hugging_face(
     An earlier export at ``out_dir`` is replaced only when the new one is complete and ``check_owner`` returns. Raises CheckpointError
     (damaged box, no such role, a file that cannot be written), ValueError (paths) and whatever ``check_owner`` raises.
     """
-    out_dir, source = Path(out_dir), Path(source_model_dir)
+    out_dir = Path(out_dir)
+    source = Path(source_model_dir)
     if not (source / "config.json").is_file():
         raise ValueError(f"export: {source} has no config.json; name the directory that role '{role}' was loaded from")
     is_export = (out_dir / "config.json").is_file() or (out_dir / ADAPTER_DIR).is_dir()

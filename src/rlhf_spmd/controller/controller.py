@@ -125,15 +125,15 @@ class Controller:
 
     def trace(self, script: Callable[..., Any], *args: Any) -> Graph:
         """Return the script's dataflow graph. Nothing is computed or sent."""
-        outer, versions = self.graph, self.versions
-        self.graph, self.versions, self._tracing = Graph(), versions.copy(), True
+        outer_graph, outer_versions = self.graph, self.versions
+        self.graph, self.versions, self._tracing = Graph(), outer_versions.copy(), True
         try:
             returned = script(*args)
             calls = returned if isinstance(returned, list) else []
             self.graph.returned = [each.call for each in calls if isinstance(each, Reference) and each.call is not None]
             return self.graph
         finally:
-            self.graph, self.versions, self._tracing = outer, versions, False
+            self.graph, self.versions, self._tracing = outer_graph, outer_versions, False
 
     def settle(self, num_unfinished_scripts: int = 0) -> None:
         """End a script: receive what was sent to this rank and not used, and wait for its own sends.

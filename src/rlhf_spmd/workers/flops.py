@@ -39,7 +39,8 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
     products = 0.0
     state = 0
     for layer in range(spec.num_hidden_layers):
-        experts, window = spec.experts_of(layer), spec.attention_rule(layer).window
+        experts = spec.experts_of(layer)
+        window = spec.attention_rule(layer).window
         columns = 3 * spec.intermediate_size
         if experts is not None:
             columns = experts.routers + 3 * experts.width

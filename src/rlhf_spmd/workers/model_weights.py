@@ -135,8 +135,8 @@ class OwnedWeights(ModelWeights):
 
     def between_calls(self) -> dict[str, Tensor]:
         """Return the local shards between calls, on members: on the device or in host memory. Writing there changes the weights."""
-        local, offloaded = self.engine.local_tensors(), self.offloaded
-        return local if offloaded is None else {name: offloaded.on_host(tensor) for name, tensor in local.items()}
+        local = self.engine.local_tensors()
+        return {name: self.offloaded.on_host(x) for name, x in local.items()} if self.offloaded is not None else local
 
     def prefetch(self) -> None:
         assert self.offloaded is not None, "nothing is in host memory"

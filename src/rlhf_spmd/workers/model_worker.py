@@ -11,17 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.controller import (
-    RANK_ZERO,
-    THREE_D,
-    CallRecord,
-    GroupShape,
-    InputSpec,
-    ResourcePool,
-    Signature,
-    Worker,
-    register,
-)
+from rlhf_spmd.controller import RANK_ZERO, THREE_D, CallRecord, GroupShape, ResourcePool, Worker, register
+from rlhf_spmd.controller.signature import InputSpec, Signature
 from rlhf_spmd.data.balance import cut_micro_batches
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.models.decoder import Decoder

@@ -66,16 +66,19 @@ class Muon:
         shards_of_tp: Callable[[int], Mapping[str, ParamShard]],
         experts: bool | None = None,
     ) -> None:
-        self._copies, self._shard, self._tp = copies, shard, tp
+        self._copies = copies
+        self._shard = shard
+        self._tp = tp
         self._shards_of_tp = cache(shards_of_tp)
         self._boxes = cache(self._find_boxes)
         first = {name: x for name, x in self._shards_of_tp(0).items() if "layers." in name and len(x.shape) == 2}
         first = {name: x for name, x in first.items() if experts in (None, x.by_expert)}
-        self._shapes = {name: {box.name: box.shape for box in shard.boxes} for name, shard in first.items()}
-        ranks, rows = copies.size * shard.size * tp.size, shard.size
+        self._shapes = {name: {box.name: box.shape for box in planned.boxes} for name, planned in first.items()}
+        num_ranks = copies.size * shard.size * tp.size
         numels = {name: sum(rows * columns for rows, columns in shapes.values()) for name, shapes in self._shapes.items()}
         self.sizes = {
-            name: max(-(-numels[name] // ranks), first[name].shape[0] * first[name].shape[1] // rows) for name in first
+            name: max(-(-numels[name] // num_ranks), first[name].shape[0] * first[name].shape[1] // shard.size)
+            for name in first
         }
 
     def state_forms(self, shape: Sequence[int], dtype: torch.dtype) -> StateForms:
@@ -123,7 +126,8 @@ class Muon:
                 if owner[1:] == (shard.rank, tp.rank):
                     empty = torch.empty(shapes[tensor], dtype=torch.bfloat16, device=device)
                     matrices[tensor] = copies.broadcast(matrices.get(tensor, empty), owner.copy, LABEL)
-        over_shard, over_tp = list(self._over_shard(names, owners)), self._over_tp(names, owners)
+        over_shard = list(self._over_shard(names, owners))
+        over_tp = self._over_tp(names, owners)
         results = {
             piece: matrices[piece.box.name][piece.box.global_slices] for piece, _, owner in over_shard if owner == shard.rank
         }
@@ -186,7 +190,8 @@ def exchange(
     Collective over the ranks that take part. Two ranks must list what goes between them in the same order.
     """
     arrived: dict[Slice, Tensor] = {}
-    to_send, to_receive = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Slice]](list)
+    to_send = defaultdict[int, list[Tensor]](list)
+    to_receive = defaultdict[int, list[Slice]](list)
     for piece, sender, receiver in routes:
         if sender == receiver == group.rank:
             arrived[piece] = local_parts[piece]

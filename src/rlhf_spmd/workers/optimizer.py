@@ -83,9 +83,10 @@ class EightBit:
             assert param.is_contiguous(), "bitsandbytes reads memory as it lies"
             self._maps = {key: table.to(param.device) for key, table in self._maps.items()}
             flat = [grad.reshape(-1), param.view(-1), *(state[key].view(-1) for key in SIGNED)]
-            maps, scales = self._maps.values(), [state[key + SCALE] for key in SIGNED]
             numbers = (*config.betas, 0.0, 0.0, config.eps, step + 1, lr)
-            self._functional.optimizer_update_8bit_blockwise("adam", *flat, *numbers, *maps, *scales, config.weight_decay)
+            scales = [state[key + SCALE] for key in SIGNED]
+            quantization = (*self._maps.values(), *scales)
+            self._functional.optimizer_update_8bit_blockwise("adam", *flat, *numbers, *quantization, config.weight_decay)
 
     def to_float32(self, state: Tensors) -> dict[str, Tensor]:
         """Return the state with its moments in float32 on the host; other entries unchanged."""
@@ -160,7 +161,8 @@ class Optimizer:
             size = param.numel()
             for muon in muons:
                 if name in muon.sizes:
-                    rule, size = muon, muon.sizes[name]
+                    rule = muon
+                    size = muon.sizes[name]
             if size:
                 self._groups.setdefault((rule, name in heads), {})[name] = size
             dtype = accumulation_dtype(param.dtype) if config.master_weights else param.dtype

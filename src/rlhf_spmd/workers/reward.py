@@ -33,8 +33,9 @@ class TextScores:
     """Scores of a batch by its texts.
 
     - scores [rows]: nan for rows that are not scored
-    - failed bool [rows]: calls that failed
+    - failed bool [rows]: rows whose call failed, or that the model cannot read
     - codes float64 [rows]: field ``answer_codes`` of :meth:`RewardWorker.compute_reward`
+    - note: what is reported of these rows
     """
 
     scores: Tensor
@@ -57,7 +58,7 @@ class RewardWorker(RewardReporter):
         scores_text = self.is_reporter and self.reward.function is not None
         self.runner = RewardRunner(self.reward, reward_key(self.name)) if scores_text else None
         by_rule = self.spec is None and self.reward.function is not None
-        self.scores_rows_singly = by_rule and (self.reward.by_group or not self.reward.bind(reward_key(self.name)).batched)
+        self.can_score_parts = by_rule and (self.reward.by_group or not self.reward.bind(reward_key(self.name)).batched)
         self.retokenizer: Retokenizer | None = None
         if self.member and self.spec is not None and self.context.tokenizer is not None:
             assert self.config.path is not None
@@ -73,7 +74,7 @@ class RewardWorker(RewardReporter):
 
     def starts_early(self, method: str) -> bool:
         """Return True if calls of ``method`` can start with some of the rows."""
-        return method == "compute_reward" and self.scores_rows_singly
+        return method == "compute_reward" and self.can_score_parts
 
     def start_early(self, rows: Batch, num_ranks: int) -> None:
         assert self.runner is not None, "rows were started on a rank that scores none"
@@ -220,9 +221,7 @@ class RewardWorker(RewardReporter):
             failed = (failed & scored) | by_function.failed
             counts = by_function.note.counts | self._count_rows(batch, texts, scored)
             counts["failures"] = int(failed.sum()) - counts["timeouts"]
-            errors = [
-                f"row {texts[index][2].get('id')}: {reason}" for index, reason in unreadable_rows.items() if scored[index]
-            ]
+            errors = [f"row {texts[i][2].get('id')}: {reason}" for i, reason in unreadable_rows.items() if scored[i]]
             first_error = next(iter(errors), by_function.note.first_error)
             text_of = dict(zip(batch.row_ids.tolist(), texts, strict=True))
             note = replace(by_function.note, counts=counts, first_error=first_error, texts=text_of)
@@ -259,9 +258,8 @@ class RewardWorker(RewardReporter):
         failed[positions[list(returned.errors)]] = True
         codes = torch.full((len(batch),), torch.nan, dtype=torch.float64)
         answers = returned.answers
-        codes[positions[list(answers)]] = torch.tensor(
-            [answer_code(answer) for answer in answers.values()], dtype=torch.float64
-        )
+        answer_codes = [answer_code(answer) for answer in answers.values()]
+        codes[positions[list(answers)]] = torch.tensor(answer_codes, dtype=torch.float64)
         extras = {f"{self.name}/extra/{name}": sums for name, sums in returned.extra_sums().items()}
         extracted = {row_ids[i]: answer for i, answer in answers.items()}
         note = RunNote(first_error=returned.first_error, extras=extras, extracted=extracted)

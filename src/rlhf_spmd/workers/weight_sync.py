@@ -50,7 +50,8 @@ class WeightSync:
     """
 
     def __init__(self, source: OwnedWeights, target: ModelWeights, name: str, delta: bool = False) -> None:
-        world, spec = source.context.world, source.spec
+        world = source.context.world
+        spec = source.spec
         assert spec is not None, f"{source.name} has no weights to send"
         self.source = source
         self.target = target
@@ -99,7 +100,8 @@ class WeightSync:
 
     def send(self, targets: Mapping[str, Tensor]) -> None:
         """Start a transfer. Waits for it on ranks that receive, and on ranks whose weights go back to host memory."""
-        source, offloaded = self.source, self.source.offloaded
+        source = self.source
+        offloaded = source.offloaded
         if offloaded is not None:
             offloaded.reload()
         self._transfer = self.start(source.local_tensors(), targets)
