@@ -33,9 +33,9 @@ class DataRouter:
 
     Each call of a script exists twice: the trace records it, then the run makes the actual call in its place. Say a script makes ::
 
-        responses = actor.generate_sequences(prompts)                                   # node 0
-        scores = reward.compute_reward(responses)                                       # node 1
-        actor.update(responses.take(models.controller.get_field(scores, "scores") > 0)) # node 2
+        responses = actor.generate_sequences(prompts)                                    # node 0
+        scores = reward.compute_reward(responses)                                        # node 1
+        actor.update(responses.take(models.controller.get_field(scores, "scores") > 0))  # node 2
 
     ``_traced`` has all three. The trace cannot know the third call's rows, because they depend on scores. When the run makes a call on
     the rows that its trace has, the call is also in ``_run_calls``: here nodes 0 and 1. So the actor's ranks push responses to node 1
