@@ -49,15 +49,15 @@ def train(config: Mapping[str, Any]) -> Path:
     config = write_objects(config)
     set_up_cuda()
     choose_matmul()
-    plan = prepare(config, (), 1, launch=Launch())
+    run_plan = prepare(config, (), 1, launch=Launch())
     try:
-        run_program(lambda: plan, run_training, settings_of, saves_on_signal=True)
+        run_program(lambda: run_plan, run_training, settings_of, saves_on_signal=True)
     except SystemExit as ending:  # how a program of one rank ends, after a line about why
         cause = ending.__context__
         if isinstance(cause, SystemExit):  # of the user's code: the caller must not end well by it
             raise RuntimeError(f"the run was left before its end by SystemExit: {cause}") from None
         raise cause or ending from None
-    return Path(plan.config.run.dir)
+    return Path(run_plan.config.run.dir)
 
 
 def write_objects(config: Mapping[str, Any]) -> Mapping[str, Any]:

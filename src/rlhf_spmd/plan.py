@@ -38,11 +38,12 @@ from rlhf_spmd.planner.shapes import Workload
 from rlhf_spmd.preflight import plan_stand_ins
 from rlhf_spmd.preflight.exactness import exact_rollouts
 from rlhf_spmd.preflight.memory_check import check_memory, decide_checkpointing, with_checkpointing
-from rlhf_spmd.preflight.memory_estimate import StepFacts, facts_of
-from rlhf_spmd.preflight.placing import place
+from rlhf_spmd.preflight.memory_estimate import facts_of
+from rlhf_spmd.preflight.placing import roles_on_pools
 from rlhf_spmd.preflight.plan_profile import profile
 from rlhf_spmd.preflight.plan_roles import checked_plan, model_calls, placed_calls
-from rlhf_spmd.preflight.prepare import UNKNOWN_STEPS, describe_roles_without_ranks
+from rlhf_spmd.preflight.prepare import UNKNOWN_STEPS, add_unplaced_roles
+from rlhf_spmd.preflight.role_memory import StepFacts
 from rlhf_spmd.preflight.step_graph import trace
 from rlhf_spmd.process.command_line import read_command_line, refuse
 from rlhf_spmd.process.program import ProgramContext, run_program
@@ -158,17 +159,21 @@ def read_run(path: str | None, overrides: Sequence[str], rules: Rules = PLAN_RUL
     sized = [role for role, model in config.models.items() if model.spec is not None]  # type: ignore[attr-defined]
     rewards = {role: replace(reward, model=None) if role in sized else reward for role, reward in config.rewards.items()}
     config = replace(config, rewards=rewards, reward=replace(config.reward, model=None) if "reward" in sized else config.reward)
-    run = RunPlan(config, module, tokenizer=cast(Any, plan_stand_ins.CharacterTokenizer()))
-    with plan_stand_ins.directories(config.models) as models:
-        run = describe_roles_without_ranks(run, models, weights=False)
-    roles = dict(run.roles)
-    for role, plan in generating_roles(roles).items():
-        roles[role] = replace(plan, config=without_exactness(plan.config))
-    training = {name: plan_stand_ins.stand_in(data) for name, data in run.streams.items() if isinstance(data, DatasetConfig)}
-    graph = trace(replace(run, roles=roles, training=training, exact_rollouts=exact_rollouts(config, roles)))
-    planned: Any = run.config  # with the sections that a training run does not have
-    work = planned.workload.of(next(iter(run.streams.values())), config.sampling.n)
-    return PlanRequest(run.config, planned.cluster, planned.plan, model_calls(graph, roles, work), work, graph, roles)
+    run_plan = RunPlan(config, module, tokenizer=cast(Any, plan_stand_ins.CharacterTokenizer()))
+    with plan_stand_ins.model_directories(config.models) as models:
+        run_plan = add_unplaced_roles(run_plan, models, weights=False)
+    role_plans = dict(run_plan.roles)
+    for role, role_plan in generating_roles(role_plans).items():
+        role_plans[role] = replace(role_plan, config=without_exactness(role_plan.config))
+    training = {
+        name: plan_stand_ins.stand_in(data) for name, data in run_plan.streams.items() if isinstance(data, DatasetConfig)
+    }
+    graph = trace(replace(run_plan, roles=role_plans, training=training, exact_rollouts=exact_rollouts(config, role_plans)))
+    planned: Any = run_plan.config  # with the sections that a training run does not have
+    work = planned.workload.workload(next(iter(run_plan.streams.values())), config.sampling.n)
+    return PlanRequest(
+        run_plan.config, planned.cluster, planned.plan, model_calls(graph, role_plans, work), work, graph, role_plans
+    )
 
 
 def without_exactness(config: RoleConfig) -> RoleConfig:
@@ -222,14 +227,16 @@ def evaluate(request: PlanRequest, path: str) -> PlanResult:
     refusal = warning = None
     budget = config.algorithm.limits.max_tokens
     if path == "config":
-        plans = place(request.unplaced_roles, config.placement, machine.size, machine.local_size, lambda: request.graph)
+        role_plans = roles_on_pools(
+            request.unplaced_roles, config.placement, machine.size, machine.local_size, lambda: request.graph
+        )
         step = request.step()
-        plans = with_checkpointing(plans, decide_checkpointing(plans, step, machine.memory))
+        role_plans = with_checkpointing(role_plans, decide_checkpointing(role_plans, step, machine.memory))
         try:
-            warning = check_memory(plans, step, machine.memory, machine.local_size, host_memory=machine.host_memory)
+            warning = check_memory(role_plans, step, machine.memory, machine.local_size, host_memory=machine.host_memory)
         except ValueError as error:
             refusal = str(error)
-        file = PlanFile(machine.size, machine.local_size, {}, placed_calls(request.calls, plans))
+        file = PlanFile(machine.size, machine.local_size, {}, placed_calls(request.calls, role_plans))
     else:
         file = read_plan(path)
         check_calls(file, request.calls, machine, path)
@@ -277,7 +284,11 @@ def measure(context: ProgramContext[PlanRequest]) -> None:
     """Measure the models and write the profile. Collective over the world: every rank of it must call, in program order."""
     request, world = context.prepared, context.world
     calls = sorted(request.calls, key=lambda call: call.kind == "generate")  # the last one's generation settings count
-    heads = {role: plan.worker.head for role, plan in request.unplaced_roles.items() if issubclass(plan.worker, ModelWorker)}
+    heads = {
+        role: role_plan.worker.head
+        for role, role_plan in request.unplaced_roles.items()
+        if issubclass(role_plan.worker, ModelWorker)
+    }
     models = {(call.spec, heads[call.role]): call.generation for call in calls}
     dtype = request.unplaced_roles[request.calls[0].role].config.torch_dtype(world.device)
     work = replace(request.work, rows=max(call.work.rows for call in calls))

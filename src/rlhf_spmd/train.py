@@ -31,18 +31,18 @@ from rlhf_spmd.training.trainer import Trainer
 
 def train(program: ProgramContext[RunPlan]) -> None:
     """Build the models, run all steps, export. Collective over the world: every rank of it must call."""
-    plan, world = program.prepared, program.world
+    run_plan, world = program.prepared, program.world
     controller = start_controller(program)
-    context = build_context(plan, controller, world)
-    processor = torch.tensor([int(plan.exact_rollouts), processor_kind(), -processor_kind()])  # hosts may differ
+    context = build_context(run_plan, controller, world)
+    processor = torch.tensor([int(run_plan.exact_rollouts), processor_kind(), -processor_kind()])  # hosts may differ
     exact, smallest, minus_largest = world.all.all_reduce(processor, "exact_rollouts", "min").tolist()
     context = replace(context, exact_rollouts=exact == 1 and smallest == -minus_largest)
-    models = build_models(plan.roles, context)
-    data = build_data(plan, controller)
+    models = build_models(run_plan.roles, context)
+    data = build_data(run_plan, controller)
     trainer = Trainer(program, models, data)
     if world.rank == 0:
-        print(run_banner(plan, world), file=sys.stderr)
-    trainer.run(partial(run_script, plan, models, data), partial(validate, plan, models, data))
+        print(run_banner(run_plan, world), file=sys.stderr)
+    trainer.run(partial(run_script, run_plan, models, data), partial(validate, run_plan, models, data))
 
 
 def keys(overrides: Sequence[str] = (), default: str = "ppo", more: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Key]:
@@ -67,19 +67,19 @@ def main(argv: Sequence[str] | None = None, name: str = "train", about: str | No
         settings_of,
         run_dir_hint(path, overrides),
         saves_on_signal=True,
-        dry_run=(lambda plan: dry_run_text(plan, launch)) if command.dry_run else None,
+        dry_run=(lambda run_plan: dry_run_text(run_plan, launch)) if command.dry_run else None,
     )
 
 
-def settings_of(plan: RunPlan) -> ProgramSettings:
+def settings_of(run_plan: RunPlan) -> ProgramSettings:
     """Return how the process boundary treats the run: its directory, its time limit, its threads, what all ranks must have alike."""
-    run, collective_timeout_factor = plan.config.run, 1 + plan.config.placement.max_staleness
+    run, collective_timeout_factor = run_plan.config.run, 1 + run_plan.config.placement.max_staleness
     return ProgramSettings(
         Path(run.dir),
         run.timeout_s,
         run.threads,
         collective_timeout_factor=collective_timeout_factor,
-        must_match=run_digests(plan),
+        must_match=run_digests(run_plan),
     )
 
 

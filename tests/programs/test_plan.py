@@ -276,16 +276,17 @@ def check_against_one_rank(directory: Path, run: tasks.Run) -> None:
 
 def test_a_run_plans_itself(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its configuration has the plan's placement. Its data are tokenised once: for the plan's rows, and not again for the run."""
-    from rlhf_spmd.preflight import prepare as program
+    from rlhf_spmd.preflight import data
+    from rlhf_spmd.preflight.prepare import prepare
 
     auto = f"placement={{strategy: auto, profile: {host_profile(directory)}}}"
     check_against_one_rank(directory, train(directory, "auto", auto))
     config = yaml.safe_load((directory / "auto" / "config.yaml").read_text())
     assert config["placement"]["pools"] and config["models"]["actor"]["pool"]
-    reads, read_data = [], program.read_data
-    monkeypatch.setattr(program, "read_data", lambda *arguments: reads.append(arguments) or read_data(*arguments))
-    program.prepare(PPO, tasks.settings(directory / "once", STEPS, *CASES["ppo"].overrides(), RECOMPUTED, auto), 4)
-    assert len(reads) == 1
+    reads, load_dataset = [], data.load_dataset
+    monkeypatch.setattr(data, "load_dataset", lambda *args, **more: reads.append(args) or load_dataset(*args, **more))
+    run_plan = prepare(PPO, tasks.settings(directory / "once", STEPS, *CASES["ppo"].overrides(), RECOMPUTED, auto), 4)
+    assert len(reads) == len(run_plan.training) + len(run_plan.validation) > 0
 
 
 @pytest.mark.parametrize("strategy", tiers([*STRATEGIES, "exact"], ["separate"]))

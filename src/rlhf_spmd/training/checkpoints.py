@@ -120,15 +120,15 @@ class Checkpoints:
     """
 
     def __init__(self, context: ProgramContext[RunPlan], models: SimpleNamespace, data: Data, exports: Exports) -> None:
-        self.plan: RunPlan = context.prepared
+        self.run_plan: RunPlan = context.prepared
         self.world, self.board = context.world, context.board
         self.models, self.data, self.exports = models, data, exports
         self.controller: Controller = models.controller
-        self.config = self.plan.config.run
+        self.config = self.run_plan.config.run
         self.run_dir = Path(self.config.dir)
         self.is_first = self.world.rank == 0
         self.writer = CheckpointWriter(self.world, self.board)
-        self.workers: dict[str, ModelWorker] = {role: getattr(models, role) for role in self.plan.changing_roles}
+        self.workers: dict[str, ModelWorker] = {role: getattr(models, role) for role in self.run_plan.changing_roles}
         self.damaged: tuple[Committed, ...] = ()  # checkpoints of the run that cannot be read
         self.reached_goal = False
 
@@ -164,7 +164,7 @@ class Checkpoints:
             "data": self.data.state_dict(),
             "roles": {role: values[0] for role, values in zip(computing, progress, strict=True)},
             "kept": sorted(self.data.kept),
-            "environment": environment_digests(self.plan.config),
+            "environment": environment_digests(self.run_plan.config),
             "versions": self.controller.versions.state(),
             "best": self.exports.best,
             ADAPTERS: {role: asdict(lora) for role, lora in adapters.items()},
@@ -185,9 +185,9 @@ class Checkpoints:
         manifest = read_manifest(path)
         check_state(manifest)
         state, lacking = manifest.state, sorted(self.workers.keys() - set(manifest.roles))
-        if difference := compare_runs(path, self.plan.config, state, self._state(), lacking):
+        if difference := compare_runs(path, self.run_plan.config, state, self._state(), lacking):
             self._say(difference)
-        check_dtypes(path, {role: self.plan.roles[role].config for role in self.workers}, self.world.device)
+        check_dtypes(path, {role: self.run_plan.roles[role].config for role in self.workers}, self.world.device)
         self.board.last_checkpoint = str(path)
         with reading_state(path):
             self.controller.versions.load_state(state["versions"])

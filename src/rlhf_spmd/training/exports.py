@@ -36,9 +36,9 @@ CARD = Path(__file__).with_name("model_card.md")
 class Exports:
     """``best``: metric, step and value of ``run.keep_best`` so far."""
 
-    def __init__(self, plan: RunPlan, controller: Controller) -> None:
-        self.plan, self.controller = plan, controller
-        self.run = plan.config.run
+    def __init__(self, run_plan: RunPlan, controller: Controller) -> None:
+        self.run_plan, self.controller = run_plan, controller
+        self.run = run_plan.config.run
         self.run_dir = Path(self.run.dir)
         self.best: dict[str, Any] | None = None
 
@@ -100,7 +100,7 @@ class Exports:
 
         prove = partial(run_lock.check_still_held, self.run_dir)
         prove()
-        config, exported = self.plan.config, self.plan.exported
+        config, exported = self.run_plan.config, self.run_plan.exported
         max_shard_bytes = convert_file_size_to_int(self.run.max_shard_size)
         merged = not exported.config.lora.rank or self.run.export_merged
         assert issubclass(exported.worker, ModelWorker), "the exported role has a model"
@@ -112,7 +112,7 @@ class Exports:
             max_shard_bytes,
             card=model_card(config, exported.directory, checkpoint.name, exported.worker.head, merged),
             merged=merged,
-            tokenizer=self.plan.tokenizer,
+            tokenizer=self.run_plan.tokenizer,
             chat_template=read_template(getattr(config.data, "chat_template", None), "data.chat_template"),
             prove=prove,
         )

@@ -52,9 +52,9 @@ class PendingStep(NamedTuple):
 class Utilisation:
     """How much of all devices' arithmetic a step's calls used: by their data sheet if it is known, and as measured."""
 
-    def __init__(self, plan: RunPlan, world: World) -> None:
-        self.plan, self.num_ranks = plan, world.size
-        dtype = plan.exported.config.torch_dtype(world.device)
+    def __init__(self, run_plan: RunPlan, world: World) -> None:
+        self.run_plan, self.num_ranks = run_plan, world.size
+        dtype = run_plan.exported.config.torch_dtype(world.device)
         self.peak_flops = matmul_rate(world.device, dtype, world.launch.local_size)  # of one rank
         self.rated_flops = rated_flops(world.device, dtype)
         if world.rank == 0 and capabilities(world.device).streams and self.rated_flops is None:
@@ -68,15 +68,15 @@ class Utilisation:
         gradients, which a role with adapters does not compute. With rows in flight, the tokens of the rows that a step trains on
         stand for the tokens that it generated.
         """
-        config, mean = self.plan.config, num_tokens / num_rows
+        config, mean = self.run_plan.config, num_tokens / num_rows
         flops = 0.0
         for role, kind, rows, epochs in calls:
-            plan = self.plan.roles[role]
-            if plan.spec is not None and kind in ("generate", "infer", "train"):
-                passes = (2.0 if plan.config.lora.rank else 3.0) * epochs if kind == "train" else 1.0
+            role_plan = self.run_plan.roles[role]
+            if role_plan.spec is not None and kind in ("generate", "infer", "train"):
+                passes = (2.0 if role_plan.config.lora.rank else 3.0) * epochs if kind == "train" else 1.0
                 if kind == "generate" and config.prompts_in_flight:
                     rows = min(rows, config.data.train_batch_size * config.sampling.n)
-                flops += forward_flops(plan.spec, rows * mean, mean) * passes
+                flops += forward_flops(role_plan.spec, rows * mean, mean) * passes
         rate = flops / seconds / self.num_ranks
         self.peak_flops = max(self.peak_flops, rate)
         measured = rate / self.peak_flops

@@ -84,9 +84,9 @@ class RunPlan:
     def changing_roles(self) -> dict[str, RolePlan]:
         """The roles that checkpoints hold: those that learn, or move in another way."""
         return {
-            role: plan
-            for role, plan in self.roles.items()
-            if plan.trained or role in self.config.algorithm.roles_without_optimizer
+            role: role_plan
+            for role, role_plan in self.roles.items()
+            if role_plan.trained or role in self.config.algorithm.roles_without_optimizer
         }
 
     @property

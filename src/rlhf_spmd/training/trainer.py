@@ -65,22 +65,24 @@ class Trainer:
     """Runs ``models`` on ``data``."""
 
     def __init__(self, context: ProgramContext[RunPlan], models: SimpleNamespace, data: Data) -> None:
-        self.plan: RunPlan = context.prepared
+        self.run_plan: RunPlan = context.prepared
         self.world, self.board = context.world, context.board
-        self.data, self.config = data, self.plan.config.run
-        self.num_steps, self.goal = self.plan.num_steps, self.plan.config.algorithm.goal
+        self.data, self.config = data, self.run_plan.config.run
+        self.num_steps, self.goal = self.run_plan.num_steps, self.run_plan.config.algorithm.goal
         self.controller: Controller = models.controller
         self.run_dir = Path(self.config.dir)
         self.is_first = self.world.rank == 0
-        self.exports = Exports(self.plan, self.controller)
+        self.exports = Exports(self.run_plan, self.controller)
         self.checkpoints = Checkpoints(context, models, data, self.exports)
-        self.utilisation = Utilisation(self.plan, self.world)
+        self.utilisation = Utilisation(self.run_plan, self.world)
         self.recorder: Recorder | None = None  # on rank 0, once a step is to be made
         self.pending: deque[PendingStep] = deque()  # steps that some ranks may not have ended yet
         self._reported_bytes = 0  # bytes of weights that have been reported
-        prompts = [row for rows in self.plan.training.values() if isinstance(rows, PromptDataset) for row in rows.examples()]
-        self.repeated = repeated_means(self.plan.rewards, [prompts])  # metrics that are left out
-        datasets = (*self.plan.training.values(), *self.plan.validation.values())
+        prompts = [
+            row for rows in self.run_plan.training.values() if isinstance(rows, PromptDataset) for row in rows.examples()
+        ]
+        self.repeated = repeated_means(self.run_plan.rewards, [prompts])  # metrics that are left out
+        datasets = (*self.run_plan.training.values(), *self.run_plan.validation.values())
         self.num_bad_rows = sum(rows.tally.num_bad for rows in datasets)
 
     def run(self, script: Script, validate: Validate) -> None:
@@ -132,7 +134,7 @@ class Trainer:
         start = time.perf_counter()
         calls, rows = self.data.run(global_step, partial(script, global_step))
         if not calls and not self.controller.call_stats:
-            name = self.plan.algorithm.__name__
+            name = self.run_plan.algorithm.__name__
             raise RuntimeError(f"{name}.step made no call in step {global_step}: nothing was computed and nothing learnt")
         rank_metrics: dict[str, float] = defaultdict(float)  # of which the largest of all ranks counts
         seconds = time.perf_counter() - start
@@ -215,8 +217,8 @@ class Trainer:
 
     def _start_recording(self, last_step: int) -> None:
         if self.is_first:
-            run_dir.atomic_write_text(self.run_dir / run_dir.CONFIG_FILE, to_yaml(self.plan.config))
-            self.recorder = Recorder(self.run_dir, self.plan.config, last_step, start_facts(self.world))
+            run_dir.atomic_write_text(self.run_dir / run_dir.CONFIG_FILE, to_yaml(self.run_plan.config))
+            self.recorder = Recorder(self.run_dir, self.run_plan.config, last_step, start_facts(self.world))
             self.controller.timeline.listener = self.recorder.progress.phase
 
     def _end_at_once(self, last_step: int) -> None:
