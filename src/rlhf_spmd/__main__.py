@@ -6,11 +6,6 @@ rlhf-spmd train --help reward                     the keys that contain reward
 rlhf-spmd completion bash >> ~/.bashrc            or zsh, or fish: complete programs and keys with the tab key
 """
 
-# In order: ``main`` answers what needs no program, and a program's ``--help`` from the cache. It imports the module of the program's
-# name and calls its ``main``, with a number of ranks where the user gives none. The program reads its arguments
-# (process/command_line.py). For several ranks it starts itself once for each (process/launcher.py); each rank comes to
-# process/program.py.
-
 from __future__ import annotations
 
 import importlib
@@ -39,13 +34,13 @@ PROGRAMS = {
     "convert": "a configuration of verl's PPO trainer as one of this project",
     "reward-server": "a reward function behind HTTP, for reward.function=http",
 }
-OTHERS = {  # without a configuration, in one process: their options
+OPTIONS_OF_PLAIN_PROGRAMS = {  # programs without a configuration, in one process
     "report": "--serve --port --help out=",
     "summary": "--help",
     "convert": "--help",
     "reward-server": "--function --host --port --token-env --help",
 }
-ONE_PROCESS = ("plan", *OTHERS)  # but plan profile
+ONE_PROCESS = ("plan", *OPTIONS_OF_PLAIN_PROGRAMS)  # except ``plan profile``, which starts ranks
 HELP = {"-h", "--help"}
 OPTIONS = ("--config", "--help", "--print-config", "--dry-run", "--nproc-per-node")
 ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
@@ -54,7 +49,13 @@ FISH_WORDS = "complete -c rlhf-spmd -n '__fish_seen_subcommand_from %s' -a '%s'\
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """End the process with the program's exit code."""
+    """Run a program and end the process with its exit code.
+
+    Requests that need no program are answered here, and a program's ``--help`` from the cache. Else the module of the program's name
+    is imported and its ``main`` called, with a number of ranks if the user gives none. The program reads its arguments
+    (``process/command_line.py``). For several ranks it starts itself once for each (``process/launcher.py``); each rank comes to
+    ``process/program.py``.
+    """
     ignore_closed_pipes()
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, for the user's own modules
@@ -120,7 +121,7 @@ def ranks_option(name: str, arguments: Sequence[str]) -> list[str]:
 
 def completion(shell: str) -> str:
     """Return the shell's script that completes programs and keys. Ends the process for an unknown shell."""
-    words = {name: OTHERS.get(name) or " ".join([*OPTIONS, *_words(name)]) for name in PROGRAMS}
+    words = {name: OPTIONS_OF_PLAIN_PROGRAMS.get(name) or " ".join([*OPTIONS, *_words(name)]) for name in PROGRAMS}
     programs = " ".join([*PROGRAMS, "completion"])
     if shell == "fish":
         return FISH % programs + "".join(FISH_WORDS % pair for pair in words.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -23,19 +23,21 @@ from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.streams import Data, InFlightStream, RowStream
 from rlhf_spmd.training.validation import Validation, ValidationRows
 from rlhf_spmd.workers import ComputeWorker, ModelWorker, WorkerContext
-from rlhf_spmd.workers.role_plan import RolePlan
+from rlhf_spmd.workers.role_plan import RolePlan, RolePlans
 
 
 def start_controller(context: ProgramContext[RunPlan]) -> Controller:
-    """Return a controller whose timeline has the pools that this rank is in. On GPUs a timed span ends when the work it started
-    is done.
+    """Return a controller whose timeline has the pools that this rank is in.
 
-    It waits for the work of the present stream only: weights are sent to replicas from another one while the script goes on.
+    On GPUs a timed span ends when the work that it started on the current stream is done. It does not wait for other streams, on
+    which weights are sent to replicas while the script goes on.
     """
-    world, run_plan = context.world, context.prepared
+    world = context.world
+    run_plan = context.prepared
     names = sorted({pool.name for role in run_plan.roles.values() for pool in role.pools if world.rank in pool.ranks})
     timeline = Timeline(world.rank, names, events_of_a_rank(world.size), partial(wait, world.device))
-    placement, limits = run_plan.config.placement, run_plan.config.algorithm.limits
+    placement = run_plan.config.placement
+    limits = run_plan.config.algorithm.limits
     return Controller(
         world.all,
         context.board,
@@ -50,7 +52,8 @@ def start_controller(context: ProgramContext[RunPlan]) -> Controller:
 
 def build_context(run_plan: RunPlan, controller: Controller, world: World) -> WorkerContext:
     """Return the settings that every role is built from."""
-    config, algorithm = run_plan.config, run_plan.config.algorithm
+    config = run_plan.config
+    algorithm = config.algorithm
     return WorkerContext(
         controller,
         world,
@@ -74,20 +77,19 @@ def build_context(run_plan: RunPlan, controller: Controller, world: World) -> Wo
     )
 
 
-def build_models(role_plans: Mapping[str, RolePlan], context: WorkerContext) -> SimpleNamespace:
-    """Return the role objects by name, the same on every rank, with ``rewards``, those whose scores add up, and the ``controller``.
+def build_models(role_plans: RolePlans, context: WorkerContext) -> SimpleNamespace:
+    """Return the role objects by name, the same on every rank, with the ``controller``.
 
-    Collective over the world: every rank of it must call.
+    ``rewards`` lists the roles whose scores are added up. Collective over the world: every rank of it must call.
     """
     added = added_rewards(context.rewards, role_plans)
-    workers = {
-        role: _build_role(role, role_plan, replace(context, added_rewards=added)) for role, role_plan in role_plans.items()
-    }
+    context = replace(context, added_rewards=added)
+    workers = {role: _build_role(role, role_plan, context) for role, role_plan in role_plans.items()}
     workers |= {name: workers[role] for role, role_plan in role_plans.items() for name in role_plan.serves}
     return SimpleNamespace(**workers, rewards=[workers[role] for role in added], controller=context.controller)
 
 
-def added_rewards(rewards: Iterable[str], role_plans: Mapping[str, RolePlan]) -> tuple[str, ...]:
+def added_rewards(rewards: Iterable[str], role_plans: RolePlans) -> tuple[str, ...]:
     """Return the names of the rewards whose scores are added up."""
     return tuple(role for role in rewards if role == "reward" or role_plans[role].is_added)
 
@@ -102,8 +104,9 @@ def _build_role(role: str, role_plan: RolePlan, context: WorkerContext) -> Model
 
 
 def build_data(run_plan: RunPlan, controller: Controller) -> Data:
-    """Return what the algorithm's step finds in ``data``."""
-    config, streams = run_plan.config, dict[str, RowStream]()
+    """Return ``data`` of the algorithm's step."""
+    config = run_plan.config
+    streams: dict[str, RowStream] = {}
     for name, dataset in run_plan.training.items():
         section = run_plan.streams[name]
         assert isinstance(section, DatasetConfig), "a stream that is trained on"
@@ -116,21 +119,17 @@ def build_data(run_plan: RunPlan, controller: Controller) -> Data:
             )
         else:
             streams[name] = RowStream(loader, config.sampling.n if isinstance(section, DataConfig) else 1, len(streams))
-    rows = {
-        name: ValidationRows(
-            dataset,
-            run_plan.streams[name].val_batch_size,
-            list(run_plan.streams[name].val_sets),
-            _repeated_metrics(run_plan, dataset),
-        )
-        for name, dataset in run_plan.validation.items()
-    }
+    rows: dict[str, ValidationRows] = {}
+    for name, dataset in run_plan.validation.items():
+        stream = run_plan.streams[name]
+        duplicate_metrics = _duplicate_metrics(run_plan, dataset)
+        rows[name] = ValidationRows(dataset, stream.val_batch_size, list(stream.val_sets), duplicate_metrics)
     validation = Validation(controller, rows, run_plan.sampling(validates=True), config.run.log_samples)
     return Data(controller, streams, validation, run_plan.sampling())
 
 
-def _repeated_metrics(run_plan: RunPlan, dataset: TokenDataset) -> frozenset[str]:
-    """Return the metrics that a validation by ``dataset`` would report twice. With several rewards there are none."""
+def _duplicate_metrics(run_plan: RunPlan, dataset: TokenDataset) -> frozenset[str]:
+    """Return the metrics that a validation with ``dataset`` would report twice. With several rewards there are none."""
     added = added_rewards(run_plan.rewards, run_plan.roles)
     if len(added) != 1 or not isinstance(dataset, PromptDataset):
         return frozenset()
@@ -138,7 +137,7 @@ def _repeated_metrics(run_plan: RunPlan, dataset: TokenDataset) -> frozenset[str
 
 
 def run_script(run_plan: RunPlan, models: SimpleNamespace, data: Data, global_step: int) -> list[Reference]:
-    """Run the algorithm's step and what follows every step. Returns the calls that are reported."""
+    """Run the algorithm's step and what follows every step. Return the calls that are reported."""
     with located("algorithm", run_plan.config.algorithm.name, run_plan.algorithm):
         calls = run_plan.algorithm.step(models, data, run_plan.config.algorithm, global_step)
     if not isinstance(calls, list) or any(not isinstance(call, Reference) for call in calls):
@@ -151,7 +150,7 @@ def run_script(run_plan: RunPlan, models: SimpleNamespace, data: Data, global_st
 
 
 def validate(run_plan: RunPlan, models: SimpleNamespace, data: Data, global_step: int) -> dict[str, float]:
-    """Run the algorithm's validation. Returns its metrics, the same on every rank."""
+    """Run the algorithm's validation. Return its metrics, the same on every rank."""
     with located("algorithm", run_plan.config.algorithm.name, run_plan.algorithm):
         metrics: dict[str, float] = run_plan.algorithm.validate(models, data, run_plan.config.algorithm, global_step)
     return metrics

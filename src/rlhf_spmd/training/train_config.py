@@ -1,4 +1,4 @@
-"""The configuration of ``train``: its schema, how it is read, and what makes a module an algorithm."""
+"""The configuration of ``train``: its schema, how it is read, and the checks of an algorithm's module."""
 
 from __future__ import annotations
 
@@ -164,8 +164,9 @@ class TrainConfig:
 class ConfigSource:
     """Where a configuration comes from: a file or a mapping, and overrides.
 
-    ``default``: the algorithm where none is named. ``directory``: where relative directories of the run begin. By default the working
-    directory when this object is made, since the user's code may change it later.
+    - default: the algorithm where none is named
+    - directory: where relative directories of the run begin. By default the working directory when this object is made, since the
+      user's code may change it later
     """
 
     file: str | Mapping[str, Any] | None = None
@@ -188,9 +189,13 @@ def read_config(
 ) -> tuple[TrainConfig, ModuleType]:
     """Return the checked configuration and the algorithm's module.
 
-    ``default``: the algorithm where none is named. ``more``: further sections, or other types of known ones. ``planned``: a plan that
-    overrides everything. ``directory``: where relative directories of the run begin; None: the working directory before the user's code
-    is imported, which may change it. Raises ConfigError, one line.
+    - default: the algorithm where none is named
+    - more: further sections, or other types of sections
+    - planned: a plan that overrides everything
+    - directory: where relative directories of the run begin; None: the working directory before the user's code is imported, which
+      may change it
+
+    Raises ConfigError, one line.
     """
     directory = directory or Path.cwd()
     modules: list[ModuleType] = []
@@ -267,8 +272,9 @@ def algorithm_config(module: ModuleType) -> type[AlgorithmConfig]:
 
 
 def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
-    """Return where exit_status.json goes when the configuration is refused, absolute, or None: ``run.dir`` of command line, file and
-    defaults, as far as they can be read.
+    """Return the absolute path of ``run.dir`` by command line, file and defaults, as far as they can be read; else None.
+
+    ``exit_status.json`` goes there if the configuration is refused.
     """
     try:
         tree = read_tree(path, overrides)
