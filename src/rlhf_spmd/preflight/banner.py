@@ -67,13 +67,10 @@ def _with_size(role: str, role_plan: RolePlan) -> str:
     """Return ``actor (1.6M parameters)``."""
     if role_plan.spec is None or not issubclass(role_plan.worker, ModelWorker):
         return role
+    lora = role_plan.config.lora
     size = shape_of(role_plan.spec, role_plan.worker.head).params
     unit = next((unit for unit in ("T", "B", "M") if size >= UNITS[unit]), "k")
-    adapters = (
-        f", of which adapters of rank {role_plan.config.lora.rank} learn"
-        if role_plan.config.lora.rank and role_plan.trained
-        else ""
-    )
+    adapters = f", of which adapters of rank {lora.rank} learn" if lora.rank and role_plan.trained else ""
     return f"{role} ({size / UNITS[unit]:.3g}{unit} parameters{adapters})"
 
 
@@ -102,7 +99,8 @@ def _linear_attention(run_plan: RunPlan, device: torch.device) -> str:
 
 def _warnings(run_plan: RunPlan) -> Iterator[str]:
     yield from run_plan.warnings
-    config, placement = run_plan.config, run_plan.config.placement
+    config = run_plan.config
+    placement = config.placement
     prompts = [row for data in run_plan.training.values() if isinstance(data, PromptDataset) for row in data.examples()]
     for name, reward in run_plan.rewards.items():
         if reward.misses_answers(reward_key(name), prompts):

@@ -110,7 +110,7 @@ def estimate_memory(role_plans: RolePlans, step: StepFacts) -> MemoryReport:
 
 
 def _pinned(memories: Mapping[str, RoleMemory], kinds: tuple[np.ndarray, ...], step: StepFacts) -> MemoryReport | None:
-    """Return the host memory that ranks on GPUs pin; None if nothing is pinned."""
+    """Return the host memory that ranks on GPUs pin; None if they pin nothing."""
     resident = {name: size for memory in memories.values() for name, size in memory.pinned().items()}
     call_bytes: dict[str, Parts] = {}  # all calls use one arena
     for call in step.graph.nodes:
@@ -124,13 +124,14 @@ def _add_prefetched(
     memories: Mapping[str, RoleMemory], kinds: Sequence[np.ndarray], step: StepFacts, call_bytes: Mapping[str, Parts]
 ) -> None:
     """Add to each call the weights of the next call's role, if they are loaded while it computes."""
-    early = {role: memory.weights() for role, memory in memories.items() if memory.config.prefetch}
-    for kind, ranks in enumerate(kinds if early else ()):
+    prefetched = {role: memory.weights() for role, memory in memories.items() if memory.config.prefetch}
+    for kind, ranks in enumerate(kinds if prefetched else ()):
         calls = [call for call in step.graph.nodes if ranks[0] in call.members.part_of]
         for call, following in pairwise(calls):
-            role, parts = following.role.name, call_bytes.get(f"{call.role.name}.{call.spec.name}")
-            if role in early and role != call.role.name and parts is not None:
-                parts.setdefault(f"beside {role} weights", np.zeros(len(kinds)))[kind] = early[role][kind]
+            role = following.role.name
+            parts = call_bytes.get(f"{call.role.name}.{call.spec.name}")
+            if role in prefetched and role != call.role.name and parts is not None:
+                parts.setdefault(f"beside {role} weights", np.zeros(len(kinds)))[kind] = prefetched[role][kind]
 
 
 def _rank_kinds(places: Places) -> tuple[tuple[np.ndarray, ...], dict[Place, np.ndarray]]:
@@ -167,11 +168,9 @@ def step_facts(run_plan: RunPlan, graph: Graph, device: torch.device) -> StepFac
 def facts_of(
     config: Any, graph: Graph, prompt: float, responses: tuple[float, ...], device: torch.device, role_plans: RolePlans
 ) -> StepFacts:
-    """Return the facts of a step with rows of these lengths. Roles are saved in the background if the configuration says so."""
-    saved = [
-        role for role, role_plan in role_plans.items() if role_plan.trained or role in config.algorithm.roles_without_optimizer
-    ]
-    copied = frozenset(saved if config.run.save_freq and config.run.background_save else ())
+    """Return the facts of a step with rows of these lengths. ``prompt``, ``responses``: as of :class:`StepFacts`."""
+    changing = [role for role in role_plans if role_plans[role].trained or role in config.algorithm.roles_without_optimizer]
+    copied = frozenset(changing if config.run.save_freq and config.run.background_save else ())
     validates = config.run.test_freq > 0
     return StepFacts(
         graph, prompt, responses, config.algorithm.limits, device, config.placement.max_staleness, validates, copied

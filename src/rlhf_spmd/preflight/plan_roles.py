@@ -87,8 +87,8 @@ def model_calls(graph: Graph, role_plans: RolePlans, work: Workload) -> list[Mod
 
 def _may_capture(role_plan: RolePlan) -> bool:
     """Return True if decode steps on a GPU can be CUDA graphs, on a GPU that groups experts if the model has any."""
-    spec, generation = role_plan.spec, role_plan.config.generation
-    if generation.attention in ("torch", "cpp"):
+    spec = role_plan.spec
+    if role_plan.config.generation.attention in ("torch", "cpp"):
         return False
     if spec is None or spec.experts is None:
         return True

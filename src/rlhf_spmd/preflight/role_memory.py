@@ -21,19 +21,19 @@ from rlhf_spmd.workers import JudgeWorker, ModelWorker
 from rlhf_spmd.workers.config import BatchLimits
 from rlhf_spmd.workers.role_plan import RolePlan
 
-CHECKPOINT_COPY = "checkpoint copy"  # a part of what a rank holds
+CHECKPOINT_COPY = "checkpoint copy"  # the name of a part
 Parts = dict[str, np.ndarray]  # part -> bytes [kinds of ranks]
 
 
 class Place(NamedTuple):
-    """Where weights of a role are: on its own ranks, there as generation has them, or on the other ranks of a method."""
+    """A place of a role's weights: its own ranks, these ranks in the layout of generation, or the other ranks of a method."""
 
     role: str
     method: str = ""
     generates: bool = False
 
 
-Places = Mapping[Place, tuple[ResourcePool, Grid]]  # each place with its ranks
+Places = Mapping[Place, tuple[ResourcePool, Grid]]  # place -> ranks
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,13 @@ class StepFacts:
     validates: bool = False
     copied: frozenset[str] = frozenset()
 
-    def work(self, call: CallRecord) -> Workload:
+    def workload(self, call: CallRecord) -> Workload:
         """Return the number and the lengths of a call's rows."""
         return Workload(max(call.num_rows, 1), self.prompt, self.responses, max(call.num_mini_batches, 1), max(call.epochs, 1))
 
     @property
     def longest(self) -> float:
+        """Return the tokens of the longest row."""
         return self.prompt + self.responses[-1]
 
     @property
@@ -74,10 +75,12 @@ class StepFacts:
 
     @property
     def on_host(self) -> bool:
+        """Return True if the models are in the memory of the host."""
         return not capabilities(self.device).streams
 
     @property
     def reserve(self) -> float:
+        """Return bytes that stay free on a device."""
         return HOST_RESERVE if self.on_host else RESERVE
 
 
@@ -128,7 +131,7 @@ class RoleMemory:
             chunk=BatchInvariantOps.chunk_logits if step.on_host else GPU_CHUNK_LOGITS,
             entropy=step.on_host,  # only CPUs copy the logits to make entropies
         )
-        # of a copy of the weights on the other ranks of a method
+        # the settings of a copy of the weights on the other ranks of a method
         self.replica_settings = replace(self.settings, trained=False, offload=False)
 
     def _memory_in(self, place: Place, settings: RoleSettings | None = None) -> RankMemory:
@@ -191,7 +194,7 @@ class RoleMemory:
     def pinned_by(self, call: CallRecord) -> Parts:
         """Return bytes in host memory that one of the role's calls uses."""
         if call.spec.kind == "train" and self.settings.trained:
-            return self._inside(self.home, self._memory_in(self.home).pinned_activations(self.step.work(call)))
+            return self._inside(self.home, self._memory_in(self.home).pinned_activations(self.step.workload(call)))
         if call.spec.kind == "generate" and self.config.generation.kv_cache == "offload":
             return {"pages": self.call_bytes(call)["cache"]}
         return {}
@@ -220,7 +223,7 @@ class RoleMemory:
         """Return bytes that a call needs in addition to what is resident; {} if it does not use the model."""
         method = call.spec.name
         kind = call.spec.kind
-        work = self.step.work(call)
+        workload = self.step.workload(call)
         elsewhere = method in self.role_plan.calls
         place = Place(self.role, method) if elsewhere else self.home
         rank = self._memory_in(place, self.replica_settings if elsewhere else self.settings)
@@ -228,7 +231,7 @@ class RoleMemory:
         if elsewhere and not self._num_copies(method):  # copies stay there between calls
             parts["weights"] = rank.resident()["weights"]
         if kind == "train":
-            return self._inside(place, parts | rank.train(work)) if rank.role.trained else {}
+            return self._inside(place, parts | rank.train(workload)) if rank.role.trained else {}
         if kind == "generate" or issubclass(self.role_plan.worker, JudgeWorker):
             if not elsewhere:
                 rank = self._memory_in(Place(self.role, generates=True))
@@ -237,5 +240,5 @@ class RoleMemory:
                     parts["weights"] = self._generation_weights()
             elif rank.role.adapters:
                 parts["merged weights"] = rank.resident()["weights"]
-            return self._inside(place, parts | rank.generate(work, self.config.generation)[0])
-        return self._inside(place, parts | rank.infer(work)) if kind == "infer" else {}
+            return self._inside(place, parts | rank.generate(workload, self.config.generation)[0])
+        return self._inside(place, parts | rank.infer(workload)) if kind == "infer" else {}

@@ -43,7 +43,8 @@ def trace(run_plan: RunPlan) -> Graph:
     # a rank in no pool, so every role is only a description
     world = World(Launch(rank=size, size=size + 1), torch.device("cpu"), lone_store(), timeout_s=1.0)
     controller = Controller(world.all)
-    models, data = build_models(run_plan.roles, build_context(run_plan, controller, world)), build_data(run_plan, controller)
+    models = build_models(run_plan.roles, build_context(run_plan, controller, world))
+    data = build_data(run_plan, controller)
     steps = (max(run_plan.num_steps - 1, 1), run_plan.num_steps)
     try:
         graphs = [data.trace(partial(run_script, run_plan, models, data, step)) for step in steps]

@@ -60,7 +60,8 @@ class Exports:
         if name not in metrics:
             hint = nearest(name, list(metrics)) or ";"
             raise ValueError(f"run.keep_best={name}: validation has no such metric{hint} it gives {', '.join(sorted(metrics))}")
-        value, sign = metrics[name], -1 if LOWEST.fullmatch(name) else 1
+        value = metrics[name]
+        sign = -1 if LOWEST.fullmatch(name) else 1
         if not global_step or not math.isfinite(value) or (self.best and sign * value <= sign * self.best["value"]):
             return False
         self.best = {"metric": name, "step": global_step, "value": value}
