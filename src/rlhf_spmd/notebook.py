@@ -34,7 +34,7 @@ DATA_KEYS = ("path", "val_path")
 
 
 def train(config: Mapping[str, Any]) -> Path:
-    """Run the training that ``config`` describes, nested as a YAML file is, in this process alone. Return the run's directory.
+    """Run on this process alone the training that ``config`` describes, nested as a YAML file is. Return the run's directory.
 
     A function or class may stand where a file has a name, and rows (a list of dicts, a ``datasets.Dataset``) where it has a path of
     data. They are written into the run's directory, and its ``config.yaml`` has their paths. Raises ConfigError, ValueError or
