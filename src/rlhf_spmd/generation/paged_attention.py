@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_spmd.generation.kv_cache import KVCache, fill_lines, slot_mapping
 from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import AttentionRule, CppOps, LayerKernelArgs, on_device
-from rlhf_spmd.kernels.packing import KEY_BLOCK, PaddedGroup, visible
+from rlhf_spmd.kernels.packing import KEY_BLOCK, PaddedGroup, visible_keys
 
 TILE_QUERIES = 64  # queries of one row computed together; long prompts thus skip most keys that they do not see
 MAX_TILE_SCORES = 1 << 22  # elements of one score matrix
@@ -92,7 +92,7 @@ class _Bucket:
     def allowed(self, window: int | None) -> Tensor:
         """Return which keys each query sees, [1, B, S * G, L]."""
         if window not in self._allowed:
-            seen = visible(self.positions, self.keys, window)  # [B, S, L]
+            seen = visible_keys(self.positions, self.keys, window)  # [B, S, L]
             self._allowed[window] = seen.repeat_interleave(self.group_size, 1)[None]
         return self._allowed[window]
 
@@ -183,5 +183,5 @@ class PagedDecoding:
         cache.write(layer_index, self._spread_slots, k, v)
         keys, values = cache.gather(layer_index, self.pages, rows)
         queries = q.reshape(rows, cache.kv_heads, -1, q.shape[-1]).transpose(0, 1)
-        seen = visible(self.positions[:, None], self.keys, rule.window)[None].expand(-1, -1, queries.shape[2], -1)
+        seen = visible_keys(self.positions[:, None], self.keys, rule.window)[None].expand(-1, -1, queries.shape[2], -1)
         return cache.ops.attend(queries, keys, values, rule, seen).transpose(0, 1).reshape(q.shape)

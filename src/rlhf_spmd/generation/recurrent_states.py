@@ -123,7 +123,7 @@ class StepMixing:
         """x [T, C], ``decay`` and ``rate`` [T, value heads] -> [T, value heads, D]. Updates the rows' states."""
         outs = []
         for part, group in zip(self._packing.padded_groups(1, math.inf), self._groups, strict=True):
-            valid = None if part.full else part.valid[:, :, None]
+            valid = None if part.has_no_padding else part.valid[:, :, None]
             rows = part.gather(x), part.gather(decay), part.gather(rate)
             outs.append(part.without_padding(self._states.mix(layer_index, *group, rows, weight, shape, valid)))
         return torch.cat(outs).index_select(0, self._packing.group_positions(1, math.inf))

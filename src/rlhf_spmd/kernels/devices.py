@@ -96,7 +96,7 @@ class HostCopy:
         return self._event is None or self._event.query()
 
     def values(self) -> Tensor:
-        """Waits for the copy."""
+        """Return the values, after waiting for the copy."""
         if self._event is not None:
             self._event.synchronize()
         return self._values
@@ -108,7 +108,7 @@ class HostCopy:
 
 
 def wait(device: torch.device | None = None) -> None:
-    """Makes the host wait for the work of the current stream of ``device``, by default ``model_device()``."""
+    """Make the host wait for the work of the current stream of ``device``, by default ``model_device()``."""
     if capabilities(device or model_device()).streams:
         torch.cuda.current_stream(device).synchronize()
 

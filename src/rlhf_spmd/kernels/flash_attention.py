@@ -17,7 +17,8 @@ from torch import Tensor
 from rlhf_spmd.kernels.dense_attention import sink_gradients
 from rlhf_spmd.kernels.devices import model_device, shared_memory, unavailable
 from rlhf_spmd.kernels.gradients import differentiable
-from rlhf_spmd.kernels.packing import AttentionRule, Packing
+from rlhf_spmd.kernels.layer_args import AttentionRule
+from rlhf_spmd.kernels.packing import Packing
 
 DTYPES = (torch.bfloat16, torch.float16)  # no flash kernel computes others
 MAX_HEAD_DIM = 256
@@ -40,14 +41,14 @@ class TorchFlash:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         """Return :meth:`~rlhf_spmd.kernels.Ops.attend_packed` for at least one token."""
-        halves = partial(self._forward, packing, rule), partial(self.backward, packing, rule)
-        return differentiable(*halves, *map(_rows, (q, k, v)), *_sinks(rule))
+        forward, backward = partial(self._forward, packing, rule), partial(self.backward, packing, rule)
+        return differentiable(forward, backward, *map(_rows, (q, k, v)), *_sinks(rule))
 
     def _forward(
         self, packing: Packing, rule: AttentionRule, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        sequences, options = _sequences(packing), _options(rule)
-        out, log_sums, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *sequences, 0.0, True, False, **options)
+        inputs = q, k, v, *_sequences(packing)
+        out, log_sums, *_ = torch.ops.aten._flash_attention_forward(*inputs, 0.0, True, False, **_options(rule))
         for sink in sinks:
             column = sink.float()[:, None]
             out = (out * torch.sigmoid(log_sums - column).t()[..., None]).to(q.dtype)
@@ -68,11 +69,9 @@ class TorchFlash:
         *sinks: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return gradients of q, k, v and the sinks from the output's. ``log_sums``: fp32 [H * G, T]."""
-        state = q.new_empty(2, dtype=torch.uint64)  # of random numbers: nothing is dropped, so nobody reads it
-        sequences, options = _sequences(packing), _options(rule)
-        grads: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
-            _rows(grad), q, k, v, out, log_sums, *sequences, 0.0, True, state, state, **options
-        )
+        state = q.new_empty(2, dtype=torch.uint64)  # of the generator of dropout: nothing is dropped, so nobody reads it
+        inputs = _rows(grad), q, k, v, out, log_sums, *_sequences(packing)
+        grads: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(*inputs, 0.0, True, state, state, **_options(rule))
         return *grads, *sink_gradients(sinks, grad, out, log_sums.t())
 
 
@@ -106,7 +105,7 @@ def choose_packed(dtype: torch.dtype) -> TorchFlash | None:
 
 
 def _sequences(packing: Packing) -> tuple[Tensor, Tensor, int, int]:
-    bounds, longest = packing.filled
+    bounds, longest = packing.nonempty_bounds
     return bounds, bounds, longest, longest
 
 

@@ -22,11 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens, as transformers and flash-linear-attention have it
-EPS = 1e-6  # of the length of queries and keys
+EPS = 1e-6  # added to the squared length of queries and keys
 
 
 class DeltaShape(NamedTuple):
-    """Heads of one rank. ``fused_slices``: channels are so many equal parts, each of queries, keys and values."""
+    """The heads of one rank.
+
+    - keys, values: number of key heads and of value heads
+    - key_dim, value_dim: elements of a head
+    - kernel: tokens that the convolution sees
+    - fused_slices: number of equal parts of the channels, each with queries, keys and values
+    """
 
     keys: int
     values: int
@@ -49,8 +55,12 @@ class DeltaStates(NamedTuple):
 
 
 class MixerWeights(NamedTuple):
-    """Parameters of a layer beside its matrices: ``conv`` [C, 1, kernel], ``decay`` and ``decay_bias`` [H * G], ``norm`` [D] and its
-    ``eps``."""
+    """The parameters of a layer beside its matrices.
+
+    - conv: [C, 1, kernel]
+    - decay, decay_bias: [H * G]
+    - norm, eps: weight [D] and epsilon of the norm
+    """
 
     conv: Tensor
     decay: Tensor
@@ -60,9 +70,12 @@ class MixerWeights(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """The states of one token of each row in a layer: ``inputs`` [N, kernel - 1, C] and ``memory`` [N, H, G, K, D] of all slots;
-    ``slots`` int64 [B], -1: a copy of the first row, which gets what that one gets; ``positions`` int64 [B], 0: the row begins with
-    zeros."""
+    """The states of one token of each row in a layer.
+
+    - inputs, memory: [N, kernel - 1, C] and [N, H, G, K, D], the states of all slots
+    - slots: int64 [B], the slot of each row; -1: padding, whose output is that of the first row
+    - positions: int64 [B]; at 0 the row begins with zeros
+    """
 
     inputs: Tensor
     memory: Tensor
@@ -103,12 +116,13 @@ def delta_rule(
 
 def _convolve(seen: Tensor, weight: Tensor) -> Tensor:
     """Return silu of the convolution [B, S, C] of ``seen`` [B, kernel - 1 + S, C], in fp32 at least."""
-    wide, kernel = torch.promote_types(seen.dtype, torch.float32), weight.shape[2]
+    wide = torch.promote_types(seen.dtype, torch.float32)
     seen, weight = seen.to(wide), weight.to(wide)
-    num = seen.shape[1] - kernel + 1
-    total = seen[:, :num] * weight[:, 0, 0]
-    for offset in range(1, kernel):
-        total = total + seen[:, offset : offset + num] * weight[:, 0, offset]
+    kernel = weight.shape[2]
+    num_tokens = seen.shape[1] - kernel + 1
+    total = seen[:, :num_tokens] * weight[:, 0, 0]
+    for tap in range(1, kernel):
+        total = total + seen[:, tap : tap + num_tokens] * weight[:, 0, tap]
     return F.silu(total)
 
 
@@ -131,7 +145,8 @@ def split_channels(x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor
 def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Return output and memory for S = 1, see :func:`_chunks`."""
     memory = memory * decay[:, 0, :, :, None, None].exp()
-    key, query = k[:, 0, :, None, :, None], q[:, 0, :, None, None, :]  # [B, H, 1, K, 1] and [B, H, 1, 1, K]
+    key = k[:, 0, :, None, :, None]  # [B, H, 1, K, 1]
+    query = q[:, 0, :, None, None, :]  # [B, H, 1, 1, K]
     recalled = key.transpose(3, 4) @ memory
     memory = memory + key * ((v[:, 0, :, :, None] - recalled) * rate[:, 0, :, :, None, None])
     return (query @ memory).transpose(2, 3).transpose(1, 2), memory
@@ -151,7 +166,8 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory
         return x.movedim((1, 2), (-3, -2))
 
     q, k = cut(q)[:, :, None], cut(k)[:, :, None]  # the value heads of a key head share them
-    v, rate, sums = cut(v), cut(rate[..., None]), cut(decay[..., None]).cumsum(-2)  # [B, H, G, N, L, .]
+    v, rate = cut(v), cut(rate[..., None])  # [B, H, G, N, L, .]
+    sums = cut(decay[..., None]).cumsum(-2)
     ahead = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     between = (sums - sums.transpose(-1, -2)).masked_fill(ahead, -torch.inf).exp()  # decay from the column's token to the row's
     system = (k @ k.transpose(-1, -2)) * between * rate  # whose diagonal is taken to be one
@@ -159,15 +175,17 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory
     solved = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
     values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
     scores = (q @ k.transpose(-1, -2)) * between
-    from_before, last = q * sums.exp(), sums[..., -1:, :]
-    to_memory, kept = (k * (last - sums).exp()).transpose(-1, -2), last.exp()
-    heads, memory = memory.shape[:3], memory.flatten(0, 2)
+    last = sums[..., -1:, :]
+    queries = q * sums.exp()
+    writes = (k * (last - sums).exp()).transpose(-1, -2)
+    heads = memory.shape[:3]
+    memory = memory.flatten(0, 2)
     # unbound at once: each index into all chunks would have a gradient of all chunks
-    parts = (x.flatten(0, 2).unbind(1) for x in (values, reads, from_before, scores, to_memory, kept))
+    parts = (x.flatten(0, 2).unbind(1) for x in (values, reads, queries, scores, writes, last.exp()))
     outs = []
-    for value, read, query, score, write, keep in zip(*parts, strict=True):
-        new = torch.baddbmm(value, read, memory, alpha=-1)
-        outs.append(torch.baddbmm(score @ new, query, memory))
-        memory = torch.baddbmm(memory * keep, write, new)
+    for value, read, query, score, write, memory_decay in zip(*parts, strict=True):
+        change = torch.baddbmm(value, read, memory, alpha=-1)
+        outs.append(torch.baddbmm(score @ change, query, memory))
+        memory = torch.baddbmm(memory * memory_decay, write, change)
     out = torch.stack(outs, 1).flatten(1, 2)[:, :length].unflatten(0, heads)  # [B, H, G, S, D]
     return out.permute(0, 3, 1, 2, 4), memory.unflatten(0, heads)

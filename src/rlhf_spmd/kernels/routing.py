@@ -58,12 +58,12 @@ def choose(logits: Tensor, score_bias: Tensor | None, rule: RoutingRule) -> Tens
         return ranked.topk(rule.per_token, -1).indices
 
 
-def weigh(logits: Tensor, chosen: Tensor, rule: RoutingRule) -> Tensor:
-    """Return the weights of the ``chosen`` experts [T, K], in the dtype of ``logits`` [T, E]."""
+def weigh(logits: Tensor, expert_ids: Tensor, rule: RoutingRule) -> Tensor:
+    """Return the weights of the experts ``expert_ids`` [T, K], in the dtype of ``logits`` [T, E]."""
     if rule.scoring == "chosen":
-        return torch.softmax(logits.gather(1, chosen), -1) * rule.scale
+        return torch.softmax(logits.gather(1, expert_ids), -1) * rule.scale
     scores = torch.softmax(logits, -1) if rule.scoring == "softmax" else sigmoid(logits)
-    weights = scores.gather(1, chosen)
+    weights = scores.gather(1, expert_ids)
     if rule.normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + (TINY if rule.scoring == "sigmoid" else 0.0))
     return weights if rule.scale == 1.0 else weights * rule.scale
@@ -73,7 +73,8 @@ def split_to_bf16_terms(values: Tensor) -> Tensor:
     """Return for each of ``values`` [E] three terms whose sum it is, [E, 3] in fp32; each has the precision of bf16.
 
     A model of any dtype stores such terms exactly, and casts do not change them. Values below 1e-30 lose digits."""
-    terms, rest = [], values.float()
+    rest = values.float()
+    terms = []
     for _ in range(3):
         terms.append(rest.bfloat16().float())
         rest = rest - terms[-1]

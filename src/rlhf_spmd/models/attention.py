@@ -13,7 +13,7 @@ from rlhf_spmd.kernels import AttentionRule, Ops, Packing, PageTarget, choose_op
 
 class Attention(Protocol):
     """What a forward pass needs to know about its tokens. One whose ``attend`` the kernel of a whole layer can take over also has a
-    ``layer_kernel_args(layer_index)``, see :meth:`~rlhf_spmd.kernels.Ops.layer`, and from one layer to the next its ``space``: large
+    ``layer_kernel_args(layer_index)``, see :meth:`~rlhf_spmd.kernels.Ops.fused_layer`, and from one layer to the next its ``space``: large
     blocks that are allocated anew cost a page fault per 4 KB."""
 
     positions: Tensor  # [T]

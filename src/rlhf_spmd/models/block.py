@@ -131,13 +131,13 @@ class Block(nn.Module):
         self._fused_layer = self._fuse(shards["down.weight"].shape[-1]) if may_fuse else None
 
     def _fuse(self, inner: int) -> Callable[..., Tensor | None] | None:
-        """Return :meth:`Ops.layer` of this layer; None with quantized matrices. ``inner``: columns of the MLP."""
+        """Return :meth:`Ops.fused_layer` of this layer; None with quantized matrices. ``inner``: columns of the MLP."""
         if any(adapter.base for adapter in self.adapters):
             return None
         attention = self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm
         parts = LayerParts(*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
         options = LayerOptions(self.head_shape, inner, self.gelu, self.qk_norm_over_all_heads, self.residual_scale)
-        return self.ops.layer(parts, options, self.rule, self.index_of_kind)
+        return self.ops.fused_layer(parts, options, self.rule, self.index_of_kind)
 
     def forward(
         self, x: Tensor, rope: Rope, attention: Attention | DeltaAttention, num_tokens: int, routers: Routers | None = None
@@ -229,7 +229,7 @@ class Block(nn.Module):
             q = self.ops.heads_to_pages(*parts, attention.page_target(self.index_of_kind))
             q = q if rope.growth is None else q * rope.growth
             return attention.attend_written(self.index_of_kind, q[:num_tokens], rule)
-        q, k, v = self.ops.heads(*parts)
+        q, k, v = self.ops.split_heads(*parts)
         q = q if rope.growth is None else q * rope.growth
         if num_tokens < qkv.shape[0]:  # also a slice of all rows would be a copy in the backward pass
             q, k, v = (x[:num_tokens] for x in (q, k, v))
@@ -238,7 +238,7 @@ class Block(nn.Module):
     def _activate(self, recomputed: bool, gate_up: Tensor) -> Tensor:
         """Return the MLP's output [R, hidden] from its first product ``gate_up`` [R, 2n]: this rank's part, to be summed over tp."""
         rows = gate_up.shape[0]
-        inner = self.ops.gated(gate_up.view(rows * self.gate_up_slices, -1), self.gelu).view(rows, -1)
+        inner = self.ops.gated_activation(gate_up.view(rows * self.gate_up_slices, -1), self.gelu).view(rows, -1)
         return self.down.product(self.ops, inner, recomputed)
 
     def _mix_experts(self, recomputed: bool, x: Tensor, mixed: Tensor, routers: Routers | None) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,7 @@ class PackedDeltaAttention:
             return mixed if copies is None else copies.first(mixed)
         outs = []
         for part in packing.padded_groups(1, math.inf):
-            valid = None if part.full else part.valid[:, :, None]
+            valid = None if part.has_no_padding else part.valid[:, :, None]
             rows, decays, rates = (part.gather(each) for each in (x, decay, rate))
             out, _, _ = delta_rule(rows, decays, rates, weight, shape, valid, None)
             outs.append(part.without_padding(out))

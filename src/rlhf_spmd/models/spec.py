@@ -142,7 +142,7 @@ class ModelSpec:
         return "global" if self.has_global_heads(layer) else "full"
 
     def supports_fused_layer(self, layer: int) -> bool:
-        """Return True if :meth:`~rlhf_spmd.kernels.Ops.layer` knows all that a layer computes, by its global index."""
+        """Return True if :meth:`~rlhf_spmd.kernels.Ops.fused_layer` knows all that a layer computes, by its global index."""
         plain_attention = self.latent is None and self.delta is None and self.names.sinks is None and self.query_growth is None
         return plain_attention and not self.value_norm and self.experts_of(layer) is None and self.names.scalar is None
 
