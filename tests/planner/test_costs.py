@@ -158,7 +158,7 @@ def test_small_messages_take_their_latency_and_stages_what_they_hand_over() -> N
 def mixer_operations(tokens: int) -> tuple[int, int]:
     """Operations of torch that linear attention starts for rows of ``tokens``, forward and backward."""
     spec = spec_from_config(FAMILIES["qwen3-5"], "test")
-    delta = spec.delta
+    delta = spec.delta_rule
     assert delta is not None
     with mock.patch.object(dispatch, "_load", return_value=None):
         decoder = Decoder(spec, "none", 0, 1, solo(), torch.float32, "cpu")

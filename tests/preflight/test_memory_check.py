@@ -18,7 +18,7 @@ import tasks
 from known_models import KEYS, MODELS
 from ranks import Program, run_ranks
 from rlhf_spmd.kernels.devices import container_bytes, total_bytes
-from rlhf_spmd.models.activations import run, run_again, run_part_again
+from rlhf_spmd.models.activations import keep_layer, recompute_layer, recompute_part
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.preflight import memory_check
 from rlhf_spmd.preflight.banner import run_banner
@@ -329,11 +329,11 @@ def modes(world: World, chosen: list[str], *settings: str) -> list[Any]:
 
 def test_ranks_of_a_role_recompute_alike() -> None:
     """The one that has least memory decides for all."""
-    assert run_ranks(2, modes, ["none", "none"]) == [[[run.__name__, "run_part"]]] * 2
-    assert run_ranks(2, modes, ["none", "selective"]) == [[[run.__name__, run_part_again.__name__]]] * 2
-    assert run_ranks(2, modes, ["full", "none"]) == [[[run_again.__name__, "run_part"]]] * 2
+    assert run_ranks(2, modes, ["none", "none"]) == [[[keep_layer.__name__, "keep_part"]]] * 2
+    assert run_ranks(2, modes, ["none", "selective"]) == [[[keep_layer.__name__, recompute_part.__name__]]] * 2
+    assert run_ranks(2, modes, ["full", "none"]) == [[[recompute_layer.__name__, "keep_part"]]] * 2
     fixed = "models.actor.activation_checkpointing=selective"
-    assert run_ranks(2, modes, ["none", "full"], fixed) == [[[run.__name__, run_part_again.__name__]]] * 2
+    assert run_ranks(2, modes, ["none", "full"], fixed) == [[[keep_layer.__name__, recompute_part.__name__]]] * 2
 
 
 def test_auto_takes_the_first_that_fits(root: Path) -> None:

@@ -78,8 +78,8 @@ def loss_of(name: str, logits: Tensor, experts: Any) -> Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     if name in SIGMOID:
-        return deepseek_loss(logits, experts.per_token)
-    return load_balancing_loss_func((logits,), experts.count, experts.per_token)
+        return deepseek_loss(logits, experts.experts_per_token)
+    return load_balancing_loss_func((logits,), experts.num_experts, experts.experts_per_token)
 
 
 @pytest.mark.parametrize("name", tiers([*sorted(SHORT), "qwen2-moe", "olmoe", "mixtral", "deepseek-v2"], SHORT))
@@ -120,7 +120,10 @@ def test_loss_gradients_and_metrics_equal_transformers(tmp_path: Path, name: str
     assert report["moe/router_entropy"] == pytest.approx(float(entropy), rel=TOLERANCE)
     if spec.experts.groups == 1 and not spec.experts.score_biased:  # others take other experts than those of the highest scores
         experts = spec.experts
-        loads = [torch.bincount(layer.topk(experts.per_token).indices.flatten(), minlength=experts.count) for layer in layers]
+        loads = [
+            torch.bincount(layer.topk(experts.experts_per_token).indices.flatten(), minlength=experts.num_experts)
+            for layer in layers
+        ]
         violation = sum(float(load.max() / load.double().mean() - 1) for load in loads) / len(loads)
         assert report["moe/max_vio"] == pytest.approx(violation, rel=TOLERANCE)
     assert balance.report(solo()) == {}, "the sums begin anew"

@@ -22,7 +22,7 @@ from rlhf_spmd.checkpoint.load import read_whole
 from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError
 from rlhf_spmd.data.encoding import TEMPLATE_FILE
 from rlhf_spmd.models.file_forms import file_forms
-from rlhf_spmd.models.spec import ModelSpec, join_ends
+from rlhf_spmd.models.spec import ModelSpec, with_end_tokens
 from rlhf_spmd.models.stored import read_json, read_spec
 from rlhf_spmd.parallel.data_parallel import buckets
 from rlhf_spmd.telemetry.run_dir import atomic_write_text
@@ -95,7 +95,7 @@ def export_hugging_face(
                 specs, joined = in_files(read_spec(source), [replace(spec, dtype=dtype or spec.dtype) for spec in tensors], get)
                 _write_weights(draft, plan_files(specs, max_shard_bytes), joined)
         copy_companions(source, draft, chat_template)
-        spec = join_ends(read_spec(source), tokenizer, chat_template)
+        spec = with_end_tokens(read_spec(source), tokenizer, chat_template)
         name_ends(draft, spec.eos_token_ids)
         if adapters is None or merged:
             config = with_ends(export_config(read_json(source / "config.json"), specs), spec.eos_token_ids)
@@ -163,7 +163,7 @@ def in_files(
 
     def joined(wanted: Spec) -> Tensor:
         form = forms[wanted.key]
-        return form.join([get(by_name[part]) for part in form.parts]).to(wanted.dtype)
+        return form.build([get(by_name[part]) for part in form.parts]).to(wanted.dtype)
 
     specs = [Spec(form.name, form.dtype or by_name[form.parts[0]].dtype, form.shape) for form in forms.values()]
     return specs, joined

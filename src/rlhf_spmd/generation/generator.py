@@ -308,7 +308,7 @@ class Generator:
             if capabilities(self._device).graphs:
                 num_needed = round_up(num_needed, 1 << max(num_needed.bit_length() - 4, 0))
             num_pages = share if config.num_pages else max(min(num_needed, share), 1)
-            recurrent = self.decoder.spec.delta is not None
+            recurrent = self.decoder.spec.delta_rule is not None
             slots = num_seqs if self.reserved or not recurrent else min(num_seqs, len(members))
             num_states = slots + SPARE_SLOTS * config.enable_prefix_caching
             states = RecurrentStates(self.decoder, num_states, self._device) if self.decoder.num_linear else None

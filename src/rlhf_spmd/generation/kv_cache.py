@@ -266,14 +266,26 @@ def step_bytes(config: GenerationConfig, decoder: Decoder) -> float:
     if spec.experts is not None:  # a row for each choice, what its expert makes of it, and the result
         slices = 1 if any(block.first_expert is not None for block in blocks) else decoder.tp.size
         inner = 3 * spec.experts.intermediate_size / slices
-        mlp = max(mlp, spec.experts.per_token * (2 * spec.hidden_size + inner) + 3 * spec.experts.shared_size / decoder.tp.size)
+        mlp = max(
+            mlp,
+            spec.experts.experts_per_token * (2 * spec.hidden_size + inner) + 3 * spec.experts.shared_size / decoder.tp.size,
+        )
     row = 4 * spec.hidden_size + queries + 2 * keys + max(mlp, 3 * queries + 3 * keys)
     if spec.latent is not None:  # queries twice and their outputs, as wide as an entry of the cache
-        row = 4 * spec.hidden_size + queries + 2 * spec.latent.entry + max(mlp, 3 * block.num_heads * spec.latent.entry)
-    if spec.delta is not None:
-        row += (spec.delta.columns + spec.delta.kept / 2 * 4 / size) / decoder.tp.size
+        row = (
+            4 * spec.hidden_size
+            + queries
+            + 2 * spec.latent.cached_elements
+            + max(mlp, 3 * block.num_heads * spec.latent.cached_elements)
+        )
+    if spec.delta_rule is not None:
+        row += (spec.delta_rule.columns + spec.delta_rule.saved_numbers_per_token / 2 * 4 / size) / decoder.tp.size
     copies = 2 + (2 * decoder.tp.size if decoder.tp.size > 1 else 0)
     logits = 4 * config.max_num_seqs * spec.vocab_size / decoder.tp.size * copies if decoder.is_last else 0.0
     captures = config.captures(next(decoder.parameters()).device, decoder.pp)
-    decoding = 0.0 if spec.delta is None else TEMPORARY_STATES * 4 * config.max_num_seqs * spec.delta.state / decoder.tp.size
+    decoding = (
+        0.0
+        if spec.delta_rule is None
+        else TEMPORARY_STATES * 4 * config.max_num_seqs * spec.delta_rule.state_numel / decoder.tp.size
+    )
     return max(size * config.max_num_batched_tokens * row, decoding) + logits * (1 + captures)

@@ -29,7 +29,7 @@ from rlhf_spmd.parallel.collectives import Group
 def no_experts(spec: ModelSpec) -> Tensor:
     """Return the experts of no token, [0, mixtures of the model, K]."""
     assert spec.experts is not None, f"models of {spec.family} have no experts"
-    return torch.empty(0, len(mixture_numbers(spec)), spec.experts.per_token, dtype=spec.experts.number_dtype)
+    return torch.empty(0, len(mixture_numbers(spec)), spec.experts.experts_per_token, dtype=spec.experts.number_dtype)
 
 
 class ExpertPages:

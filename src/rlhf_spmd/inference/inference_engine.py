@@ -32,7 +32,7 @@ from rlhf_spmd.inference.loaded_model import (
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.sharding import cache_shape
-from rlhf_spmd.models.spec import ModelSpec, join_ends
+from rlhf_spmd.models.spec import ModelSpec, with_end_tokens
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.device_setup import choose_device
 from rlhf_spmd.parallel.launch import Launch
@@ -90,7 +90,7 @@ def read_generating_model(
     config, spec, layout, checkpoint = read_weights(config, launch, config.generation.ep)
     check_cache(spec, layout, config.generation, config.model, launch)
     tokenizer = load_tokenizer(tokenizer_path or config.model.path, required=needs_tokenizer)
-    return CheckedModel(config, join_ends(spec, tokenizer, template), layout, checkpoint, tokenizer)
+    return CheckedModel(config, with_end_tokens(spec, tokenizer, template), layout, checkpoint, tokenizer)
 
 
 def check_cache(spec: ModelSpec, layout: Layout, generation: GenerationConfig, model: ModelConfig, launch: Launch) -> None:

@@ -188,15 +188,7 @@ class CppOps(BatchInvariantOps):
         return *grads, *sink_gradients(sinks, grad, out, log_sums)
 
     def attend_paged(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        items: Tensor,
-        table: Tensor,
-        cache: Tensor,
-        page_size: int,
-        rule: AttentionRule,
+        self, q: Tensor, k: Tensor, v: Tensor, items: Tensor, table: Tensor, cache: Tensor, page_size: int, rule: AttentionRule
     ) -> Tensor:
         """Return the attention of ``q`` [T, H * G, D] over the rows' pages, in the same shape. Writes ``k`` and ``v`` [T, H, D] into
         ``cache`` [2, H, pages, page_elements] before.
@@ -238,18 +230,9 @@ class CppOps(BatchInvariantOps):
         x = _heads(x)
         tokens, heads, dim = x.shape
         out = torch.empty(x.shape, dtype=x.dtype)
-        inputs = (
-            x.dtype == torch.bfloat16,
-            x,
-            tokens,
-            x.stride(0),
-            heads,
-            dim,
-            cos.shape[-1],
-            cos.contiguous(),
-            sin.contiguous(),
-        )
-        self._c.rotate(*inputs, interleaved, out, heads * dim)
+        sizes = tokens, x.stride(0), heads, dim, cos.shape[-1]
+        tables = cos.contiguous(), sin.contiguous()
+        self._c.rotate(x.dtype == torch.bfloat16, x, *sizes, *tables, interleaved, out, heads * dim)
         return out
 
     def gated_activation_forward(self, gate_up: Tensor, gelu: bool) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """A token takes the ``per_token`` experts of the highest scores, which are their weights, times ``scale``.
+    """A token takes the ``experts_per_token`` experts of the highest scores, which are their weights, times ``scale``.
 
     ``scoring``: how scores come from logits: "softmax" or "sigmoid" over all experts, or "chosen", a softmax over those that are taken.
     ``normalise``: weights are divided by their sum. ``groups``: experts lie in as many equal groups, of which a token takes only from
@@ -24,7 +24,7 @@ class RoutingRule:
     (DeepSeek-V2, arXiv 2405.04434).
     """
 
-    per_token: int
+    experts_per_token: int
     scoring: Literal["softmax", "sigmoid", "chosen"] = "softmax"
     normalise: bool = False
     scale: float = 1.0
@@ -55,7 +55,7 @@ def choose(logits: Tensor, score_bias: Tensor | None, rule: RoutingRule) -> Tens
             sums = grouped.topk(min(rule.group_best, grouped.shape[2]), -1).values.sum(-1)
             left_out = torch.ones_like(sums, dtype=torch.bool).scatter_(1, sums.topk(rule.top_groups, -1).indices, False)
             ranked = grouped.masked_fill(left_out[:, :, None], -math.inf).flatten(1)
-        return ranked.topk(rule.per_token, -1).indices
+        return ranked.topk(rule.experts_per_token, -1).indices
 
 
 def weigh(logits: Tensor, expert_ids: Tensor, rule: RoutingRule) -> Tensor:

@@ -134,9 +134,9 @@ def route(
     logits = logits.contiguous()
     tokens, count = logits.shape
     size = count // rule.groups
-    weights = torch.empty(tokens, rule.per_token, dtype=dtype, device=logits.device)
+    weights = torch.empty(tokens, rule.experts_per_token, dtype=dtype, device=logits.device)
     if expert_ids is None:
-        ids = torch.empty(tokens, rule.per_token, dtype=torch.int64, device=logits.device)
+        ids = torch.empty(tokens, rule.experts_per_token, dtype=torch.int64, device=logits.device)
     else:
         ids = expert_ids.contiguous()
     if tokens:
@@ -164,5 +164,5 @@ def _numbers(rule: RoutingRule) -> tuple[float, float]:
 
 
 def _kind(rule: RoutingRule) -> dict[str, Any]:
-    block = triton.next_power_of_2(rule.per_token)
-    return {"K": rule.per_token, "SCORING": SCORINGS[rule.scoring], "NORMALISE": rule.normalise, "BLOCK_K": block}
+    block = triton.next_power_of_2(rule.experts_per_token)
+    return {"K": rule.experts_per_token, "SCORING": SCORINGS[rule.scoring], "NORMALISE": rule.normalise, "BLOCK_K": block}

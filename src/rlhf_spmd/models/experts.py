@@ -74,14 +74,16 @@ def mix_experts(
     the first of this rank; it computes their part alone."""
     factors, expert_ids = route(ops, x, weights, experts, choose or ops.route)
     if first is not None:
-        factors, expert_ids = ops.local_choices(factors, expert_ids, first, len(weights.down) // x.shape[1], experts.count)
+        factors, expert_ids = ops.local_choices(
+            factors, expert_ids, first, len(weights.down) // x.shape[1], experts.num_experts
+        )
     sorted_experts, pair_of_row, row_of_pair = ops.sort_choices(expert_ids)
-    rows = ops.expert_rows(x, pair_of_row, row_of_pair, experts.per_token)
+    rows = ops.expert_rows(x, pair_of_row, row_of_pair, experts.experts_per_token)
 
     def compute(rows: Tensor, numbers: Tensor) -> Tensor:
         return apply_experts(ops, rows, numbers, weights, experts, gelu, fused_slices)
 
-    out = at_experts(ops, rows, sorted_experts, experts.count, ep or solo(), compute)
+    out = at_experts(ops, rows, sorted_experts, experts.num_experts, ep or solo(), compute)
     total = ops.sum_experts(out, factors, pair_of_row, row_of_pair)
     if weights.shared_gate_up is None or weights.shared_down is None:
         return total
@@ -104,7 +106,7 @@ def apply_experts(
     entry = weights.gate_up.view(fused_slices, count, -1, hidden).transpose(0, 1)
     inner = ops.per_expert(rows, entry, groups)
     if weights.gate_up_bias is not None:
-        numbers = numbers.clamp(max=count - 1) if count < experts.count else numbers
+        numbers = numbers.clamp(max=count - 1) if count < experts.num_experts else numbers
         bias = weights.gate_up_bias.view(fused_slices, count, -1).transpose(0, 1).reshape(count, -1)
         inner = ops.add_expert_bias(inner, bias, numbers)
     inner = inner.view(len(rows) * fused_slices, inner.shape[1] // fused_slices)  # a rank may have no rows, so sizes are said

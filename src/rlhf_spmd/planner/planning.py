@@ -69,7 +69,7 @@ class ModelCall:
     @property
     def expert_ranks(self) -> list[int]:
         """Return the numbers of ranks that are tried to share the experts."""
-        return [1] if self.spec.experts is None or self.kind == "generate" else divisors(self.spec.experts.count)
+        return [1] if self.spec.experts is None or self.kind == "generate" else divisors(self.spec.experts.num_experts)
 
     @property
     def shares_experts(self) -> bool:

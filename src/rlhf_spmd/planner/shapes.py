@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
-from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.models.sharding import plan_whole_model
 from rlhf_spmd.models.spec import ModelSpec
 
 
@@ -90,13 +90,13 @@ class ModelShape:
 
 def adapter_numel(spec: ModelSpec, lora: LoraConfig) -> float:
     """Return the elements of the adapters of an average layer."""
-    plan = plan_params(spec, "none", 0, 1, 0, 1, lora=lora) if lora.rank else {}
+    plan = plan_whole_model(spec, "none", lora) if lora.rank else {}
     return sum(float(np.prod(shard.shape)) for name, shard in plan.items() if is_adapter(name)) / spec.num_hidden_layers
 
 
 def quantized_numel(spec: ModelSpec, lora: LoraConfig) -> float:
     """Return the elements of the matrices of an average layer that are quantized to ``lora.bits``."""
-    plan = plan_params(spec, "none", 0, 1, 0, 1, lora=lora) if lora.bits is not None else {}
+    plan = plan_whole_model(spec, "none", lora) if lora.bits is not None else {}
     matrices = [name.replace(".lora.a", ".weight") for name in plan if name.endswith(".lora.a")]
     return sum(float(np.prod(plan[name].shape)) for name in matrices) / spec.num_hidden_layers
 
@@ -106,24 +106,26 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
     """Return the sizes of a model with this ``head``, as ``models.sharding.plan_params`` names it."""
     numel: dict[str, int] = {}
     divided = 0
-    for name, shard in plan_params(spec, head, 0, 1, 0, 1).items():
+    for name, shard in plan_whole_model(spec, head).items():
         part = name.split(".")[0]
         numel[part] = numel.get(part, 0) + int(np.prod(shard.shape))
         divided += int(np.prod(shard.shape)) * shard.by_expert
-    share = 1.0 if spec.delta is None else 1 - len(spec.delta.layers) / spec.num_hidden_layers  # of layers with attention
-    attending = [spec.spec_for_layer(layer) for layer in range(spec.num_hidden_layers) if spec.delta_of(layer) is None]
+    # share: of layers with attention
+    share = 1.0 if spec.delta_rule is None else 1 - len(spec.delta_rule.layers) / spec.num_hidden_layers
+    attending_layers = [layer for layer in range(spec.num_hidden_layers) if spec.linear_attention_at(layer) is None]
+    attending = [spec.spec_for_layer(layer) for layer in attending_layers]
     queries = sum(layer_spec.num_attention_heads * layer_spec.head_dim for layer_spec in attending) // spec.num_hidden_layers
     keys = sum(layer_spec.num_key_value_heads * layer_spec.head_dim for layer_spec in attending) // spec.num_hidden_layers
-    gates, delta = queries * spec.attention_gate, spec.delta
+    gates, delta = queries * spec.attention_gate, spec.delta_rule
     linear = 0.0 if delta is None else delta.columns * (1 - share)
     out = 0.0 if delta is None else delta.value_heads * delta.value_dim * (1 - share)
     columns = expert_columns = routers = rows = 0.0
     for layer in range(spec.num_hidden_layers):
-        experts = spec.experts_of(layer)
-        columns += spec.intermediate_size if experts is None else experts.width
-        expert_columns += 0 if experts is None else experts.width
-        routers += 0 if experts is None else experts.routers
-        rows += 0 if experts is None else experts.per_token
+        experts = spec.experts_at(layer)
+        columns += spec.intermediate_size if experts is None else experts.columns_per_token
+        expert_columns += 0 if experts is None else experts.columns_per_token
+        routers += 0 if experts is None else experts.num_router_outputs
+        rows += 0 if experts is None else experts.experts_per_token
     columns, routers = columns / spec.num_hidden_layers, routers / spec.num_hidden_layers
     matrices = sum(layer_spec.attention_numel for layer_spec in attending) / spec.num_hidden_layers
     matmul_weights = matrices + spec.hidden_size * (linear + out + 3 * columns + routers)
@@ -146,12 +148,12 @@ def shape_of(spec: ModelSpec, head: str) -> ModelShape:
         head_outputs=head_outputs,
         tied=spec.tie_word_embeddings and head in ("lm", "both"),
         expert_rows=rows / spec.num_hidden_layers,
-        cache_entry=0 if spec.latent is None else spec.latent.entry,
+        cache_entry=0 if spec.latent is None else spec.latent.cached_elements,
         q_rank=0 if spec.latent is None else spec.latent.q_rank or queries,
         experts=divided / spec.num_hidden_layers,
         gate_columns=gates + linear,
-        mixer_floats=2 * gates + (0.0 if delta is None else delta.kept * (1 - share)),
-        row_state=0.0 if delta is None else (delta.state + delta.channels * (delta.kernel - 1)) * (1 - share),
+        mixer_floats=2 * gates + (0.0 if delta is None else delta.saved_numbers_per_token * (1 - share)),
+        row_state=0.0 if delta is None else (delta.state_numel + delta.channels * (delta.kernel - 1)) * (1 - share),
         expert_columns=expert_columns / spec.num_hidden_layers,
         linear_share=1 - share,
         global_keys=global_keys / spec.num_hidden_layers,

@@ -86,7 +86,7 @@ def _attention(plan: RunPlan, device: torch.device) -> Iterator[str]:
 def _linear_attention(plan: RunPlan, device: torch.device) -> str:
     """Return what computes the linear attention of training and prefill, if the exported model has any."""
     config, spec = plan.exported.config, plan.exported.spec
-    if spec is None or spec.delta is None:
+    if spec is None or spec.delta_rule is None:
         return ""
     kernels = choose_ops(config.torch_dtype(device), device, config.attention).packed_delta
     return f", linear attention {'torch' if kernels is None else kernels.name}"

@@ -21,7 +21,7 @@ from rlhf_spmd.environments.config import check_rows, tools_of
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.sampler import drawable_ids
 from rlhf_spmd.generation.stopping import build_stop_criteria
-from rlhf_spmd.models.spec import ModelSpec, join_ends
+from rlhf_spmd.models.spec import ModelSpec, with_end_tokens
 from rlhf_spmd.preflight.checks import check_batches
 from rlhf_spmd.rewards.config import reward_key
 from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
@@ -77,7 +77,7 @@ def _with_text_readers(plan: RunPlan) -> dict[str, RolePlan]:
     """
     roles, template = dict(plan.roles), read_template(getattr(plan.config.data, "chat_template", None), "data.chat_template")
     for role, placed in plan.generating.items():
-        roles[role] = replace(placed, spec=join_ends(_spec(placed), plan.tokenizer, template))
+        roles[role] = replace(placed, spec=with_end_tokens(_spec(placed), plan.tokenizer, template))
     vocab_size = _spec(plan.exported).vocab_size
     for role, placed in plan.roles.items():
         if placed.spec is None:
@@ -86,7 +86,7 @@ def _with_text_readers(plan: RunPlan) -> dict[str, RolePlan]:
         if role in plan.rewards and role != plan.config.algorithm.exported:
             retokenizer = _retokenizer(plan, role)
             if retokenizer is not None:
-                spec = join_ends(placed.spec, retokenizer.tokenizer, retokenizer.encoder.template)
+                spec = with_end_tokens(placed.spec, retokenizer.tokenizer, retokenizer.encoder.template)
                 roles[role] = replace(placed, reads_text=True, spec=spec)
                 continue
             setting = f"{reward_key(role)}.retokenize={plan.rewards[role].retokenize}"

@@ -12,7 +12,7 @@ from rlhf_spmd.checkpoint.directory import checkpoints_of, committed
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.kernels import model_device
 from rlhf_spmd.models.lora import is_trained
-from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.models.sharding import plan_whole_model
 from rlhf_spmd.planner.machine import GIB
 from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.workers import ModelWorker
@@ -54,7 +54,7 @@ def saved_bytes(plan: RolePlan, device: torch.device) -> int:
     dtype = config.torch_dtype(device)
     wide = accumulation_dtype(dtype) if config.optim.master_weights else dtype
     total = 0
-    for name, shard in plan_params(plan.spec, head, 0, 1, 0, 1, lora=lora if lora.rank else None).items():
+    for name, shard in plan_whole_model(plan.spec, head, lora if lora.rank else None).items():
         if lora.rank and not is_trained(name, head, True):
             continue
         each = dtype.itemsize
@@ -71,7 +71,7 @@ def exported_bytes(plan: RolePlan, device: torch.device) -> int:
     """Return the bytes of a role's weights in an export."""
     if plan.spec is None:
         return 0
-    shards = plan_params(plan.spec, _head(plan), 0, 1, 0, 1).values()
+    shards = plan_whole_model(plan.spec, _head(plan)).values()
     return sum(math.prod(shard.shape) for shard in shards) * plan.config.torch_dtype(device).itemsize
 
 

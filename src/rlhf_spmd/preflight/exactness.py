@@ -48,7 +48,7 @@ def _obstacles(role: str, plan: RolePlan, config: TrainConfig, device: torch.dev
         yield from _obstacles_on_gpus(role, plan, device, dtype)
     if plan.config.router_replay == "R2":
         yield f"models.{role}.router_replay=R2 takes the experts of a forward pass of its own"
-    if spec.delta is not None:
+    if spec.delta_rule is not None:
         yield f"linear attention ({spec.family}) computes one token by other sums than many"
     if dtype.itemsize == 8:
         yield "in float64 generation's products are other ones than training's"

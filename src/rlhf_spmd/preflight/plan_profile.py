@@ -107,20 +107,20 @@ def kinds(spec: ModelSpec) -> list[tuple[ModelSpec, int]]:
     kind, as many as the model has of it; and their number."""
     by_kind: dict[tuple[object, ...], list[int]] = {}
     for layer in range(spec.num_hidden_layers):
-        kind = spec.attention_rule(layer).window, spec.delta_of(layer) is None, spec.experts_of(layer) is None
+        kind = spec.attention_rule(layer).window, spec.linear_attention_at(layer) is None, spec.experts_at(layer) is None
         by_kind.setdefault(kind, []).append(layer)
     return [(_alike(spec, layers[0], len(layers)), len(layers)) for layers in by_kind.values()]
 
 
 def _alike(spec: ModelSpec, layer: int, count: int) -> ModelSpec:
     """Return the model with ``count`` layers like this one, by its global index."""
-    delta, experts = spec.delta_of(layer), spec.experts_of(layer)
+    delta, experts = spec.linear_attention_at(layer), spec.experts_at(layer)
     return replace(
         spec,
         num_hidden_layers=count,
         windows=spec.windows[layer : layer + 1] * count,
         unrotated=tuple(range(count)) if layer in spec.unrotated else (),
-        delta=delta and replace(delta, layers=frozenset(range(count))),
+        delta_rule=delta and replace(delta, layers=frozenset(range(count))),
         experts=experts and replace(experts, dense_layers=()),
     )
 

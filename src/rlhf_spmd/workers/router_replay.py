@@ -72,7 +72,7 @@ class ExpertRecords:
         mesh = self._mesh
         balance = self._balance
         sizes = [len(micro.tokens) for micro in self._packed]
-        experts = torch.zeros(sum(sizes), len(balance.numbers), balance.per_token, dtype=self._dtype)
+        experts = torch.zeros(sum(sizes), len(balance.numbers), balance.experts_per_token, dtype=self._dtype)
         parts = experts.split(sizes) if sizes else ()
         for part, record in zip(parts, self._records, strict=True):
             local = part[mesh.cp.rank :: mesh.cp.size]
