@@ -47,8 +47,8 @@ class BatchInvariantOps(Ops):
     def is_batch_invariant(self, dtype: torch.dtype, threads: int = 1) -> bool:
         """Return True if a row's bits do not depend on the batch. With several threads they do:
         torch and MKL divide products by their size."""
-        needed = {dtype, torch.promote_types(dtype, torch.float32)}  # the logits' too
-        return threads == 1 and all(_multiplies_exactly(each, torch.get_float32_matmul_precision()) for each in needed)
+        dtypes = {dtype, torch.promote_types(dtype, torch.float32)}  # the logits' too
+        return threads == 1 and all(_multiplies_exactly(each, torch.get_float32_matmul_precision()) for each in dtypes)
 
     def wide_product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the product in fp32. The fp32 copy of the weight is made a part at a time: that of a large vocabulary is larger than
@@ -64,7 +64,7 @@ class BatchInvariantOps(Ops):
         return out
 
     def add_product(self, out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-        """A row's bits do not depend on the others."""
+        """Add the product as :meth:`ProductOps.add_product` does. A row's bits do not depend on the other rows."""
         wide = torch.promote_types(out.dtype, torch.float32)
         columns = right.to(wide).t().contiguous()
         product = self.linear(pad_rows(left.to(wide), self.min_rows(columns.numel(), columns.shape[1])), columns)[: len(out)]
@@ -111,9 +111,9 @@ class BatchInvariantOps(Ops):
             mixed = torch.empty_like(rows)
             for block, key_range, allowed in _causal_blocks(group.num_queries, group_size, rule.window, q.device):
                 queries = pad_rows(rows[:, :, block], self._attention_rows(rows), 2).contiguous()
-                seen = F.pad(allowed, (0, 0, 0, queries.shape[2] - allowed.shape[0]), value=True)
+                mask = F.pad(allowed, (0, 0, 0, queries.shape[2] - allowed.shape[0]), value=True)
                 sinks = rule.sinks_of_rows(kv_heads, queries.shape[2])
-                probabilities = _probabilities(queries, keys[:, :, key_range].contiguous(), seen, rule, sinks)
+                probabilities = _probabilities(queries, keys[:, :, key_range].contiguous(), mask, rule, sinks)
                 mixed[:, :, block] = _weighted_values(probabilities, values[:, :, key_range])[:, :, : allowed.shape[0]]
                 if saves:
                     saved.append(probabilities[:, :, : allowed.shape[0]])

@@ -70,7 +70,7 @@ class BatchInvariantGpuOps(GpuOps):
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         if not len(q):
             return torch.zeros_like(q)
-        if rule.sinks is not None:  # of models with experts, which are not exact here anyway
+        if rule.sinks is not None:  # only models with experts have sinks, and they are not exact here anyway
             return Ops.attend_packed(self, q, k, v, packing, rule)
         flash = self._flash if self._flash is not None and self._flash.fits(q, rule) else None
         return differentiable(partial(_packed, packing, rule), partial(_packed_backward, flash, packing, rule), q, k, v)

@@ -80,11 +80,12 @@ _SIGNATURES = {
     "draw": "p lll f ppi",  # logits, rows n stride, temperature, uniforms out threads
     "block_forward": "b",  # block
 }
-_LANES = 16  # of the widest vectors
+_LANES = 16  # fp32 elements of the widest vectors
 
 
 class CppOps(BatchInvariantOps):
-    """All tensors are fp32 or bf16 on the CPU, the last dim contiguous. A row's bits depend on that row and the weights alone."""
+    """Ops in C++. All tensors are fp32 or bf16 on the CPU, the last dim contiguous. A row's bits depend on that row and the weights
+    alone."""
 
     name = "cpp"
     joins_layers = True

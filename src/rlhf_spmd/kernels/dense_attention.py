@@ -72,12 +72,12 @@ def sink_gradients(sinks: Sequence[Tensor], grad: Tensor, out: Tensor, log_sums:
 
 
 class LatentKeys(NamedTuple):
-    """How keys of latent attention come about in generation, and queries that fit them. A token has one key for all heads, which the
+    """What keys of latent attention in generation, and their queries, are made with. A token has one key for all heads, which the
     cache holds.
 
-    - weight [C], eps: of the norm of the short vector
-    - to_keys [H, N, C]: the matrices that would make each head's keys from it; queries are multiplied by them instead
-    - cos, sin [T, 1, E / 2], interleaved: as for ``Ops.rotate``
+    - weight, eps: [C], the weight of the short vector's norm, and its epsilon
+    - to_keys: [H, N, C], the matrices that would make each head's keys of the short vector; queries are multiplied by them instead
+    - cos, sin, interleaved: tables [T, 1, E / 2] and order of pairs, as for ``Ops.rotate``
     """
 
     weight: Tensor

@@ -26,10 +26,10 @@ SMALL_HEAD_DIM = 192  # the most in backward passes of GPUs with less shared mem
 
 
 class TorchFlash:
-    """torch's kernels, through the operators below ``torch.nn.attention.varlen``, whose own signature changes between versions.
+    """Flash attention by torch's operators below ``torch.nn.attention.varlen``, whose own signature changes between versions.
 
-    They know no sinks. With one more score per head, whose value is 0, an output of softmax sums' logarithm ``l`` is multiplied by
-    sigmoid(l - sink), and the logarithm becomes logaddexp(l, sink); the backward kernels need no more than these two.
+    The operators have no sinks. A sink is one more score per head, whose value is 0. It multiplies an output by sigmoid(l - sink),
+    where l is the log-sum-exp of the scores, and makes l logaddexp(l, sink). The backward operator takes output and l.
     ``name``: the attention's name in the log line at the start of a run.
     """
 
@@ -69,7 +69,7 @@ class TorchFlash:
         *sinks: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return gradients of q, k, v and the sinks from the output's. ``log_sums``: fp32 [H * G, T]."""
-        state = q.new_empty(2, dtype=torch.uint64)  # of the generator of dropout: nothing is dropped, so nobody reads it
+        state = q.new_empty(2, dtype=torch.uint64)  # dropout's generator, which nothing reads: nothing is dropped
         inputs = _rows(grad), q, k, v, out, log_sums, *_sequences(packing)
         grads: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(*inputs, 0.0, True, state, state, **_options(rule))
         return *grads, *sink_gradients(sinks, grad, out, log_sums.t())
@@ -84,7 +84,7 @@ class FlashAttn(TorchFlash):
         return _fits(q) if rule.sinks is None else super().fits(q, rule)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
-        if rule.sinks is not None:  # of which its functions' gradients know nothing
+        if rule.sinks is not None:  # its functions' gradients know no sinks
             return super().attend(q, k, v, packing, rule)
         from flash_attn import flash_attn_varlen_func
 

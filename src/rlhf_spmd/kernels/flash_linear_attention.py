@@ -24,7 +24,8 @@ MIN_VERSION = (0, 5)  # since it value heads may outnumber key heads
 
 
 class FlashLinearAttention:
-    """Two functions of the package: the convolution and the rule. ``name``: in the log line at the start of a run."""
+    """Linear attention by two functions of the package: the convolution and the rule. ``name``: in the log line at the start of a
+    run."""
 
     name = "fla"
 

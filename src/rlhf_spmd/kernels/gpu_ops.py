@@ -142,7 +142,7 @@ class GpuOps(Ops):
         return triton_lm_head.logit_gradients(logits, labels, first, log_z, grads, entropy, transform, dtype)
 
     def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
-        """The product itself adds in fp32, so it needs no memory of its own."""
+        """Add the product as :meth:`ProductOps.sum_product` does. It adds in fp32 itself, so it needs no memory for a product."""
         if total.dtype == a.dtype:
             torch.addmm(total, a, b, beta=0 if begins else 1, out=total)
         elif begins:

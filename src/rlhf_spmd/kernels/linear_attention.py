@@ -48,7 +48,11 @@ class DeltaShape(NamedTuple):
 
 
 class DeltaStates(NamedTuple):
-    """The state behind the tokens so far: the last ``inputs`` of the convolution [B, kernel - 1, C], and ``memory`` [B, H, G, K, D]."""
+    """The state after the tokens so far.
+
+    - inputs: [B, kernel - 1, C], the last inputs of the convolution
+    - memory: [B, H, G, K, D]
+    """
 
     inputs: Tensor
     memory: Tensor
@@ -101,8 +105,8 @@ def delta_rule(
     is False for tokens behind a sequence's end, which leave the memory as it is. ``states`` None: sequences begin.
     """
     before = x.new_zeros(len(x), shape.kernel - 1, x.shape[2]) if states is None else states.inputs
-    seen = torch.cat([before, x], 1)
-    q, k, v = _heads(_convolve(seen, weight), shape)
+    inputs = torch.cat([before, x], 1)
+    q, k, v = _heads(_convolve(inputs, weight), shape)
     wide = q.dtype
     decay, rate = decay.to(wide), rate.to(wide)
     if valid is not None:
@@ -111,18 +115,18 @@ def delta_rule(
     memory = v.new_zeros(len(x), shape.keys, by_head[3], shape.key_dim, shape.value_dim) if states is None else states.memory
     rule = _one_token if x.shape[1] == 1 else _chunks
     out, memory = rule(q, k, v, decay.view(by_head), rate.view(by_head), memory)
-    return out.flatten(2, 3).to(x.dtype), seen, memory
+    return out.flatten(2, 3).to(x.dtype), inputs, memory
 
 
-def _convolve(seen: Tensor, weight: Tensor) -> Tensor:
-    """Return silu of the convolution [B, S, C] of ``seen`` [B, kernel - 1 + S, C], in fp32 at least."""
-    wide = torch.promote_types(seen.dtype, torch.float32)
-    seen, weight = seen.to(wide), weight.to(wide)
+def _convolve(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Return silu of the convolution [B, S, C] of ``inputs`` [B, kernel - 1 + S, C], in fp32 at least."""
+    wide = torch.promote_types(inputs.dtype, torch.float32)
+    inputs, weight = inputs.to(wide), weight.to(wide)
     kernel = weight.shape[2]
-    num_tokens = seen.shape[1] - kernel + 1
-    total = seen[:, :num_tokens] * weight[:, 0, 0]
+    num_tokens = inputs.shape[1] - kernel + 1
+    total = inputs[:, :num_tokens] * weight[:, 0, 0]
     for tap in range(1, kernel):
-        total = total + seen[:, tap : tap + num_tokens] * weight[:, 0, tap]
+        total = total + inputs[:, tap : tap + num_tokens] * weight[:, 0, tap]
     return F.silu(total)
 
 
@@ -168,13 +172,14 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory
     q, k = cut(q)[:, :, None], cut(k)[:, :, None]  # the value heads of a key head share them
     v, rate = cut(v), cut(rate[..., None])  # [B, H, G, N, L, .]
     sums = cut(decay[..., None]).cumsum(-2)
-    ahead = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    between = (sums - sums.transpose(-1, -2)).masked_fill(ahead, -torch.inf).exp()  # decay from the column's token to the row's
-    system = (k @ k.transpose(-1, -2)) * between * rate  # whose diagonal is taken to be one
+    is_future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    # decay from the column's token to the row's
+    pair_decay = (sums - sums.transpose(-1, -2)).masked_fill(is_future, -torch.inf).exp()
+    system = (k @ k.transpose(-1, -2)) * pair_decay * rate  # whose diagonal is taken to be one
     right_sides = torch.cat([v * rate, k * (rate * sums.exp())], -1)
     solved = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
     values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
-    scores = (q @ k.transpose(-1, -2)) * between
+    scores = (q @ k.transpose(-1, -2)) * pair_decay
     last = sums[..., -1:, :]
     queries = q * sums.exp()
     writes = (k * (last - sums).exp()).transpose(-1, -2)

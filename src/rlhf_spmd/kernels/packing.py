@@ -23,8 +23,8 @@ QUERY_BLOCK = 64  # queries whose keys are cut at one length: skips most of the 
 
 def visible_keys(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     """Return which keys (positions [L]) each query (positions [..., R]) sees: bool [..., R, L]."""
-    ahead = queries[..., None] - keys
-    return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+    distance = queries[..., None] - keys
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -95,7 +95,7 @@ class PinnedArena:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slabs: list[PinnedSlab] = []
-        self._free: list[list[tuple[int, int]]] = []  # of each slab: (offset, size), ascending, no two adjacent
+        self._free: list[list[tuple[int, int]]] = []  # holes of each slab: (offset, size), ascending, no two adjacent
         self._given_back: deque[tuple[PinnedSlab, int, int]] = deque()  # by finalizers, which may run in the middle of anything
 
     @property

@@ -81,13 +81,13 @@ def _sum_tiles(
     mask = token < vocabulary
     temperature = tl.load(temperatures + row)
     temperature = tl.where(temperature == 0.0, 1.0, temperature)
-    to = tiles + row * num_tiles + tile
+    target = tiles + row * num_tiles + tile
     step = tl.num_programs(0).to(tl.int64) * num_tiles
     x = tl.load(logits + row * logits_stride + token, mask=mask, other=float("-inf"))
     largest, total, plain = _sums(x, temperature, TEMPERED)
-    tl.store(to + 2 * step, largest.to(tl.float64))
-    tl.store(to + 3 * step, total)
-    tl.store(to + 4 * step, plain)
+    tl.store(target + 2 * step, largest.to(tl.float64))
+    tl.store(target + 3 * step, total)
+    tl.store(target + 4 * step, plain)
     if not SAME:
         x = tl.load(scores + row * scores_stride + token, mask=token < drawable, other=float("-inf"))
         if GREEDY:  # no weight is asked for, but whether all scores are numbers
@@ -97,8 +97,8 @@ def _sum_tiles(
             largest, total, _ = _sums(x, temperature, False)
     elif (tile + 1) * SIZE > drawable:  # other tiles have the same sums
         largest, total, _ = _sums(tl.where(token < drawable, x, float("-inf")), temperature, False)
-    tl.store(to, largest.to(tl.float64))
-    tl.store(to + step, total)
+    tl.store(target, largest.to(tl.float64))
+    tl.store(target + step, total)
 
 
 @triton.jit
@@ -138,8 +138,11 @@ def _pick(
     drawable: tl.tensor, num_tiles: tl.tensor, num_ranks: tl.tensor, rank: tl.tensor, first: tl.tensor,
     SIZE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``drawable``: this rank's tokens that may be drawn, from ``first`` on; ``num_tiles``: per rank; TILES: at least those of all
-    ranks, 2^n."""
+    """Draw a row's token.
+
+    - drawable: number of this rank's tokens that may be drawn, from ``first`` on
+    - num_tiles: tiles of a rank; TILES: at least those of all ranks, a power of two
+    """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     mask = tile < num_tiles * num_ranks

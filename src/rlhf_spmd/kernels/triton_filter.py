@@ -125,9 +125,9 @@ def _gather_candidates(
                     token = tile * SIZE + tl.arange(0, SIZE)
                     x = tl.load(scores + row * stride + token, mask=token < vocabulary, other=float("-inf"))
                     chosen = (_bits(weights_of(x, largest, temperature)) >= cut).to(tl.int32)
-                    to = row * ROOM + count + tl.cumsum(chosen, 0) - 1
-                    tl.store(gathered + to, x, mask=chosen > 0)
-                    tl.store(ids + to, token, mask=chosen > 0)
+                    target = row * ROOM + count + tl.cumsum(chosen, 0) - 1
+                    tl.store(gathered + target, x, mask=chosen > 0)
+                    tl.store(ids + target, token, mask=chosen > 0)
                     count += tl.sum(chosen, 0)
         else:
             count -= 1

@@ -57,7 +57,8 @@ def keys_to_pages(
     slots: tl.tensor, written: tl.tensor, eps: tl.tensor, HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr,
     ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A token's first program writes its key, the others rotate ``BLOCK_H`` heads' queries into ``out`` [T, H, C + E]."""
+    """Write a token's key to the pages by its first program; rotate ``BLOCK_H`` heads' queries into ``out`` [T, H, C + E] by each
+    other one."""
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = ROPE // 2
     WIDTH: tl.constexpr = RANK + ROPE

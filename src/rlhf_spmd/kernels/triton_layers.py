@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512  # of backward passes that sum over rows: about four for each multiprocessor of a large GPU
+PROGRAMS = 512  # the most of a backward pass that sums over rows: about four for each multiprocessor of a large GPU
 TILE = 2048  # elements of a program of 4 warps
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 

@@ -37,7 +37,7 @@ def _statistics(
     scale: tl.tensor, cap: tl.tensor, scales: tl.tensor, SCALES: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """SCALES: each row has its own scale, in place of ``scale``."""
+    """Write the statistics of a row. SCALES: each row has its own scale, in place of ``scale``."""
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * stride
     if SCALES:

@@ -39,7 +39,14 @@ LOG2_E = 1.4426950408889634
 
 
 class TileShape(NamedTuple):
-    """Matrix rows of a kernel's tile, keys of a block, elements of a head, rounded up, warps of a program, blocks in flight."""
+    """How much a program computes at a time.
+
+    - rows: matrix rows of a tile
+    - keys: keys of a block
+    - elements: elements of a head, rounded up
+    - warps: warps of a program
+    - stages: blocks in flight
+    """
 
     rows: int
     keys: int
@@ -249,10 +256,10 @@ def _attend_block(
     if CAPPED:
         scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634)) + 1.0))  # tanh
     if MASKED:
-        seen = key[None, :] <= position[:, None]
+        visible = key[None, :] <= position[:, None]
         if WINDOW > 0:
-            seen = seen & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
+            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     p = tl.exp2(scores - base[:, None])

@@ -24,7 +24,12 @@ GROUP_ROWS = 8  # tiles of rows that are computed side by side: they share the w
 
 
 class ProductTile(NamedTuple):
-    """Rows, columns and inner elements of a program's step; its warps; steps in flight."""
+    """How much a program computes in a step.
+
+    - rows, columns, inner: sizes of the step's product
+    - warps: warps of the program
+    - stages: steps in flight
+    """
 
     rows: int
     columns: int

@@ -48,8 +48,8 @@ def left_dims(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERL
     """Return where in a head the first dim of each pair lies: the pairs that are rotated, then those of the other dims."""
     place = column
     if HALF != PAIRS or INTERLEAVED:
-        turned = column * 2 if INTERLEAVED else column
-        place = tl.where(column < PAIRS, turned, column + PAIRS)
+        rotated_column = column * 2 if INTERLEAVED else column
+        place = tl.where(column < PAIRS, rotated_column, column + PAIRS)
     return place
 
 
@@ -58,8 +58,8 @@ def right_dims(column: tl.tensor, HALF: tl.constexpr, PAIRS: tl.constexpr, INTER
     """Return where in a head the second dim of each pair lies."""
     place = column + HALF
     if HALF != PAIRS or INTERLEAVED:
-        turned = column * 2 + 1 if INTERLEAVED else column + PAIRS
-        place = tl.where(column < PAIRS, turned, place)
+        rotated_column = column * 2 + 1 if INTERLEAVED else column + PAIRS
+        place = tl.where(column < PAIRS, rotated_column, place)
     return place
 
 

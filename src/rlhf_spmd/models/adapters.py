@@ -34,10 +34,11 @@ def merge(ops: Ops, weight: Tensor, a: Tensor, b: Tensor, parts: Sequence[Adapte
 
 
 class Adapter(nn.Module):
-    """``a`` and ``b`` of one parameter on this rank, not initialised. ``base``: the matrix itself where it is not a parameter.
+    """A and B of one parameter on this rank, not initialised.
 
-    - enabled: products have the trained A and B
-    - start: otherwise they have these A and B, as training began, not cut by ZeRO; None: products have none
+    - base: the matrix itself, where it is quantized and so not a parameter
+    - enabled: products use the trained A and B
+    - start: A and B as training began, not cut by ZeRO, which products use otherwise; None: products then use none
     """
 
     def __init__(

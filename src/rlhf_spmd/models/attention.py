@@ -99,7 +99,9 @@ class PackedAttention:
 
 
 class Copies:
-    """Where each of U tokens lies in sequences that have T places: ``token_index`` int64 [T], numbered in the order of first places.
+    """Where each of U tokens lies in sequences of T positions.
+
+    ``token_index`` int64 [T]: the token at each position. Tokens are numbered in the order of their first positions.
 
     Gradients of copies are summed in their order and in fp32, so that equal runs have equal bits on GPUs too.
     """

@@ -49,7 +49,7 @@ class Block(nn.Module):
     qkv: Linear
     gate_up: Linear
     down: Linear
-    first_expert: int | None = None  # of this rank, where the ranks of tp share the experts; None: it has a slice of each
+    first_expert: int | None = None  # this rank's first, where the ranks of tp share the experts; None: it has a slice of each
 
     def __init__(
         self,

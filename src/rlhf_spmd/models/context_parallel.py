@@ -41,7 +41,10 @@ def own_tokens(x: Tensor, cp: Group) -> Tensor:
 
 
 class SharedTokens:
-    """Attention over all tokens of ``inner``, for a decoder that runs on this rank's tokens. ``positions``: of these, padding 0."""
+    """Attention over all tokens of ``inner``, for a decoder that runs on the tokens of this rank.
+
+    ``positions``: the positions of this rank's tokens; padding has 0.
+    """
 
     def __init__(self, inner: Attention, cp: Group) -> None:
         self._inner = inner

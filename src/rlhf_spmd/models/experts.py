@@ -100,8 +100,8 @@ def apply_experts(
     hidden = rows.shape[1]
     count = weights.down.shape[0] // hidden
     groups = ops.expert_groups(numbers, count)
-    if not isinstance(groups, Tensor) and (here := sum(groups)) < len(rows):
-        out = apply_experts(ops, rows[:here], numbers[:here], weights, experts, gelu, fused_slices)
+    if not isinstance(groups, Tensor) and (num_local := sum(groups)) < len(rows):
+        out = apply_experts(ops, rows[:num_local], numbers[:num_local], weights, experts, gelu, fused_slices)
         return pad_rows(out, len(rows))
     entry = weights.gate_up.view(fused_slices, count, -1, hidden).transpose(0, 1)
     inner = ops.per_expert(rows, entry, groups)

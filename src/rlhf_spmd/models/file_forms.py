@@ -43,15 +43,16 @@ def file_forms(spec: ModelSpec, shapes: Mapping[str, Shape]) -> list[FileForm]:
     forms = []
     fused: dict[str, list[str]] = {}
     for name, shape in shapes.items():
-        if spec.experts is not None and spec.experts.files_are_transposed and (joined := _joined_name(name)):
-            fused.setdefault(joined, []).append(name)
+        if spec.experts is not None and spec.experts.files_are_transposed and (joined_name := _joined_name(name)):
+            fused.setdefault(joined_name, []).append(name)
         elif is_score_bias(spec, name):
             forms.append(FileForm(name, shape[:1], (name,), lambda tensors: sum_terms(tensors[0]), torch.float32))
         else:
             forms.append(FileForm(name, shape, (name,), lambda tensors: tensors[0]))
-    for joined, parts in fused.items():
+    for joined_name, parts in fused.items():
         parts.sort(key=_expert_of)
-        forms.append(FileForm(joined, _fused_shape(spec, joined), tuple(parts), partial(_fuse, "gate_up" in joined)))
+        build = partial(_fuse, "gate_up" in joined_name)
+        forms.append(FileForm(joined_name, _fused_shape(spec, joined_name), tuple(parts), build))
     return forms
 
 
@@ -59,7 +60,7 @@ def file_names(spec: ModelSpec, shapes: Mapping[str, Shape]) -> set[str]:
     """Return the names that tensors of the model may have in its files."""
     names = {form.name for form in file_forms(spec, shapes)}
     if spec.experts is not None and spec.experts.files_are_stacked:
-        names |= {joined for name in names if (joined := _joined_name(name))}
+        names |= {joined_name for name in names if (joined_name := _joined_name(name))}
     if spec.experts is not None and spec.experts.files_are_transposed:
         names |= {f"{name}_{part}" for name in names if name.endswith("_proj") for part in ("blocks", "scales")}
     return names
@@ -71,14 +72,14 @@ def find_tensor(stored: StoredModel, name: str, shape: Shape, missing_head_ok: b
     spec = stored.spec
     if is_score_bias(spec, name):
         return split_to_bf16_terms(stored.find(name, shape[:1], False)[:])
-    joined = _joined_name(name) if spec.experts is not None else ""
-    if joined and spec.experts is not None and spec.experts.files_are_stacked and joined in stored.file_names:
+    joined_name = _joined_name(name) if spec.experts is not None else ""
+    if joined_name and spec.experts is not None and spec.experts.files_are_stacked and joined_name in stored.file_names:
         number, matrix = _expert_of(name)
         rows = shape[0] * (1 if matrix == "down" else 2)
-        both = stored.find(joined, (spec.experts.num_experts, rows, shape[1]), False)[number]
-        return both[shape[0] :] if matrix == "up" else both[: shape[0]]
-    if joined and spec.experts is not None and spec.experts.files_are_transposed:
-        return _slice_expert(stored, joined, *_expert_of(name))
+        gate_up = stored.find(joined_name, (spec.experts.num_experts, rows, shape[1]), False)[number]
+        return gate_up[shape[0] :] if matrix == "up" else gate_up[: shape[0]]
+    if joined_name and spec.experts is not None and spec.experts.files_are_transposed:
+        return _slice_expert(stored, joined_name, *_expert_of(name))
     return stored.find(name, shape, missing_head_ok)
 
 
@@ -112,11 +113,11 @@ def _expert_of(name: str) -> tuple[int, str]:
     return int(match["number"]), match["matrix"]
 
 
-def _fused_shape(spec: ModelSpec, joined: str) -> Shape:
+def _fused_shape(spec: ModelSpec, joined_name: str) -> Shape:
     assert spec.experts is not None
     width = spec.experts.intermediate_size
-    rows, columns = (spec.hidden_size, 2 * width) if "gate_up" in joined else (width, spec.hidden_size)
-    return (spec.experts.num_experts, columns) if joined.endswith("_bias") else (spec.experts.num_experts, rows, columns)
+    rows, columns = (spec.hidden_size, 2 * width) if "gate_up" in joined_name else (width, spec.hidden_size)
+    return (spec.experts.num_experts, columns) if joined_name.endswith("_bias") else (spec.experts.num_experts, rows, columns)
 
 
 def _fuse(interleaved: bool, tensors: list[Tensor]) -> Tensor:

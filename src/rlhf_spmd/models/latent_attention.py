@@ -28,11 +28,11 @@ from rlhf_spmd.models.rope import Rope
 from rlhf_spmd.models.tensor_parallel import copy_to_tp
 from rlhf_spmd.parallel.collectives import Group
 
-EPS = 1e-6  # of the norms, whatever rms_norm_eps is
+EPS = 1e-6  # epsilon of the norms, whatever rms_norm_eps is
 
 
 class LatentAttention(nn.Module):
-    """From the normed hidden state to the heads' outputs. ``linear`` and ``norm`` make a parameter's holder.
+    """Latent attention, from the normed hidden state to the heads' outputs. ``linear`` and ``norm`` build a parameter's holder.
 
     Every rank has q_a, kv_a and the norms whole, and uses them for its own heads: their gradients are sums over tp.
     """
@@ -67,24 +67,24 @@ class LatentAttention(nn.Module):
         return q, self._product_of_whole(self.kv_a, x, recomputed)
 
     def attend(
-        self, entered: tuple[Tensor, ...], rope: Rope, attention: Attention, num_tokens: int, index: int, rule: AttentionRule
+        self, products: tuple[Tensor, ...], rope: Rope, attention: Attention, num_tokens: int, index: int, rule: AttentionRule
     ) -> Tensor:
-        """Return the attention [num_tokens, H, value_dim]. ``entered``: the result of :meth:`enter` for R rows; those from
+        """Return the attention [num_tokens, H, value_dim]. ``products``: the result of :meth:`enter` for R rows; those from
         ``num_tokens`` on are padding."""
         sizes, ops = self.sizes, self.ops
-        q, short = entered
+        q, short = products
         if self.q_a_norm is not None:
             q = self.q_b.product(ops, self._normed(q, self.q_a_norm), False)
         q = q.view(len(q), self.heads, -1)
         if isinstance(attention, HasCache):
             return self._attend_entries(q, short, rope, attention, num_tokens, index, rule)
-        compressed, turned = short.split([sizes.kv_rank, sizes.rope_dim], 1)
-        q_plain, q_turned = q.split([sizes.nope_dim, sizes.rope_dim], 2)
-        q_turned, turned = (ops.rotate(x, rope.cos, rope.sin, self.interleaved) for x in (q_turned, turned[:, None]))
+        compressed, k_rotated = short.split([sizes.kv_rank, sizes.rope_dim], 1)
+        q_plain, q_rotated = q.split([sizes.nope_dim, sizes.rope_dim], 2)
+        q_rotated, k_rotated = (ops.rotate(x, rope.cos, rope.sin, self.interleaved) for x in (q_rotated, k_rotated[:, None]))
         compressed = self._normed(compressed, self.kv_a_norm)
         expanded = self.kv_b.product(ops, compressed, False).view(len(q), self.heads, -1)
         k_plain, v = expanded.split([sizes.nope_dim, sizes.value_dim], 2)
-        heads = torch.cat([q_plain, q_turned], 2), torch.cat([k_plain, turned.expand(-1, self.heads, -1)], 2), v
+        heads = torch.cat([q_plain, q_rotated], 2), torch.cat([k_plain, k_rotated.expand(-1, self.heads, -1)], 2), v
         q, k, v = (pad_rows(x, sizes.padded_head_dim, 2)[:num_tokens] for x in heads)
         return attention.attend(index, q, k, v, rule)[..., : sizes.value_dim]
 

@@ -14,8 +14,12 @@ from rlhf_spmd.parallel.collectives import Group
 
 
 class Linear(nn.Module):
-    """``weight`` [out_local, in_local] and an optional ``bias`` [out_local], not initialised; ``lora``: an adapter of the weight, which
-    may have it in fewer bits: ``weight`` is None then."""
+    """A matrix and its bias, not initialised.
+
+    - weight: [out_local, in_local]; None where the adapter has it in fewer bits
+    - bias: [out_local]; None without biases
+    - lora: an adapter of the weight
+    """
 
     def __init__(
         self, shape: tuple[int, ...], bias: bool, dtype: torch.dtype, device: torch.device, lora: Adapter | None = None
@@ -36,7 +40,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """``weight`` [n]; normalises the last dim of n elements, in fp32 for bf16 input, as transformers does.
+    """A norm of the last dim, with ``weight`` [n]. bf16 input is normalised in fp32, as transformers does.
 
     ``unit_offset``: the factor is 1 + weight, applied before the result is rounded (Gemma).
     """

@@ -21,8 +21,8 @@ from rlhf_spmd.parallel.boxes import Box, ParamShard
 ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."  # PEFT's, of every tensor of an adapter
 _BY_COLUMNS = "qkv", "latent.q_b", "latent.kv_b", "gate_up"  # matrices of which a tp rank has some rows
-_BY_ROWS = "out", "down"  # of which it has some columns
-_WHOLE = "latent.q_a", "latent.kv_a"  # of which it has all
+_BY_ROWS = "out", "down"  # matrices of which it has some columns
+_WHOLE = "latent.q_a", "latent.kv_a"  # matrices of which it has all
 
 # Keys of PEFT's adapter_config.json (LoraConfig of peft 0.21). These change no product: they describe the adapter, are said by the
 # names of its tensors, or shape only how it was drawn and trained. Keys that are in no table must ask for nothing.

@@ -25,7 +25,7 @@ CHUNK_BLOCKS = 1 << 14  # blocks that are rounded at a time
 
 
 class Quantized(nn.Module):
-    """A matrix [out_local, in_local] of ``dtype``, not set."""
+    """A matrix [out_local, in_local], not initialised. ``dtype``: the dtype of its values."""
 
     def __init__(self, shape: tuple[int, ...], bits: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -61,10 +61,10 @@ def _narrow(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     blocks = values.view(-1, BLOCK)
     scales = blocks.abs().amax(1).float()
     table = _table(values.device)
-    between = (table[1:] + table[:-1]) / 2
+    midpoints = (table[1:] + table[:-1]) / 2
     parts = zip(blocks.split(CHUNK_BLOCKS), scales.clamp(min=torch.finfo().tiny).split(CHUNK_BLOCKS), strict=True)
     # the nearest on every device: bitsandbytes' own search on CPUs misses some
-    return torch.cat([torch.bucketize(part / scale[:, None], between).byte() for part, scale in parts]), scales
+    return torch.cat([torch.bucketize(part / scale[:, None], midpoints).byte() for part, scale in parts]), scales
 
 
 def _widen(codes: Tensor, scales: Tensor, bits: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

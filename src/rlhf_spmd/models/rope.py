@@ -45,10 +45,10 @@ def rope_frequencies(spec: ModelSpec, kind: RopeKind = "global") -> Tensor:
     original = float(scaling["original_max_position_embeddings"])
     wavelength = 2 * math.pi / frequency
     smooth = (original / wavelength - low) / (high - low)
-    between = (1 - smooth) * frequency / factor + smooth * frequency
+    interpolated = (1 - smooth) * frequency / factor + smooth * frequency
     scaled = torch.where(wavelength > original / low, frequency / factor, frequency)
     medium = (wavelength >= original / high) & (wavelength <= original / low)
-    return torch.where(medium, between, scaled)
+    return torch.where(medium, interpolated, scaled)
 
 
 def _yarn(scaling: Mapping[str, Any], theta: float, dim: int, unscaled: Tensor, slowed: Tensor) -> Tensor:
@@ -56,8 +56,8 @@ def _yarn(scaling: Mapping[str, Any], theta: float, dim: int, unscaled: Tensor, 
     pretraining, ``slowed`` for pairs that turn rarely, a mix between."""
 
     def pair_of(turns: float) -> float:
-        turned = scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)
-        return dim * math.log(turned) / (2 * math.log(theta))
+        positions_per_radian = scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)
+        return dim * math.log(positions_per_radian) / (2 * math.log(theta))
 
     first, last = pair_of(scaling["beta_fast"]), pair_of(scaling["beta_slow"])
     if scaling["truncate"]:

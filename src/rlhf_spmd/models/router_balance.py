@@ -86,7 +86,7 @@ class RouterBalance:
         self.num_experts, self.experts_per_token = (
             (spec.experts.num_experts, spec.experts.experts_per_token) if spec.experts else (0, 1)
         )
-        # of each mixture: tokens by expert, the sum of their entropies, and the loss
+        # a row for each mixture: tokens by expert, the sum of their entropies, and the loss
         self.sums = torch.zeros(len(self.numbers), self.num_experts + 2, dtype=torch.float64, device=device)
 
     def begin(
@@ -155,7 +155,7 @@ class RouterPass:
         # tokens that several rows share count once in each
         self._copies = None if token_index is None else Copies(tokens, balance.device)
         row_counts = torch.bincount(tokens, minlength=self._num_tokens).double()
-        self._row_counts = on_device(row_counts.repeat_interleave(balance.experts_per_token), balance.device)  # of each choice
+        self._row_counts = on_device(row_counts.repeat_interleave(balance.experts_per_token), balance.device)  # for each choice
         self._chosen: Tensor | None = None
         if chosen is not None:
             local = on_device(chosen[:, [balance.numbers[layer] for layer in balance.local]], balance.device)

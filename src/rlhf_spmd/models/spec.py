@@ -12,7 +12,7 @@ from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.keys import check_factors, longest_row, read_positive, read_rope, read_size, reject_unless
 from rlhf_spmd.models.layer_kinds import DeltaRule, Experts, Latent
 
-RopeKind = Literal["local", "global"] | None  # of a layer, see ModelSpec.rope_kind
+RopeKind = Literal["local", "global"] | None  # see ModelSpec.rope_kind
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 E4M3 = "F8_E4M3"
 SCALES = "_scale_inv"  # what the names of scales end with
 ACTIVATIONS = ".activation_scale"
-COMPARED_ROWS = 4096  # of two matrices at a time
+COMPARED_ROWS = 4096  # rows of two matrices that are compared at a time
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that old exports contain
 _VISION = re.compile(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual)\.")
-_untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
+_untied: dict[tuple[Any, ...], bool] = {}  # by path and files of a directory: the head is not the embedding
 
 
 def read_spec(path: str | Path) -> ModelSpec:
