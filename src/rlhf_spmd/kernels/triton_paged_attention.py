@@ -354,8 +354,8 @@ def attend_chunks(
     )  # fmt: skip
     top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
     total = _with_sinks(top, total, sinks, heads, SINKS)
-    target = (token + query)[:, None] * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
-    tl.store(out + target, mixed / total[:, None], mask=mask)
+    result_at = (token + query)[:, None] * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
+    tl.store(out + result_at, mixed / total[:, None], mask=mask)
     if LOGS:
         log_sum = (top + tl.log2(total)) * 0.6931471805599453
         tl.store(log_sums + heads * tokens + token + query, log_sum, mask=query < count)
@@ -442,5 +442,5 @@ def attend_singles(
                     part_mixed = tl.load(target[:, None] + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
                     top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
     total = _with_sinks(top, total, sinks, heads, SINKS)
-    target = token * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
-    tl.store(out + target, mixed / total[:, None], mask=mask & writes_result)
+    result_at = token * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
+    tl.store(out + result_at, mixed / total[:, None], mask=mask & writes_result)
