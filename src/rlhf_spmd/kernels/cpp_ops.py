@@ -62,7 +62,8 @@ _TYPES = {
     "b": ctypes.POINTER(_Block),
 }
 _ATTENTION = "ipl pl pl lll"  # half; q, k and v, each with its stride; KV heads, group, head_dim
-# the C functions -> a letter of _TYPES for each argument, in the order of the function's definition in the .cpp file
+# the C functions -> a letter of _TYPES for each argument, in the order of the function's definition in the .cpp file; behind it the
+# arguments' names, in the same groups
 _SIGNATURES = {
     "linear_kinds": "",
     "linear_forward": "ipl lp ll ppi",  # kind x x_stride, rows weight, n k, bias out threads
