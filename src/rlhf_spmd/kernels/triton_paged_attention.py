@@ -370,12 +370,9 @@ def attend_singles(
     TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute every S-th split of a row and a tile of a KV head's queries; grid [rows, H * ceil(G / M), S].
-
-    Where several programs share a tile, they store a part per split in ``parts`` fp32 [rows, H * G, splits, D + 2], and count
-    themselves in ``arrived`` int32 [rows, tiles]. The last one adds the parts up in their order and clears the counter. Without
-    ``TILED`` a row's token and line are its number.
-    """
+    """Compute every S-th split of a row and a tile of a KV head's queries; grid [rows, H * ceil(G / M), S]. Programs that share a tile
+    store a part per split in ``parts`` fp32 [rows, H * G, splits, D + 2] and count themselves in ``arrived`` int32 [rows, tiles]. The
+    last one adds the parts up in their order and clears the counter. Without ``TILED`` a row's token and line are its number."""
     PARTS_OF_G: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     number = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) // PARTS_OF_G).to(tl.int64)
