@@ -127,9 +127,9 @@ def lay_out(made: Path, nodes: int, gpus: int) -> None:
     sizes = [f"models.{role}.path={made.parent}" for role in roles if role != "reward"]
     sizes += [f"reward.model={made.parent}"] if config.reward.model is not None else []
     cluster = [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={gpus}", "cluster.gpu=h100"]
-    request = plan.read_run(str(made), [*sizes, *cluster, "plan.fixed=config", f"plan.out={made.parent / 'plan.yaml'}"])
+    request = plan.read_request(str(made), [*sizes, *cluster, "plan.fixed=config", f"plan.out={made.parent / 'plan.yaml'}"])
     try:
-        plan.plan(request)
+        plan.search_plan(request)
     except ValueError as error:
         if "GiB" not in str(error):  # it asks for more memory: the sizes are not the model's
             raise

@@ -256,13 +256,13 @@ def test_the_planner_counts_what_files_hold(models: dict[str, Path], name: str) 
     assert shape.matmul_weights == pytest.approx((matrices - spec.vocab_size * spec.hidden_size) / spec.num_hidden_layers)
     if spec.delta:
         state = 8 * 24 * 16 + 3 * (2 * 4 * 24 + 8 * 16)
-        assert (shape.queries, shape.keys, shape.row_state) == (4 * 16 / 2, 2 * 16 / 2, state / 2)
+        assert (shape.query_dims, shape.key_dims, shape.row_state) == (4 * 16 / 2, 2 * 16 / 2, state / 2)
     elif spec.latent is None:
         for tp in (1, 2, 4):
             elements = [
                 2 * math.prod(cache_shape(spec.spec_for_layer(layer), 0, tp)) for layer in range(spec.num_hidden_layers)
             ]
-            assert shape.cached(tp) * spec.num_hidden_layers == pytest.approx(sum(elements), rel=0.01)
+            assert shape.cached_numbers(tp) * spec.num_hidden_layers == pytest.approx(sum(elements), rel=0.01)
 
 
 def test_flops_count_tokens_before_a_query_and_windows() -> None:

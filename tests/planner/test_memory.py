@@ -194,7 +194,7 @@ def rank_of(how: CallSettings, settings_: model.RoleSettings = ROLE, stage: int 
 
 def test_what_a_role_holds_by_hand() -> None:
     """Qwen2.5-7B has 7.6156e9 parameters: 2 bytes each of weights, 12 of fp32 moments and master weights; ZeRO cuts both by d."""
-    assert SEVEN.params == pytest.approx(7.6156e9, rel=1e-4) and (SEVEN.queries, SEVEN.keys) == (3584, 512)
+    assert SEVEN.params == pytest.approx(7.6156e9, rel=1e-4) and (SEVEN.query_dims, SEVEN.key_dims) == (3584, 512)
     ways = call_settings([(1, 1, 8)], zero=(0, 1, 3))
     parts = rank_of(ways).resident()
     np.testing.assert_allclose(parts["weights"], 2 * 7.6156e9 / np.array([1, 8, 8]), rtol=1e-4)
@@ -343,7 +343,7 @@ def test_weights_for_generation() -> None:
     home = home.set(zero=np.array([0, 3, 0]))
     ranks = rank_of(home), rank_of(there)
     weights = model.weights_for_generation(*ranks, GenerationConfig(), False)
-    whole, table = 2 * SEVEN.params, 2 * SEVEN.embed
+    whole, table = 2 * SEVEN.params, 2 * SEVEN.embed_params
     np.testing.assert_allclose(weights, [0, whole * 7 / 8 + table, whole * 3 / 4 + table])
     beside = model.weights_for_generation(*ranks, GenerationConfig(), True)
     np.testing.assert_allclose(beside[1:], [whole + table] * 2)

@@ -344,7 +344,7 @@ class _RoleMemory:
                     parts["weights"] = self._generation_weights()
             elif rank.role.adapters:
                 parts["merged weights"] = rank.resident()["weights"]
-            return self._inside(place, parts | rank.generate(work, self.config.generation)[0])
+            return self._inside(place, parts | rank.generate(work, self.config.generation).parts)
         return self._inside(place, parts | rank.infer(work)) if kind == "infer" else {}
 
 

@@ -21,9 +21,11 @@ from rlhf_spmd.models.layout_rules import check_layout
 from rlhf_spmd.planner.cluster import waits
 from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.machine import GIB, GPUS, ClusterConfig, Gpu, Machine
+from rlhf_spmd.planner.model_call import ModelCall
+from rlhf_spmd.planner.options import CallTimes
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.planner.plan_file import PlacedCall, PlanFile, apply_plan
-from rlhf_spmd.planner.planning import CallTimes, ModelCall, PlanResult, best_plan
+from rlhf_spmd.planner.planning import PlanResult, best_plan
 from rlhf_spmd.planner.problem import RankRange
 from rlhf_spmd.planner.profile import ProfileTimes, read_profile
 from rlhf_spmd.planner.shapes import Workload, shape_of
