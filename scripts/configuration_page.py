@@ -39,7 +39,7 @@ def keys_of(name: str) -> tuple[Key, ...]:
 
 
 def algorithms() -> list[str]:
-    return available("rlhf_spmd.algorithms", exports="step")
+    return available("rlhf_spmd.algorithms", required_attribute="step")
 
 
 def page() -> str:

@@ -224,8 +224,8 @@ def judge(preset: Preset, folder: Path) -> tuple[float, float, str | None]:
     path.write_text(preset.text())
     cluster = (f"cluster.nodes={preset.nodes}", f"cluster.gpus_per_node={min(preset.gpus, 8)}", "cluster.gpu=h100")
     steps = ["run.steps=100", "data.epochs=null"] if preset.algorithm in ("dpo", "sft") else []
-    run = plan.read_run(str(path), [*cluster, *steps, "plan.fixed=config", f"plan.out={folder / 'plan.yaml'}"])
-    planned = plan.plan(run)
+    run = plan.read_request(str(path), [*cluster, *steps, "plan.fixed=config", f"plan.out={folder / 'plan.yaml'}"])
+    planned = plan.search_plan(run)
     calls = planned.file.calls.values()
     return max(call.memory_gb for call in calls), planned.seconds, planned.refusal or planned.warning
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from measure import MIB, ROOT, memory_mib, reset_peak, run_case, run_parts, save, table
-from rlhf_spmd.data.loader import Loader, load_dataset
+from rlhf_spmd.data.cached_dataset import load_dataset
+from rlhf_spmd.data.loader import Loader
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
 from rlhf_spmd.data.tokenizer import load_tokenizer
 

@@ -29,7 +29,7 @@ from rlhf_spmd.parallel.layout import Layout, generation_layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.reshard import HybridWeights, choose_method
-from rlhf_spmd.workers.objective import Packed
+from rlhf_spmd.workers.objective import MicroBatch
 from rlhf_spmd.workers.optim_config import OptimConfig
 from rlhf_spmd.workers.rank_shards import rank_shards
 from rlhf_spmd.workers.train_engine import TrainEngine
@@ -92,11 +92,11 @@ def build_actor(world: World, path: str) -> Actor:
     return Actor(spec, training, hybrid, Generator(decoder, mesh, settings, spec.eos_token_ids))
 
 
-def pack(texts: list[list[int]]) -> Packed:
-    return Packed(torch.tensor([token for text in texts for token in text]), torch.tensor([len(text) for text in texts]))
+def pack(texts: list[list[int]]) -> MicroBatch:
+    return MicroBatch(torch.tensor([token for text in texts for token in text]), torch.tensor([len(text) for text in texts]))
 
 
-def mean_loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_loss(decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     log_probs, _ = token_log_probs(decoder, hidden, batch.tokens.roll(-1), 1.0)
     return -log_probs.mean(), {}
 

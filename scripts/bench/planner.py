@@ -26,7 +26,7 @@ from rlhf_spmd.planner.costs import Calibration, FormulaTimes
 from rlhf_spmd.planner.machine import GPUS, Machine
 from rlhf_spmd.planner.planning import ProblemBuilder
 from rlhf_spmd.planner.problem import Problem, RankRange, simulate
-from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, fill, plan_of
+from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, greedy_choices, plan_of
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 
 # Seconds of published calls
@@ -197,7 +197,7 @@ def ppo_problem(models: Mapping[str, str], gpus: int) -> Problem:
     for role, size in models.items():
         settings.append(f"models.{role}.spec.vocab_size=32000")
         settings += [f"models.{role}.spec.{key}={value}" for key, value in zip(KEYS, SHAPES[size], strict=True)]
-    run = plan.read_run(str(ROOT / "configs" / "quickstart_ppo.yaml"), settings)
+    run = plan.read_request(str(ROOT / "configs" / "quickstart_ppo.yaml"), settings)
     cluster = replace(run.config.cluster, nodes=max(gpus // 8, 1), gpus_per_node=min(gpus, 8), gpu="a100", network_gb_s=3.125)  # type: ignore[attr-defined]
     machine, _ = plan.machine_of(cluster)
     return ProblemBuilder(run.calls, machine, FormulaTimes(machine, Calibration()), 16384, 0).problem()
@@ -217,7 +217,7 @@ def best_with(problem: Problem, groups: Sequence[tuple[str, ...]]) -> float:
             homes |= dict.fromkeys(group, ranks)
             at += size
         else:
-            found = fill(ways, homes, {node: homes[problem.calls[node].role] for node in problem.movable})
+            found = greedy_choices(ways, homes, {node: homes[problem.calls[node].role] for node in problem.movable})
             if found:
                 schedule = simulate(problem, plan_of(found))
                 best = min(best, schedule.seconds if schedule.fits else best)

@@ -138,7 +138,7 @@ def run_searches(made: Problem, searches: Sequence[str], limit: float) -> Iterat
     bound = 0.0
     for name in searches:
         try:
-            found = find("plan.search", "rlhf_spmd.planner.search", name, exports="search").search(made, limit=limit)
+            found = find("plan.search", "rlhf_spmd.planner.search", name, required_attribute="search").search(made, limit=limit)
         except ValueError as error:
             yield {"search": name, "error": str(error)}
             continue

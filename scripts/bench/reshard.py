@@ -73,7 +73,7 @@ def costs_of(method: Method, layout: GenerationLayout) -> Costs:
         return Costs(part - own, part, Fraction(0))
     if not method.gathers_model:
         return Costs(None, part + own, own)
-    answers = Fraction(1, layout.train.size) if method.everyone and layout.train.dp_shard == 1 else own
+    answers = Fraction(1, layout.train.size) if method.gathers_from_pool and layout.train.dp_shard == 1 else own
     return Costs(1 - answers, 1 + own, own)
 
 
@@ -217,7 +217,7 @@ def ranks(sizes: Sequence[int] = tuple(CASES), repeats: int = 5, bucket_mib: int
 def norms_received(plan: TransitionPlan, rank: int) -> int:
     """Elements of norms that come to a rank from others."""
     norms = [name for name in plan.transfer.order if "norm" in name]
-    return sum(piece.source.numel for piece in plan.transfer.moves(norms) if piece.receiver == rank)
+    return sum(piece.source.numel for piece in plan.transfer.remote_copies(norms) if piece.receiver == rank)
 
 
 if __name__ == "__main__":

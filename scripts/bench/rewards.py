@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from measure import line, machine_facts, run_parts, save, table
-from rlhf_spmd.rewards.binding import RewardRow
 from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.rewards.row_values import RewardRow
 from rlhf_spmd.rewards.runner import RewardRunner
 
 

@@ -132,7 +132,7 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     from rlhf_spmd.models.heads import token_log_probs
     from rlhf_spmd.models.lora import LoraConfig
     from rlhf_spmd.parallel.mesh import build_mesh
-    from rlhf_spmd.workers.objective import Packed
+    from rlhf_spmd.workers.objective import MicroBatch
     from rlhf_spmd.workers.optim_config import OptimConfig
     from rlhf_spmd.workers.train_engine import TrainEngine
 
@@ -169,12 +169,12 @@ def build_ours(case: dict[str, Any], rows: list[list[int]]) -> Step:
     for index in micro:
         tokens = torch.tensor([token for i in index for token in rows[i]], dtype=torch.int64)
         sizes = torch.tensor([len(rows[i]) for i in index], dtype=torch.int64)
-        packed.append(Packed(tokens.to(world.device), sizes))
+        packed.append(MicroBatch(tokens.to(world.device), sizes))
         last = torch.zeros(len(tokens), dtype=torch.bool).index_fill_(0, sizes.cumsum(0) - 1, True)
         before[id(packed[-1])] = (~last).nonzero()[:, 0].to(world.device)
     count = sum(len(row) - 1 for row in rows)
 
-    def loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         at = before[id(batch)]
         log_probs, _ = token_log_probs(decoder, hidden[at], batch.tokens[at + 1])
         return -log_probs.sum() / count, {}

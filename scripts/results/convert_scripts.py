@@ -32,6 +32,7 @@ from omegaconf import OmegaConf
 
 from rlhf_spmd import convert, plan
 from rlhf_spmd.config.foreign import foreign_names
+from rlhf_spmd.config.foreign_input import read_foreign
 from rlhf_spmd.config.verl_settings import is_sft, our_name, sft_name
 from rlhf_spmd.train import read_config
 
@@ -82,18 +83,18 @@ def try_script(path: Path, name: str) -> Converted:
     unknown, stages, facts = tuple[str, ...](), list[bool](), dict[str, Any]()
     try:
         with contextlib.redirect_stderr(io.StringIO()), tempfile.TemporaryDirectory() as directory:
-            given = convert.read(path, [])
-            convert.check_project(path, given)
-            found, left = convert.convert(given)
-            unknown = tuple(key for key, why in left.items() if why == UNKNOWN)
-            facts = {"unknown": unknown, "keys": len(given), "named": sum(key in left for key in given)}
-            facts["lost"] = tuple(lost_keys(given, found, left))
+            source = read_foreign(path, [])
+            settings, left_out = convert.convert(source)
+            unknown = tuple(key for key, why in left_out.items() if why == UNKNOWN)
+            facts = {"unknown": unknown, "keys": len(source), "named": sum(key in left_out for key in source)}
+            facts["lost"] = tuple(lost_keys(source, settings, left_out))
             stages.append(True)
-            made = Path(directory) / "made.yaml"
-            made.write_text(re.sub(r"\$\{oc\.env:(\w+)\}", r"\1", OmegaConf.to_yaml(convert.tree_of(found))), encoding="utf-8")
-            read_config(str(made), [])
+            file = Path(directory) / "converted.yaml"
+            text = OmegaConf.to_yaml(convert.tree_of(settings))
+            file.write_text(re.sub(r"\$\{oc\.env:(\w+)\}", r"\1", text), encoding="utf-8")
+            read_config(str(file), [])
             stages.append(True)
-            lay_out(made, given.get("trainer.nnodes", 1), given.get("trainer.n_gpus_per_node", 8))
+            lay_out(file, source.get("trainer.nnodes", 1), source.get("trainer.n_gpus_per_node", 8))
             stages.append(True)
     except ValueError as error:
         why = str(error).replace(f"{path}: ", "").replace(str(path.parent), "")
@@ -104,14 +105,14 @@ def try_script(path: Path, name: str) -> Converted:
     return Converted(name, kind, True, True, True, **facts)
 
 
-def lost_keys(given: dict[str, Any], found: dict[str, Any], left: dict[str, str]) -> Iterator[str]:
+def lost_keys(source: dict[str, Any], settings: dict[str, Any], left_out: dict[str, str]) -> Iterator[str]:
     """Yield the keys that are not named, stand under no name of ours, and whose value changes nothing."""
-    translate = sft_name if is_sft(given) else partial(our_name, foreign_names()["verl"]["keys"])
-    for key, value in given.items():
-        if key not in left and key not in COMMAND and translate(key) not in found:
+    translate = sft_name if is_sft(source) else partial(our_name, foreign_names()["verl"]["keys"])
+    for key, value in source.items():
+        if key not in left_out and key not in COMMAND and translate(key) not in settings:
             other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int | float) else ["other"]
             with contextlib.suppress(ValueError, TypeError):  # then the value is read
-                if convert.convert({**given, key: other}) == (found, left):
+                if convert.convert({**source, key: other}) == (settings, left_out):
                     yield key
 
 
@@ -127,9 +128,9 @@ def lay_out(made: Path, nodes: int, gpus: int) -> None:
     sizes = [f"models.{role}.path={made.parent}" for role in roles if role != "reward"]
     sizes += [f"reward.model={made.parent}"] if config.reward.model is not None else []
     cluster = [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={gpus}", "cluster.gpu=h100"]
-    request = plan.read_run(str(made), [*sizes, *cluster, "plan.fixed=config", f"plan.out={made.parent / 'plan.yaml'}"])
+    request = plan.read_request(str(made), [*sizes, *cluster, "plan.fixed=config", f"plan.out={made.parent / 'plan.yaml'}"])
     try:
-        plan.plan(request)
+        plan.search_plan(request)
     except ValueError as error:
         if "GiB" not in str(error):  # it asks for more memory: the sizes are not the model's
             raise

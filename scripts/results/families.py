@@ -43,7 +43,7 @@ from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.workers.optim_config import OptimConfig
-from rlhf_spmd.workers.train_engine import Packed, TrainEngine
+from rlhf_spmd.workers.train_engine import MicroBatch, TrainEngine
 from small_models import CONFIGS, LENGTHS, make_batch, make_model
 
 VOCABULARY = 301
@@ -95,9 +95,9 @@ def measure_on_rank(world: Any, path: str, layout: Layout, out: str) -> Row:
     parts = batch()
     mine = [part[mesh.dp_rank :: layout.dp] for part in parts]
     tokens, labels, weights = (torch.cat(part) for part in mine)
-    packed = [Packed(tokens, torch.tensor([len(row) for row in mine[0]]))]
+    packed = [MicroBatch(tokens, torch.tensor([len(row) for row in mine[0]]))]
 
-    def score(decoder: Decoder, hidden: Tensor, _: Packed) -> Tensor:
+    def score(decoder: Decoder, hidden: Tensor, _: MicroBatch) -> Tensor:
         return log_probs_at(decoder, hidden, torch.arange(len(tokens)), labels)
 
     found: Row = {"scores": {}}

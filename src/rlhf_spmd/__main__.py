@@ -6,11 +6,6 @@ rlhf-spmd train --help reward                     the keys that contain reward
 rlhf-spmd completion bash >> ~/.bashrc            or zsh, or fish: complete programs and keys with the tab key
 """
 
-# In order: ``main`` answers what needs no program, and a program's ``--help`` from the cache. It imports the module of the program's
-# name and calls its ``main``, with a number of ranks where the user gives none. The program reads its arguments
-# (process/command_line.py). For several ranks it starts itself once for each (process/launcher.py); each rank comes to
-# process/program.py.
-
 from __future__ import annotations
 
 import importlib
@@ -23,8 +18,8 @@ from typing import NoReturn
 
 from rlhf_spmd import __version__
 from rlhf_spmd.config.registry import available, find
-from rlhf_spmd.config.schema import nearest
-from rlhf_spmd.process.arguments import RANKS, cached_help, ignore_closed_pipes, read_words
+from rlhf_spmd.config.words import nearest
+from rlhf_spmd.process.arguments import RANKS, cached_help, ignore_closed_pipes, read_config_arguments
 
 PROGRAMS = {
     "train": "training by any algorithm, from configuration to export",
@@ -39,13 +34,13 @@ PROGRAMS = {
     "convert": "a configuration of verl's PPO trainer as one of this project",
     "reward-server": "a reward function behind HTTP, for reward.function=http",
 }
-OTHERS = {  # without a configuration, in one process: their options
+OPTIONS_OF_PLAIN_PROGRAMS = {  # programs without a configuration, in one process
     "report": "--serve --port --help out=",
     "summary": "--help",
     "convert": "--help",
     "reward-server": "--function --host --port --token-env --help",
 }
-ONE_PROCESS = ("plan", *OTHERS)  # but plan profile
+ONE_PROCESS = ("plan", *OPTIONS_OF_PLAIN_PROGRAMS)  # except ``plan profile``, which starts ranks
 HELP = {"-h", "--help"}
 OPTIONS = ("--config", "--help", "--print-config", "--dry-run", "--nproc-per-node")
 ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
@@ -54,7 +49,13 @@ FISH_WORDS = "complete -c rlhf-spmd -n '__fish_seen_subcommand_from %s' -a '%s'\
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """End the process with the program's exit code."""
+    """Run a program and end the process with its exit code.
+
+    Requests that need no program are answered here, and a program's ``--help`` from the cache. Else the module of the program's name
+    is imported and its ``main`` called, with a number of ranks if the user gives none. The program reads its arguments
+    (``process/command_line.py``). For several ranks it starts itself once for each (``process/launcher.py``); each rank comes to
+    ``process/program.py``.
+    """
     ignore_closed_pipes()
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, for the user's own modules
@@ -99,12 +100,12 @@ def ranks_option(name: str, arguments: Sequence[str]) -> list[str]:
     Ends the process if srun has started the command several times. Raises ValueError for an environment that is no launcher's.
     """
     from rlhf_spmd.parallel.launch import num_tasks
-    from rlhf_spmd.process.command_line import launched
+    from rlhf_spmd.process.command_line import is_launched
     from rlhf_spmd.process.launcher import default_num_ranks
 
     options = {word.partition("=")[0] for word in arguments}
     is_one_process = name in ONE_PROCESS and list(arguments[:1]) != ["profile"]
-    if is_one_process or launched() or options & {*RANKS, *HELP, "--print-config"}:
+    if is_one_process or is_launched() or options & {*RANKS, *HELP, "--print-config"}:
         return []
     if (number := num_tasks()) > 1:
         _refuse(
@@ -114,13 +115,13 @@ def ranks_option(name: str, arguments: Sequence[str]) -> list[str]:
         from rlhf_spmd.serve import ServeConfig, read_config
 
         with suppress(ValueError):  # which the program itself refuses
-            return ["--nproc-per-node", str(read_config(ServeConfig, *read_words(arguments)).layout.tp)]
+            return ["--nproc-per-node", str(read_config(ServeConfig, *read_config_arguments(arguments)).layout.tp)]
     return ["--nproc-per-node", str(default_num_ranks())]
 
 
 def completion(shell: str) -> str:
     """Return the shell's script that completes programs and keys. Ends the process for an unknown shell."""
-    words = {name: OTHERS.get(name) or " ".join([*OPTIONS, *_words(name)]) for name in PROGRAMS}
+    words = {name: OPTIONS_OF_PLAIN_PROGRAMS.get(name) or " ".join([*OPTIONS, *_words(name)]) for name in PROGRAMS}
     programs = " ".join([*PROGRAMS, "completion"])
     if shell == "fish":
         return FISH % programs + "".join(FISH_WORDS % pair for pair in words.items())
@@ -134,10 +135,10 @@ def completion(shell: str) -> str:
 def _words(program: str) -> Iterator[str]:
     """Yield ``key=`` for each key, with roles by their names. Programs that train have the keys of all algorithms."""
     keys = importlib.import_module(f"rlhf_spmd.{program}").keys
-    algorithms = available("rlhf_spmd.algorithms", exports="step") if program in ("train", "plan") else ["sft"]
+    algorithms = available("rlhf_spmd.algorithms", required_attribute="step") if program in ("train", "plan") else ["sft"]
     names: dict[str, None] = {}
     for algorithm in algorithms:
-        roles = find("algorithm", "rlhf_spmd.algorithms", algorithm, exports="step").Config().roles
+        roles = find("algorithm", "rlhf_spmd.algorithms", algorithm, required_attribute="step").Config().roles
         for key in keys([f"algorithm.name={algorithm}"]):
             names |= dict.fromkeys(key.name.replace("<role>", role) for role in roles)
     return (f"{name}=" for name in names if "<" not in name)

@@ -25,7 +25,7 @@ import numpy as np
 from rlhf_spmd.config.constraints import FiniteFloat, PositiveInt
 from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.load import check_tree, to_dict
-from rlhf_spmd.config.schema import PART, ConfigError, read_section
+from rlhf_spmd.config.schema import PART_OF, ConfigError, read_section
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.files import list_paths, read_rows, set_names
 from rlhf_spmd.data.prompts import QuestionsConfig
@@ -59,8 +59,8 @@ class SetConfig:
     split: str | None = None
     subset: str | None = None
     max_samples: PositiveInt | None = None
-    reward: dict[str, Any] = field(default_factory=dict, metadata={PART: RewardConfig})
-    sampling: dict[str, Any] = field(default_factory=dict, metadata={PART: SamplingConfig})
+    reward: dict[str, Any] = field(default_factory=dict, metadata={PART_OF: RewardConfig})
+    sampling: dict[str, Any] = field(default_factory=dict, metadata={PART_OF: SamplingConfig})
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class EvaluateConfig(AnswerConfig):
     pass_score: FiniteFloat = 1.0
 
 
-def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob:
+def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob[EvaluateConfig]:
     """Return the checked input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = read_config(EvaluateConfig, path, overrides)
     sets = named_sets(config)
     chosen: dict[str, tuple[SamplingConfig, RewardConfig]] = {}
     for name, section in sets.items():
-        sampling = merged(config.sampling, section.sampling, f"sets.{name}.sampling")
-        reward = merged(config.reward, section.reward, f"sets.{name}.reward")
+        sampling = section_with_changes(config.sampling, section.sampling, f"sets.{name}.sampling")
+        reward = section_with_changes(config.reward, section.reward, f"sets.{name}.reward")
         chosen[name] = sampling, reward
         if reward.function is None:
             raise ValueError(f"set {name!r} has nothing to be scored by: give reward.function, or sets.{name}.reward.function")
@@ -150,7 +150,7 @@ def named_sets(config: EvaluateConfig) -> dict[str, SetConfig]:
     return sets
 
 
-def merged(common: Any, changes: Mapping[str, Any], where: str) -> Any:
+def section_with_changes(common: Any, changes: Mapping[str, Any], where: str) -> Any:
     """Return ``common`` with a set's own keys. Raises ConfigError, one line."""
     try:
         section = read_section(type(common), {**to_dict(common), **to_dict(changes)})
@@ -160,7 +160,7 @@ def merged(common: Any, changes: Mapping[str, Any], where: str) -> Any:
     return section
 
 
-def evaluate(job: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
+def evaluate(job: InferJob[EvaluateConfig], world: World, tick: Callable[[], None] = lambda: None) -> None:
     """Answer all sets, write ``out`` on rank 0 and print the table there.
 
     Collective over the world: every rank of it must call. Raises FloatingPointError if a log-prob is not finite.
@@ -194,7 +194,7 @@ def output_rows(prompts: PromptSet, results: Sequence[dict[str, Any]]) -> list[d
         set_columns = {"set": prompts.name, "data_source": row_values["data_source"]}
         unanswered = {
             "response": "",
-            "score": 0.0 if prompts.reward.chooses(row_values) else None,
+            "score": 0.0 if prompts.reward.applies_to(row_values) else None,
             "finish_reason": None,
             "length": 0,
         }
@@ -264,8 +264,8 @@ def table(results: Mapping[str, Any]) -> str:
 
 def _order(column: str) -> tuple[int, int, str]:
     kind, _, k = column.partition("@")
-    first = ("n", "mean", "ci95", "pass", "maj")
-    return first.index(kind) if kind in first else len(first), int(k or 0), column
+    first_kinds = ("n", "mean", "ci95", "pass", "maj")
+    return first_kinds.index(kind) if kind in first_kinds else len(first_kinds), int(k or 0), column
 
 
 def _cell(value: Any) -> str:
@@ -274,6 +274,7 @@ def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else json.dumps(value)
 
 
+# keys: the configuration's keys; main: the command line
 keys, main = inference_program(
     "evaluate", __doc__, EvaluateConfig, prepare, lambda job, world, board: evaluate(job, world, board.tick)
 )

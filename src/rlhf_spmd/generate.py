@@ -85,7 +85,7 @@ class GenerateConfig(AnswerConfig):
             environment.check_together(environment_key(name), self.timeout_s, self.generation.rebalance_steps)
 
 
-def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob:
+def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob[GenerateConfig]:
     """Return the checked input. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     config = read_config(GenerateConfig, path, overrides)
     if launch.rank == 0:
@@ -98,22 +98,22 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Infer
     loaded = read_generating_model(config, launch, needed, read_template(config.data.chat_template, "data.chat_template"))
     say_warnings(launch, config.data.warnings("data", loaded.tokenizer))
     prompts = check_set("", "reward", rows, config, config.sampling, config.reward, loaded)
-    check_rows(environments, prompts.rows, [row.where for row in rows], scored=True)
+    check_rows(environments, prompts.rows, [row.where for row in rows], has_other_reward=True)
     name = job_of(loaded.config, loaded.checkpoint, [prompts])
     journal = Journal(Path(f"{config.out}.part"), name, config.out, checks=launch.rank == 0)
     return InferJob(**vars(loaded), sets=[prompts], journal=journal, environments=environments)
 
 
-def generate(job: InferJob, world: World, tick: Callable[[], None] = lambda: None) -> None:
+def generate(job: InferJob[GenerateConfig], world: World, tick: Callable[[], None] = lambda: None) -> None:
     """Answer all prompts and write the file on rank 0. ``tick`` is called after each step of the generator.
 
     Collective over the world: every rank of it must call. Raises FloatingPointError if a log-prob is not finite.
     """
 
     def write(sets: list[list[dict[str, Any]]]) -> None:
-        chosen = output_rows(job, sets[0]) if job.config.keep == "all" else kept_rows(job, sets[0], job.config.keep)
+        rows = output_rows(job, sets[0]) if job.config.keep == "all" else kept_rows(job, sets[0], job.config.keep)
         keep_earlier(job.config.out)
-        write_rows(job.config.out, chosen)
+        write_rows(job.config.out, rows)
 
     line = answer(job, world, tick, write)
     if line is not None:
@@ -127,7 +127,7 @@ def keep_earlier(out: str) -> None:
         print(f"the earlier {out} is now {out}.before", file=sys.stderr)
 
 
-def output_rows(job: InferJob, results: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def output_rows(job: InferJob[GenerateConfig], results: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Return the output for all rows. ``results``: the result of each row, empty for prompts that are not answered."""
     prompts = job.sets[0]
     for row_id, row in enumerate(results):
@@ -147,46 +147,54 @@ def output_rows(job: InferJob, results: Sequence[dict[str, Any]]) -> Iterator[di
             yield {**named, **empty, "error": prompts.errors[number]}
 
 
-def kept_rows(job: InferJob, results: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
+def kept_rows(job: InferJob[GenerateConfig], results: Sequence[dict[str, Any]], keep: str | int) -> list[dict[str, Any]]:
     """Return the best responses to each prompt, or the best and the worst, with the prompt as it was given.
 
     Of equal scores the first counts. A prompt whose responses all have the same score makes no pair. Prints how many prompts
     give nothing. Raises ValueError if all do.
     """
-    prompts, rows, none = job.sets[0], [], 0
+    prompts = job.sets[0]
     n = prompts.sampling.n
+    rows = []
+    num_without_rows = 0
     for number, source_prompt in enumerate(prompts.source_prompts):
         scored = [row for row in results[number * n : (number + 1) * n] if row and row["score"] is not None]
         ranked = sorted(scored, key=lambda row: -row["score"])
-        seen = prompts.rows[number]
-        named = {
-            "id": seen["id"],
-            "prompt": seen["prompt"] if source_prompt is None else source_prompt,
-            "answer": seen["answer"],
-        }
-        none += not ranked or (keep == "pairs" and ranked[0]["score"] == ranked[-1]["score"])
-        if keep == "pairs" and ranked and ranked[0]["score"] > ranked[-1]["score"]:
-            best, worst = ranked[0], next(row for row in ranked if row["score"] == ranked[-1]["score"])
-            pair = {"chosen": response_text(job, best), "rejected": response_text(job, worst)}
-            rows.append({**named, **pair, "chosen_score": best["score"], "rejected_score": worst["score"]})
-        elif keep != "pairs":
-            best_rows = ranked[: 1 if keep == "best" else int(keep)]
-            rows += [{**named, "response": response_text(job, row), "score": row["score"]} for row in best_rows]
-    why = "have no two responses with different scores" if keep == "pairs" else "have no response with a score"
+        columns = {key: prompts.rows[number][key] for key in ("id", "prompt", "answer")}
+        if source_prompt is not None:
+            columns["prompt"] = source_prompt
+        prompt_rows = pair_rows(job, ranked) if keep == "pairs" else best_rows(job, ranked, 1 if keep == "best" else int(keep))
+        num_without_rows += not prompt_rows
+        rows += [{**columns, **row} for row in prompt_rows]
+    reason = "have no two responses with different scores" if keep == "pairs" else "have no response with a score"
     if not rows:
-        raise ValueError(f"keep={keep}: all {none} prompts {why}; there is nothing to write")
-    if none:
-        print(f"keep={keep}: {none} of {len(prompts.source_prompts)} prompts {why} and are left out", file=sys.stderr)
-    wrong = 0 if keep == "pairs" else sum(row["score"] <= 0 for row in rows)
-    if wrong:
-        print(
-            f"keep={keep}: {wrong} of the {len(rows)} responses that are kept score 0 or less; leave them out by `score`",
-            file=sys.stderr,
-        )
+        raise ValueError(f"keep={keep}: all {num_without_rows} prompts {reason}; there is nothing to write")
+    if num_without_rows:
+        left_out = f"{num_without_rows} of {len(prompts.source_prompts)} prompts {reason} and are left out"
+        print(f"keep={keep}: {left_out}", file=sys.stderr)
+    num_low_scores = 0 if keep == "pairs" else sum(row["score"] <= 0 for row in rows)
+    if num_low_scores:
+        low = f"{num_low_scores} of the {len(rows)} responses that are kept score 0 or less; leave them out by `score`"
+        print(f"keep={keep}: {low}", file=sys.stderr)
     return rows
 
 
-def response_text(job: InferJob, row: dict[str, Any]) -> str | None:
+def best_rows(job: InferJob[GenerateConfig], ranked: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Return the columns of the best responses to a prompt. ``ranked``: those with a score, the best first."""
+    return [{"response": response_text(job, row), "score": row["score"]} for row in ranked[:number]]
+
+
+def pair_rows(job: InferJob[GenerateConfig], ranked: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the columns of the pair of the best and the worst response to a prompt; none if all have the same score."""
+    if not ranked or ranked[0]["score"] == ranked[-1]["score"]:
+        return []
+    best = ranked[0]
+    worst = next(row for row in ranked if row["score"] == ranked[-1]["score"])
+    pair = {"chosen": response_text(job, best), "rejected": response_text(job, worst)}
+    return [{**pair, "chosen_score": best["score"], "rejected_score": worst["score"]}]
+
+
+def response_text(job: InferJob[GenerateConfig], row: dict[str, Any]) -> str | None:
     """Return the text of a response, without the stop string that ended it unless that is wanted. None without a tokenizer."""
     decode, sampling, token_ids = decoding(job.tokenizer), job.config.sampling, row["response_ids"]
     if decode is None:
@@ -199,6 +207,7 @@ def response_text(job: InferJob, row: dict[str, Any]) -> str | None:
     return decode(token_ids) + "".join(stop for stop, token in special.items() if token == token_ids[-1])
 
 
+# keys: the configuration's keys; main: the command line
 keys, main = inference_program(
     "generate", __doc__, GenerateConfig, prepare, lambda job, world, board: generate(job, world, board.tick)
 )

@@ -1,4 +1,4 @@
-"""``rlhf_spmd.train(config)``: training in a process that goes on afterwards, from objects where a file has paths and names."""
+"""``rlhf_spmd.train(config)``: training in a process that goes on afterwards. The configuration may have objects as values."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_spmd.config.interpolation import select
+from rlhf_spmd.config.plain_yaml import MAX_DEPTH
 from rlhf_spmd.config.registry import forget_files
-from rlhf_spmd.config.schema import ConfigError, first_line
-from rlhf_spmd.config.written import MOST_DEPTH
+from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.config.words import first_line
 from rlhf_spmd.kernels.devices import set_up_cuda
 from rlhf_spmd.parallel.device_setup import choose_matmul
 from rlhf_spmd.parallel.launch import Launch, read_launch
@@ -29,35 +30,34 @@ from rlhf_spmd.train import train as run_training
 from rlhf_spmd.training.notebook_source import importable_name, source_of
 from rlhf_spmd.training.train_config import RunConfig
 
-OBJECTS_DIR = "objects"  # in the run's directory: files of what the configuration has as objects
+OBJECTS_DIR = "objects"  # in the run's directory: a file for each object of the configuration
 DATA_KEYS = ("path", "val_path")
 
 
 def train(config: Mapping[str, Any]) -> Path:
-    """Run on this process alone what ``config`` describes, nested as a YAML file is. Return the run's directory.
+    """Run on this process alone the training that ``config`` describes, nested as a YAML file is. Return the run's directory.
 
     A function or class may stand where a file has a name, and rows (a list of dicts, a ``datasets.Dataset``) where it has a path of
-    data. They are written into the run's directory, and its ``config.yaml`` has their paths.
-    Raises ConfigError, ValueError or DataError for bad input, later
-    the exception that ended the run.
+    data. They are written into the run's directory, and its ``config.yaml`` has their paths. Raises ConfigError, ValueError or
+    DataError for bad input, later the exception that ended the run.
     """
     if read_launch().size > 1:
         raise ValueError(
             "train(config) is for one rank; under torchrun start the program: torchrun ... -m rlhf_spmd.train --config FILE"
         )
-    forget_files()  # which may have been edited since the run before
+    forget_files()  # files of code may have been edited since the last run
     config = write_objects(config)
     set_up_cuda()
     choose_matmul()
-    plan = prepare(config, (), 1, launch=Launch())
+    run_plan = prepare(config, (), 1, launch=Launch())
     try:
-        run_program(lambda: plan, run_training, settings_of, saves_on_signal=True)
+        run_program(lambda: run_plan, run_training, settings_of, saves_on_signal=True)
     except SystemExit as ending:  # how a program of one rank ends, after a line about why
         cause = ending.__context__
-        if isinstance(cause, SystemExit):  # of the user's code: the caller must not end well by it
+        if isinstance(cause, SystemExit):  # the user's code has raised it: it must not end the caller as a success
             raise RuntimeError(f"the run was left before its end by SystemExit: {cause}") from None
         raise cause or ending from None
-    return Path(plan.config.run.dir)
+    return Path(run_plan.config.run.dir)
 
 
 def write_objects(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -66,20 +66,20 @@ def write_objects(config: Mapping[str, Any]) -> Mapping[str, Any]:
     Rows, and objects that other processes cannot import, are written to files in the run's directory. A file's name has a digest of its
     content, so that no run overwrites another's. Raises ConfigError, one line, for an object that no file can stand for.
     """
-    if OmegaConf.is_config(config):  # which holds no such objects
+    if OmegaConf.is_config(config):  # it cannot hold such objects
         return config
 
-    def written(value: Any, where: str, is_data: bool, depth: int) -> Any:
-        if depth > MOST_DEPTH:  # the loader refuses it
+    def with_names(value: Any, where: str, is_data: bool, depth: int) -> Any:
+        if depth > MAX_DEPTH:  # the loader refuses it
             return value
         if is_data and (rows := rows_of(value, where)) is not None:
             lines = "".join(f"{json.dumps(json_value(row))}\n" for row in rows)
             return object_file(config, re.sub(r"\W+", "_", where), lines, ".jsonl")
         if isinstance(value, Mapping):
             keys = {key: f"{where}.{key}" if where else str(key) for key in value}
-            return {key: written(child, keys[key], is_data or key in DATA_KEYS, depth + 1) for key, child in value.items()}
+            return {key: with_names(child, keys[key], is_data or key in DATA_KEYS, depth + 1) for key, child in value.items()}
         if isinstance(value, list | tuple):
-            return [written(child, f"{where}[{number}]", is_data, depth + 1) for number, child in enumerate(value)]
+            return [with_names(child, f"{where}[{number}]", is_data, depth + 1) for number, child in enumerate(value)]
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         if not callable(value) or (name := importable_name(value)) is not None:
@@ -87,15 +87,15 @@ def write_objects(config: Mapping[str, Any]) -> Mapping[str, Any]:
         inner_name, text = source_of(value, where)
         return f"{object_file(config, inner_name, text, '.py')}:{inner_name}"
 
-    with_names: dict[str, Any] = written(config, "", False, 0)
-    return with_names
+    named_config: dict[str, Any] = with_names(config, "", False, 0)
+    return named_config
 
 
 def rows_of(value: Any, where: str) -> Iterator[Mapping[str, Any]] | None:
     """Return the rows of a list of dicts or of a ``datasets.Dataset``, else None. Raises ConfigError for a DatasetDict."""
     if isinstance(value, list | tuple):
         return iter(value) if value and all(isinstance(row, Mapping) for row in value) else None
-    library = sys.modules.get("datasets")  # who gives a data set has imported it
+    library = sys.modules.get("datasets")  # a caller with a data set has imported it
     if library is None or not isinstance(value, library.Dataset | library.DatasetDict):
         return None
     if isinstance(value, library.DatasetDict):

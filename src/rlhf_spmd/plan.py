@@ -27,22 +27,25 @@ from rlhf_spmd.data.files import DataError
 from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
 from rlhf_spmd.planner.memory import MEMORY_MODEL_ERROR
+from rlhf_spmd.planner.model_call import ModelCall
+from rlhf_spmd.planner.options import CallTimes
 from rlhf_spmd.planner.placement import AUTO
 from rlhf_spmd.planner.plan_file import PlanFile, read_plan
 from rlhf_spmd.planner.plan_summary import PlanSummary, comparison, measured_seconds, read_trace, table
-from rlhf_spmd.planner.planning import CallTimes, ModelCall, PlanResult, ProblemBuilder, to_file
-from rlhf_spmd.planner.problem import Choice, simulate
+from rlhf_spmd.planner.planning import PlanResult, ProblemBuilder, to_file
+from rlhf_spmd.planner.problem import Choice, Schedule, simulate
 from rlhf_spmd.planner.profile import ProfileTimes, read_profile, write_profile
 from rlhf_spmd.planner.search import SearchResult
 from rlhf_spmd.planner.shapes import Workload
 from rlhf_spmd.preflight import plan_stand_ins
 from rlhf_spmd.preflight.exactness import exact_rollouts
 from rlhf_spmd.preflight.memory_check import check_memory, decide_checkpointing, with_checkpointing
-from rlhf_spmd.preflight.memory_estimate import StepFacts, facts_of
-from rlhf_spmd.preflight.placing import place
+from rlhf_spmd.preflight.memory_estimate import facts_of
+from rlhf_spmd.preflight.placing import roles_on_pools
 from rlhf_spmd.preflight.plan_profile import profile
 from rlhf_spmd.preflight.plan_roles import checked_plan, model_calls, placed_calls
-from rlhf_spmd.preflight.prepare import UNKNOWN_STEPS, describe_roles_without_ranks
+from rlhf_spmd.preflight.prepare import UNKNOWN_STEPS, add_unplaced_roles
+from rlhf_spmd.preflight.role_memory import StepFacts
 from rlhf_spmd.preflight.step_graph import trace
 from rlhf_spmd.process.command_line import read_command_line, refuse
 from rlhf_spmd.process.program import ProgramContext, run_program
@@ -76,7 +79,7 @@ class SearchConfig:
         out = None if self.out is None else Path(self.out)
         if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
             raise ValueError(f"{where}.out={self.out}: must be a file in a directory that exists")
-        find(f"{where}.search", "rlhf_spmd.planner.search", self.search, exports="search")
+        find(f"{where}.search", "rlhf_spmd.planner.search", self.search, required_attribute="search")
 
 
 PLAN_RULES: Rules = (
@@ -107,9 +110,10 @@ SECTIONS = {
 class PlanRequest:
     """A configuration, traced, with the cluster that it is planned for.
 
-    - cluster, search: sections of ``config``, which a training run does not have
-    - calls: of roles with a model
+    - cluster, search: the sections ``cluster`` and ``plan`` of the configuration, which a training run does not have
+    - calls: the calls of roles with a model
     - work: lengths of rows
+    - graph: the traced step
     - unplaced_roles: every role before it has ranks
     """
 
@@ -135,47 +139,53 @@ class PlanRequest:
         if self.config.placement.strategy == AUTO:
             return None
         try:
-            return evaluate(self, "config")
+            return evaluate_configuration(self)
         except ValueError as error:
             return str(error)
 
     def step(self) -> StepFacts:
         """Return the facts of a step with rows at their limits."""
-        config, on_host = self.config, self.target[0].device.on_host
-        sections = [getattr(config, section.key) for section in config.algorithm.streams.values()]
+        sections = [getattr(self.config, section.key) for section in self.config.algorithm.streams.values()]
         prompts = [section.max_prompt_length for section in sections if hasattr(section, "max_prompt_length")]
         prompt = float(max(prompts, default=self.work.prompt))
-        return facts_of(
-            config, self.graph, prompt, self.work.responses, torch.device("cpu" if on_host else "cuda"), self.unplaced_roles
-        )
+        device = torch.device("cpu" if self.target[0].device.on_host else "cuda")
+        return facts_of(self.config, self.graph, prompt, self.work.responses, device, self.unplaced_roles)
 
 
-def read_run(path: str | None, overrides: Sequence[str], rules: Rules = PLAN_RULES) -> PlanRequest:
-    """Return the request of a configuration. Local; needs neither data nor tokenizers nor weights. Raises ConfigError,
-    ValueError or DataError, one line each."""
+def read_request(path: str | None, overrides: Sequence[str], rules: Rules = PLAN_RULES) -> PlanRequest:
+    """Return the request of a configuration. Local; needs neither data nor tokenizers nor weights.
+
+    Raises ConfigError, ValueError or DataError, one line each.
+    """
     config, module = read_config(path, overrides, more=SECTIONS)
     check_rules(rules, config)
-    sized = [role for role, model in config.models.items() if model.spec is not None]  # type: ignore[attr-defined]
-    rewards = {role: replace(reward, model=None) if role in sized else reward for role, reward in config.rewards.items()}
-    config = replace(config, rewards=rewards, reward=replace(config.reward, model=None) if "reward" in sized else config.reward)
-    run = RunPlan(config, module, tokenizer=cast(Any, plan_stand_ins.CharacterTokenizer()))
-    with plan_stand_ins.directories(config.models) as models:
-        run = describe_roles_without_ranks(run, models, weights=False)
-    roles = dict(run.roles)
-    for role, plan in generating_roles(roles).items():
-        roles[role] = replace(plan, config=without_exactness(plan.config))
-    training = {name: plan_stand_ins.stand_in(data) for name, data in run.streams.items() if isinstance(data, DatasetConfig)}
-    graph = trace(replace(run, roles=roles, training=training, exact_rollouts=exact_rollouts(config, roles)))
-    planned: Any = run.config  # with the sections that a training run does not have
-    work = planned.workload.of(next(iter(run.streams.values())), config.sampling.n)
-    return PlanRequest(run.config, planned.cluster, planned.plan, model_calls(graph, roles, work), work, graph, roles)
+    # roles whose models are given by sizes; there is no directory of theirs to read
+    sized_roles = [role for role, model in config.models.items() if model.spec is not None]  # type: ignore[attr-defined]
+    rewards = {role: replace(reward, model=None) if role in sized_roles else reward for role, reward in config.rewards.items()}
+    reward = replace(config.reward, model=None) if "reward" in sized_roles else config.reward
+    config = replace(config, rewards=rewards, reward=reward)
+    run_plan = RunPlan(config, module, tokenizer=cast(Any, plan_stand_ins.CharacterTokenizer()))
+    with plan_stand_ins.model_directories(config.models) as models:
+        run_plan = add_unplaced_roles(run_plan, models, weights=False)
+    role_plans = dict(run_plan.roles)
+    for role, role_plan in generating_roles(role_plans).items():
+        role_plans[role] = replace(role_plan, config=without_exactness(role_plan.config))
+    training = {
+        name: plan_stand_ins.stand_in(data) for name, data in run_plan.streams.items() if isinstance(data, DatasetConfig)
+    }
+    graph = trace(replace(run_plan, roles=role_plans, training=training, exact_rollouts=exact_rollouts(config, role_plans)))
+    planned: Any = run_plan.config  # with the sections that a training run does not have
+    work = planned.workload.workload(next(iter(run_plan.streams.values())), config.sampling.n)
+    return PlanRequest(
+        run_plan.config, planned.cluster, planned.plan, model_calls(graph, role_plans, work), work, graph, role_plans
+    )
 
 
 def without_exactness(config: RoleConfig) -> RoleConfig:
-    """Return ``config`` with a call of its own for training's log-probs, as on GPUs, unless it demands otherwise."""
-    generation = config.generation
-    is_open = generation.reuse_rollout_log_probs is None
-    return replace(config, generation=replace(generation, reuse_rollout_log_probs=False)) if is_open else config
+    """Return ``config`` with a separate call for training's log-probs, as on GPUs, unless it says otherwise."""
+    if config.generation.reuse_rollout_log_probs is not None:
+        return config
+    return replace(config, generation=replace(config.generation, reuse_rollout_log_probs=False))
 
 
 def machine_of(cluster: ClusterConfig) -> tuple[Machine, CallTimes]:
@@ -190,14 +200,14 @@ def machine_of(cluster: ClusterConfig) -> tuple[Machine, CallTimes]:
     return machine, ProfileTimes(measured, machine)
 
 
-def plan(request: PlanRequest) -> PlanResult:
+def search_plan(request: PlanRequest) -> PlanResult:
     """Return the plan that a search finds, or the one that ``plan.fixed`` names. Raises ValueError, one line.
 
     The configuration's own placement and layouts are a candidate: no plan is slower than them if they are sure to fit.
     """
     settings = request.search
     if settings.fixed is not None:
-        return evaluate(request, settings.fixed)
+        return evaluate_configuration(request) if settings.fixed == "config" else evaluate_file(request, settings.fixed)
     search: dict[str, Any] = {"name": settings.search, "time_limit_s": settings.time_limit_s, "seed": settings.seed}
     configured = request.configured
     if not isinstance(configured, PlanResult) or configured.refusal is not None or configured.warning is not None:
@@ -215,54 +225,68 @@ def plan(request: PlanRequest) -> PlanResult:
     return replace(configured, search=result)
 
 
-def evaluate(request: PlanRequest, path: str) -> PlanResult:
-    """Return the plan in the file ``path``, or with "config" the configuration's own placement and layouts. Raises ValueError."""
+def evaluate_configuration(request: PlanRequest) -> PlanResult:
+    """Return the plan of the configuration's own placement and layouts. Raises ValueError if they cannot be."""
     config = request.config
-    machine, times = request.target
+    machine, _ = request.target
+    role_plans = roles_on_pools(
+        request.unplaced_roles, config.placement, machine.size, machine.local_size, lambda: request.graph
+    )
+    step = request.step()
+    role_plans = with_checkpointing(role_plans, decide_checkpointing(role_plans, step, machine.memory))
     refusal = warning = None
-    budget = config.algorithm.limits.max_tokens
-    if path == "config":
-        plans = place(request.unplaced_roles, config.placement, machine.size, machine.local_size, lambda: request.graph)
-        step = request.step()
-        plans = with_checkpointing(plans, decide_checkpointing(plans, step, machine.memory))
-        try:
-            warning = check_memory(plans, step, machine.memory, machine.local_size, host_memory=machine.host_memory)
-        except ValueError as error:
-            refusal = str(error)
-        file = PlanFile(machine.size, machine.local_size, {}, placed_calls(request.calls, plans))
-    else:
-        file = read_plan(path)
-        check_calls(file, request.calls, machine, path)
-        budget = int(file.algorithm.get(config.algorithm.limits.where.removeprefix("algorithm."), budget))
-    builder = ProblemBuilder(request.calls, machine, times, budget, config.placement.max_staleness, file)
+    try:
+        warning = check_memory(role_plans, step, machine.memory, machine.local_size, host_memory=machine.host_memory)
+    except ValueError as error:
+        refusal = str(error)
+    file = PlanFile(machine.size, machine.local_size, {}, placed_calls(request.calls, role_plans))
+    planned, _ = _evaluate(request, file, config.algorithm.limits.max_tokens)
+    return replace(planned, refusal=refusal, warning=warning)
+
+
+def evaluate_file(request: PlanRequest, path: str) -> PlanResult:
+    """Return the plan in the file ``path``. Raises ValueError if it is not a plan of this step on this cluster."""
+    limits = request.config.algorithm.limits
+    machine, _ = request.target
+    file = read_plan(path)
+    check_calls(file, request.calls, machine, path)
+    budget = int(file.algorithm.get(limits.where.removeprefix("algorithm."), limits.max_tokens))
+    planned, schedule = _evaluate(request, file, budget)
+    if schedule.fits:
+        return planned
+    excess = f"it needs {schedule.excess:.0%} more memory than a rank has"
+    if schedule.excess <= MEMORY_MODEL_ERROR:  # which training only warns of
+        return replace(planned, warning=f"{excess}; that may be too much")
+    return replace(planned, refusal=excess)
+
+
+def _evaluate(request: PlanRequest, file: PlanFile, budget: int) -> tuple[PlanResult, Schedule]:
+    """Return a plan with its predictions, and its schedule. ``budget``: tokens of a micro-batch."""
+    builder = ProblemBuilder(request.calls, *request.target, budget, request.config.placement.max_staleness, file)
     problem = builder.problem()
     choices = tuple(Choice(file.calls[call.name].rank_range, 0) for call in problem.calls)
     schedule = simulate(problem, choices)
-    if not schedule.fits and path != "config":
-        refusal = f"it needs {schedule.excess:.0%} more memory than a rank has"
-        if schedule.excess <= MEMORY_MODEL_ERROR:  # which training only warns of
-            refusal, warning = None, f"{refusal}; that may be too much"
     result = SearchResult(choices, schedule.seconds, 0.0, False, 1, 0.0)
-    return PlanResult(to_file(builder, problem, choices, schedule, file.algorithm), result, refusal, warning)
+    return PlanResult(to_file(builder, problem, choices, schedule, file.algorithm), result), schedule
 
 
 def check_calls(file: PlanFile, calls: Sequence[ModelCall], machine: Machine, path: str) -> None:
     """Raise ValueError if a plan has other calls or ranks."""
     names = {call.name: None for call in calls}
-    missing = [f"it lacks {name}" for name in names if name not in file.calls]
-    more = [f"there is no {name}" for name in file.calls if name not in names]
-    if missing or more:
-        raise ValueError(f"plan.fixed={path} is of other calls: {[*missing, *more][0]}; the step's are {', '.join(names)}")
+    differences = [f"it lacks {name}" for name in names if name not in file.calls]
+    differences += [f"there is no {name}" for name in file.calls if name not in names]
+    if differences:
+        raise ValueError(f"plan.fixed={path} is of other calls: {differences[0]}; the step's are {', '.join(names)}")
     last = max(call.rank_range.end for call in file.calls.values())
     if last > machine.size:
         raise ValueError(f"plan.fixed={path} has rank {last - 1}, and the cluster has ranks 0 to {machine.size - 1}")
 
 
 def summary_of(request: PlanRequest, planned: PlanResult) -> PlanSummary:
-    """Return what the plan comes to, beside the configuration's own placement and layouts."""
+    """Return the summary of a plan, beside the configuration's own placement and layouts."""
     machine, _ = request.target
-    rows, steps = max(call.work.rows for call in request.calls), request.config.run.steps
-    tokens = rows * (request.work.prompt + sum(request.work.responses) / len(request.work.responses))
+    steps = request.config.run.steps
+    tokens = max(call.work.rows for call in request.calls) * request.work.length
     return PlanSummary(
         planned,
         machine,
@@ -273,11 +297,16 @@ def summary_of(request: PlanRequest, planned: PlanResult) -> PlanSummary:
     )
 
 
-def measure(context: ProgramContext[PlanRequest]) -> None:
+def measure_profile(context: ProgramContext[PlanRequest]) -> None:
     """Measure the models and write the profile. Collective over the world: every rank of it must call, in program order."""
-    request, world = context.prepared, context.world
+    request = context.prepared
+    world = context.world
     calls = sorted(request.calls, key=lambda call: call.kind == "generate")  # the last one's generation settings count
-    heads = {role: plan.worker.head for role, plan in request.unplaced_roles.items() if issubclass(plan.worker, ModelWorker)}
+    heads = {
+        role: role_plan.worker.head
+        for role, role_plan in request.unplaced_roles.items()
+        if issubclass(role_plan.worker, ModelWorker)
+    }
     models = {(call.spec, heads[call.role]): call.generation for call in calls}
     dtype = request.unplaced_roles[request.calls[0].role].config.torch_dtype(world.device)
     work = replace(request.work, rows=max(call.work.rows for call in calls))
@@ -293,54 +322,54 @@ def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
     return train_keys(overrides, more=SECTIONS)
 
 
-def split_profile(argv: Sequence[str]) -> tuple[bool, bool, list[str]]:
-    """Return whether ``argv`` begins with ``profile``, whether it has ``--json``, and the arguments without ``--json``.
-
-    The ranks of ``plan profile`` start with these arguments, so ``profile`` stays among them; with ``--help`` it is left out.
-    """
-    is_profile, is_help = list(argv[:1]) == ["profile"], bool({"-h", "--help"} & {*argv})
-    rest = list(argv[1:] if is_profile and is_help else argv)
-    return is_profile, "--json" in argv, [argument for argument in rest if argument != "--json"]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line. With ``profile`` before the other arguments it measures instead; ``--json`` prints JSON."""
-    is_profile, as_json, rest = split_profile(sys.argv[1:] if argv is None else argv)
-    num_words = 1 if is_profile else 0  # before the overrides
+    arguments = [*(sys.argv[1:] if argv is None else argv)]
+    is_profile = arguments[:1] == ["profile"]
+    as_json = "--json" in arguments
+    arguments = [argument for argument in arguments if argument != "--json"]
+    if is_profile and {"-h", "--help"} & {*arguments}:
+        del arguments[0]
+    num_words = 1 if is_profile else 0  # before the overrides: the ranks of `plan profile` start with `profile`, too
 
     def read(path: str | None, overrides: Sequence[str]) -> TrainConfig:
         return read_config(path, overrides[num_words:], more=SECTIONS)[0]
 
-    command = read_command_line("plan", __doc__, keys, read, rest, has_ranks=is_profile)
-    config, overrides = command.config, command.overrides[num_words:]
+    command = read_command_line("plan", __doc__, keys, read, arguments, has_ranks=is_profile)
+    overrides = command.overrides[num_words:]
     if command.dry_run:
         refuse("--dry-run: plan trains nothing; leave it out")
     if is_profile:
-        run_program(lambda: read_run(config, overrides, PROFILE_RULES), measure)
+        run_program(lambda: read_request(command.config, overrides, PROFILE_RULES), measure_profile)
         return
     try:
         if command.launch.size > 1:
             raise ConfigError("plan is one process: start it without torchrun, which only `plan profile` needs")
-        request = read_run(config, overrides)
-        planned, settings = plan(request), request.search
-        summary = summary_of(request, planned)
-        written, compared = [], None
-        if settings.measured is not None:
-            compared = comparison(planned.file, measured_seconds(read_trace(planned.file, settings.measured)))
-        if settings.out is not None and settings.fixed in (None, "config") and planned.refusal is None:
-            Path(settings.out).write_text(planned.file.to_yaml(), encoding="utf-8")
-            written = [f"written: {settings.out} (start with plan={settings.out})"]
+        text, compared, fits = plan_texts(read_request(command.config, overrides), as_json)
     except (DataError, ValueError, OSError) as error:
         print(f"config error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    if as_json:
-        print(json.dumps(summary.to_json()))
-    else:
-        print("\n".join([table(planned), "", *summary.lines(), *written]))
+    print(text)
     if compared is not None:
         print(compared, file=sys.stderr)
-    if planned.refusal is not None:
+    if not fits:
         raise SystemExit(2)
+
+
+def plan_texts(request: PlanRequest, as_json: bool) -> tuple[str, str | None, bool]:
+    """Return the plan as text, its comparison with the run in ``plan.measured``, and whether it fits. Writes it to ``plan.out``."""
+    settings = request.search
+    planned = search_plan(request)
+    summary = summary_of(request, planned)
+    compared = None
+    if settings.measured is not None:
+        compared = comparison(planned.file, measured_seconds(read_trace(planned.file, settings.measured)))
+    written = []
+    if settings.out is not None and settings.fixed in (None, "config") and planned.refusal is None:
+        Path(settings.out).write_text(planned.file.to_yaml(), encoding="utf-8")
+        written = [f"written: {settings.out} (start with plan={settings.out})"]
+    text = json.dumps(summary.to_json()) if as_json else "\n".join([table(planned), "", *summary.lines(), *written])
+    return text, compared, planned.refusal is None
 
 
 if __name__ == "__main__":

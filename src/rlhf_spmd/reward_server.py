@@ -19,25 +19,26 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rlhf_spmd.process.arguments import Parser, ignore_closed_pipes
-from rlhf_spmd.rewards.binding import TURNS, BoundReward
+from rlhf_spmd.rewards.binding import ReadyReward
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.rewards.results import read_result
+from rlhf_spmd.rewards.row_values import TURNS
 
 
-def score(bound: BoundReward, request: dict[str, Any]) -> list[Any]:
+def score(reward: ReadyReward, request: dict[str, Any]) -> list[Any]:
     """Return a score for each row, null where the function does not apply or fails."""
     rows = []
     for row, prompt, completion in zip(request["rows"], request["prompts"], request["completions"], strict=True):
         text = completion if isinstance(completion, str) else ""
-        more = {} if isinstance(completion, str) else {TURNS: completion}
+        additional_columns = {} if isinstance(completion, str) else {TURNS: completion}
         if isinstance(prompt, list):  # without a begun answer, which the completion contains
-            more["messages"] = prompt
-        rows.append((row.get("prompt", ""), text, row | more))
-    calls = [rows] if bound.batched else [[row] for row in rows]
-    return [None if value is None else read_result(value)[0] for call in calls for value in bound.call(call, 60.0)]
+            additional_columns["messages"] = prompt
+        rows.append((row.get("prompt", ""), text, row | additional_columns))
+    calls = [rows] if reward.bound.batched else [[row] for row in rows]
+    return [None if value is None else read_result(value)[0] for call in calls for value in reward.call(call, 60.0)]
 
 
-def serve(bound: BoundReward, port: int, token: str | None, host: str = "127.0.0.1") -> ThreadingHTTPServer:
+def serve(reward: ReadyReward, port: int, token: str | None, host: str = "127.0.0.1") -> ThreadingHTTPServer:
     """Return the server, not yet running; port 0 is a free one."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -49,7 +50,7 @@ def serve(bound: BoundReward, port: int, token: str | None, host: str = "127.0.0
                     self.answer(401, {"error": "wrong or no bearer token"})
                     return self.discard(num_bytes)
                 body = self.rfile.read(num_bytes)
-                return self.answer(200, {"scores": score(bound, json.loads(body))})
+                return self.answer(200, {"scores": score(reward, json.loads(body))})
             except Exception as error:  # the boundary to the user's function: its error is the answer
                 return self.answer(400, {"error": f"{type(error).__name__}: {error}"})
 
@@ -97,11 +98,11 @@ def open_server(arguments: argparse.Namespace) -> ThreadingHTTPServer:
     config = RewardConfig(function=arguments.function)
     try:
         config.check()
-        bound = config.bind("reward").ready()
+        reward = config.bind("reward").instantiate()
     except ValueError as error:
         raise ValueError(f"--function {arguments.function}: {error}") from error
     try:
-        return serve(bound, arguments.port, token, arguments.host)
+        return serve(reward, arguments.port, token, arguments.host)
     except (OSError, OverflowError) as error:
         raise ValueError(f"--host {arguments.host} --port {arguments.port}: {error}") from error
 

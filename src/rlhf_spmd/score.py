@@ -42,7 +42,7 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.workers.objective import Packed, pack_rows, response_log_probs, sequence_lengths
+from rlhf_spmd.workers.objective import MicroBatch, pack_rows, response_log_probs, sequence_lengths
 from rlhf_spmd.workers.train_engine import TrainEngine
 
 
@@ -58,7 +58,7 @@ class ScoreConfig(InferenceConfig):
 
 
 @dataclass(frozen=True)
-class ScoreJob(CheckedModel):
+class ScoreJob(CheckedModel[ScoreConfig]):
     """The checked input. ``batch``: prompt_ids and response_ids, in input order; ``ids``: the rows' ids in the input."""
 
     ids: list[Any]
@@ -66,7 +66,7 @@ class ScoreJob(CheckedModel):
 
     @property
     def must_match(self) -> dict[str, str]:
-        """Return what must be the same on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
+        """Return values that must be equal on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
         tokens = [zlib.crc32(self.batch[key].values.numpy()) for key in ID_KEYS]
         return {"set of rows": str([len(self.ids), *tokens]), **super().must_match}
 
@@ -132,11 +132,11 @@ def score(job: ScoreJob, world: World) -> None:
     responses = job.batch["response_ids"].rows()
     write_rows(config.out, ({"id": job.ids[i], "response_ids": responses[i].tolist(), "log_probs": x} for i, x in scored))
     seconds = time.perf_counter() - loaded
-    everything = [log_prob for _, row in scored for log_prob in row]
+    all_log_probs = [log_prob for _, row in scored for log_prob in row]
     print(
         f"{len(scored)} rows, {sum(lengths)} tokens in {seconds:.1f} s ({sum(lengths) / seconds:.0f} tokens/s; "
-        f"{loaded - started:.1f} s to load) on {layout}; {len(everything)} response tokens of mean log-prob "
-        f"{sum(everything) / len(everything):.4f}: {config.out}",
+        f"{loaded - started:.1f} s to load) on {layout}; {len(all_log_probs)} response tokens of mean log-prob "
+        f"{sum(all_log_probs) / len(all_log_probs):.4f}: {config.out}",
         file=sys.stderr,
     )
 
@@ -147,10 +147,11 @@ def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int) -> list[tuple
     Collective over the pool: every rank of it must call, in program order.
     """
 
-    def head(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
+    def head(decoder: Decoder, hidden: Tensor, micro: MicroBatch) -> Tensor:
         return response_log_probs(decoder, hidden, micro, temperature=1.0)[0]
 
-    lengths, where = sequence_lengths(batch), "max_token_len_per_gpu"
+    lengths = sequence_lengths(batch)
+    where = "max_token_len_per_gpu"
     number = torch.tensor([len(micro_batches_by_tokens(lengths, max_tokens, where=where))])
     index = micro_batches_by_tokens(lengths, max_tokens, int(engine.mesh.dp.all_reduce(number, "control", "max")), where)
     outputs = engine.forward([pack_rows(batch.take(rows), engine.device) for rows in index], head)
@@ -164,6 +165,7 @@ def score_rows(engine: TrainEngine, batch: Batch, max_tokens: int) -> list[tuple
     return records
 
 
+# keys: the configuration's keys; main: the command line
 keys, main = inference_program("score", __doc__, ScoreConfig, prepare, lambda job, world, board: score(job, world))
 
 

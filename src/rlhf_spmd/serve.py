@@ -7,8 +7,8 @@ this machine can ask, unless ``host`` says otherwise. Beside OpenAI's fields a r
 such as ``top_k``, ``min_p``, ``repetition_penalty`` and ``stop_token_ids``. Unknown fields are refused.
 
 A request that comes while others run joins them after a moment, if it differs from them only in lengths and in how a token is drawn
-(temperature, top_p, top_k, min_p, seed). Otherwise it waits until what has begun of them has ended. Responses begin in turn, one of
-each request, so one that asks for many does not hold up the others. All ranks hold one model together.
+(temperature, top_p, top_k, min_p, seed). Otherwise it waits until the responses that have begun have ended. Responses begin in turn,
+one of each request, so one that asks for many does not hold up the others. All ranks hold one model together.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ServeConfig(EngineConfig):
                 )
 
 
-def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> CheckedModel:
+def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> CheckedModel[ServeConfig]:
     """Return the checked model. Local: no communication. Raises ConfigError, ValueError or DataError, one line each."""
     loaded = prepare_model(read_config(ServeConfig, path, overrides), launch)
     if loaded.layout.dp != 1:
@@ -91,14 +91,15 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Check
     return loaded
 
 
-def serve(loaded: CheckedModel, world: World, board: Board) -> None:
+def serve(loaded: CheckedModel[ServeConfig], world: World, board: Board) -> None:
     """Answer requests until the process is told to end.
 
     Collective over the world: every rank of it must call. Raises ValueError for an address at which it cannot listen.
     """
     config = loaded.config
     name = config.served_model_name or config.model.path
-    processor, tags = RequestProcessor(loaded, world, board.tick), config.reasoning_tags if config.separate_reasoning else None
+    processor = RequestProcessor(loaded, world, board.tick)
+    tags = config.reasoning_tags if config.separate_reasoning else None
     service = Service(processor, name, lambda: board.preempted, config.chat_template_kwargs, tags)
     if world.rank > 0:
         while service.turn():
@@ -115,6 +116,7 @@ def serve(loaded: CheckedModel, world: World, board: Board) -> None:
 
 
 INTERRUPT_NOTICE = "the server answers running requests and ends"
+# keys: the configuration's keys; main: the command line
 keys, main = inference_program("serve", __doc__, ServeConfig, prepare, serve, INTERRUPT_NOTICE)
 
 

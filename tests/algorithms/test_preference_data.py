@@ -99,7 +99,7 @@ def test_a_margin_is_part_of_what_data_are_and_must_be_there_if_named() -> None:
     with pytest.raises(DataError, match=r"x:1: no key 'score_gapp' \(data\.margin_key=score_gapp\)"):
         PreferencesConfig(path="x", margin_key="score_gapp").pair(Row(row, "x:1"))
     small, large = (
-        PreferencesConfig(path="x").tokenize(rows_of({**TEXTS, "margin": margin}), tokenizer()) for margin in (0, 1)
+        PreferencesConfig(path="x").encode_all(rows_of({**TEXTS, "margin": margin}), tokenizer()) for margin in (0, 1)
     )
     assert small.fingerprint != large.fingerprint
 
@@ -113,7 +113,7 @@ def test_pairs_as_a_batch_and_what_is_left_out() -> None:
         {"prompt": "abc", "chosen": "d", "rejected": "much2long"},
         {"prompt": "xy", "chosen": "z", "rejected": "0"},
     )
-    data = PreferencesConfig(path="x", max_length=8).tokenize(rows, tokenizer())
+    data = PreferencesConfig(path="x", max_length=8).encode_all(rows, tokenizer())
     assert len(data) == 2 and data.tally.num_overlong == 1
     assert "1 over-long ones dropped" in data.summary()
     assert "1 left out whose two responses are equal, 1 left out whose response is empty (the first is x:2)" in data.summary()
@@ -124,9 +124,9 @@ def test_pairs_as_a_batch_and_what_is_left_out() -> None:
     parted = {"chosen": HH + " b", "rejected": HH + " c\n\nHuman: d\n\nAssistant: e"}
     assert unusable(PreferencesConfig(path="x").pair(Row(parted, "x:1"))) == "dialogues part before their last turn"
     with pytest.raises(DataError, match=r"x:4: 13 tokens are more than data.max_length=8"):
-        PreferencesConfig(path="x", max_length=8, filter_overlong=False).tokenize(rows, tokenizer())
+        PreferencesConfig(path="x", max_length=8, filter_overlong=False).encode_all(rows, tokenizer())
     with pytest.raises(DataError, match=r"none of 2 pairs can be used, 1 left out whose two responses are equal, 1 left"):
-        PreferencesConfig(path="x").tokenize(rows[1:3], tokenizer())
+        PreferencesConfig(path="x").encode_all(rows[1:3], tokenizer())
 
 
 def test_the_quickstart_s_pairs(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_the_quickstart_s_pairs(tmp_path: Path) -> None:
     files = {f"{key}path": str(tmp_path / f"pairs{suffix}.jsonl") for key, suffix in (("", ""), ("val_", "_val"))}
     for config in (PreferencesConfig, SafetyPreferencesConfig, UnpairedConfig):
         data = config(**files)
-        assert "left out" not in data.tokenize(data.read(), load_tokenizer(tmp_path / "model")).summary()
+        assert "left out" not in data.encode_all(data.read(), load_tokenizer(tmp_path / "model")).summary()
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert len(rows) == 40
     assert {(row["safe_chosen"], row["safe_rejected"]) for row in rows} == {(True, True), (True, False), (False, False)}
@@ -150,7 +150,7 @@ def test_kto_s_rows_and_their_mismatched_partners() -> None:
         {"prompt": "a", "completion": "2", "label": False},
         {"prompt": "b", "chosen": "3", "rejected": "4"},
     )
-    batch = UnpairedConfig(path="x", append_eos=False).tokenize(rows, tokenizer()).batch(range(4), range(4))
+    batch = UnpairedConfig(path="x", append_eos=False).encode_all(rows, tokenizer()).batch(range(4), range(4))
     assert texts_of(batch["prompt_ids"].rows()) == list("aaaabbbb")
     assert texts_of(batch["response_ids"].rows()) == list("13243142")  # each with the next of its label to another prompt
     assert batch["desirable"].tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
@@ -168,7 +168,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_both_kinds_enter_kto_s_baseline_as_often_as_they_are_in_the_data(form: str) -> None:
     """Whatever the order of the rows; a label of one prompt only has the next completion of all."""
-    data = UnpairedConfig(path="x", append_eos=False).tokenize(rows_of(*FORMS[form]), tokenizer())
+    data = UnpairedConfig(path="x", append_eos=False).encode_all(rows_of(*FORMS[form]), tokenizer())
     batch = data.batch(range(len(data)), range(len(data)))
     texts, prompts = texts_of(batch["response_ids"].rows()), texts_of(batch["prompt_ids"].rows())
     assert all(text[1] != prompt for text, prompt in zip(texts[1::2], prompts[1::2], strict=True))
@@ -188,7 +188,7 @@ def test_a_kto_row_that_fits_stays_whatever_its_partner() -> None:
         {"prompt": "g", "completion": "8", "label": False},
         {"prompt": "h", "completion": "901234567", "label": False},
     )
-    data = UnpairedConfig(path="x", append_eos=False, max_length=7).tokenize(rows, tokenizer())
+    data = UnpairedConfig(path="x", append_eos=False, max_length=7).encode_all(rows, tokenizer())
     assert len(data) == 4 - 1 and data.tally.num_overlong == 1
     batch = data.batch(range(3), range(3))
     assert texts_of(batch["response_ids"].rows()) == ["1", "2345", "234567", "1", "8", "901234"]
@@ -207,4 +207,4 @@ def test_a_kto_row_that_fits_stays_whatever_its_partner() -> None:
 def test_rows_that_are_refused_for_kto(prompts: str, labels: list[Any], message: str) -> None:
     rows = rows_of(*({"prompt": p, "completion": "1", "label": label} for p, label in zip(prompts, labels, strict=True)))
     with pytest.raises(DataError, match=message):
-        UnpairedConfig(path="x").tokenize(rows, tokenizer())
+        UnpairedConfig(path="x").encode_all(rows, tokenizer())

@@ -82,7 +82,7 @@ def test_what_was_trained_is_what_is_exported(tmp_path: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float64)
     assert type(model).__name__ == "LlamaForSequenceClassification" and model.config.num_labels == 1
     data = PreferencesConfig(path=str(tasks.pairs("pairs_val", 7)))
-    batch = data.tokenize(data.read(), load_tokenizer(export)).batch(range(7), range(7))
+    batch = data.encode_all(data.read(), load_tokenizer(export)).batch(range(7), range(7))
     with torch.no_grad():
         ids = [torch.cat(parts)[None] for parts in zip(batch["prompt_ids"].rows(), batch["response_ids"].rows(), strict=True)]
         scores = torch.stack([model.score(model.model(row).last_hidden_state[0, -1])[0] for row in ids])

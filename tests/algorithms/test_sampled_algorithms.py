@@ -19,12 +19,12 @@ from algorithm_cases import CASES, ROLLOUTS, Case
 from flat_config import flat_config
 from ranks import run_ranks
 from rlhf_spmd.algorithms.dapo import Config as DAPOConfig
-from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, dapo_advantages, report_too_few_groups, shaped
+from rlhf_spmd.algorithms.dapo import FilterGroupsConfig, OverlongConfig, dapo_advantages, report_too_few_groups, shaped_rewards
 from rlhf_spmd.algorithms.distill import Config as DistillConfig
-from rlhf_spmd.algorithms.distill import towards_teacher
+from rlhf_spmd.algorithms.distill import distillation_advantages
 from rlhf_spmd.algorithms.policy import PolicyLossConfig, clipped_policy
 from rlhf_spmd.algorithms.remax import Config as ReMaxConfig
-from rlhf_spmd.algorithms.remax import greedy_scores, minus_greedy
+from rlhf_spmd.algorithms.remax import greedy_scores, remax_advantages
 from rlhf_spmd.controller.reference import COPY_STRIDE
 from rlhf_spmd.data.batch import Ragged
 from rlhf_spmd.generation.config import SamplingConfig
@@ -59,7 +59,7 @@ def remax(config: ReMaxConfig, scores: list[float], lengths: list[int], kl: list
     if config.kl.uses_reference:
         fields |= {"old_log_probs": torch.cat(kl), "ref_log_prob": torch.zeros(len(torch.cat(kl)))}
     rows = rows_of([lengths[i] for i in sampled], [groups[i] for i in sampled])
-    advantages, more = per_token(minus_greedy(config), fields, rows)
+    advantages, more = per_token(remax_advantages(config), fields, rows)
     return advantages, report | more
 
 
@@ -89,7 +89,7 @@ def test_rows_without_a_score_teach_nothing() -> None:
 
     scores = torch.tensor([-1.0, nan, 1.0, nan, nan, nan, 1.0, 1.0, nan], dtype=torch.float64)
     rows = rows_of([2] * 9, [0] * 3 + [1] * 3 + [2] * 3)
-    made, _ = shaped(DAPOConfig(overlong_buffer=OverlongConfig(len=4)), 8)({"scores": scores}, rows, ALONE)
+    made, _ = shaped_rewards(DAPOConfig(overlong_buffer=OverlongConfig(len=4)), 8)({"scores": scores}, rows, ALONE)
     assert isinstance(made["spread"], Tensor) and isinstance(made["seq_rewards"], Tensor)
     assert made["spread"].tolist() == [1.0] * 3 + [-1.0] * 3 + [0.0] * 3
     for is_scored, error in ((False, RewardError), (True, ValueError)):
@@ -108,7 +108,7 @@ def test_dapo_s_penalty_and_advantages_are_those_of_the_paper() -> None:
     wanted = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
     config = DAPOConfig(overlong_buffer=OverlongConfig(len=room, penalty_factor=factor))
     rows = rows_of(lengths, [3] * 4)
-    made, report = shaped(config, limit)({"scores": torch.tensor(scores, dtype=torch.float64)}, rows, ALONE)
+    made, report = shaped_rewards(config, limit)({"scores": torch.tensor(scores, dtype=torch.float64)}, rows, ALONE)
     rewarded = made["seq_rewards"]
     assert isinstance(rewarded, Tensor) and rewarded.tolist() == pytest.approx(rewards.tolist(), abs=1e-12)
     assert report == {
@@ -124,7 +124,9 @@ def test_dapo_keeps_groups_by_the_metric(metric: str, spreads: list[float]) -> N
     """Group 0 has equal scores and unequal lengths, group 1 equal both, group 2 unequal scores that differ by rounding only."""
     config = DAPOConfig(overlong_buffer=OverlongConfig(len=4), filter_groups=FilterGroupsConfig(metric=metric))
     scores = torch.tensor([0.3, 0.3, 0.3, 0.7, 0.7, 0.7, 0.1, 0.1, 0.1 + 1e-12], dtype=torch.float64)
-    made, _ = shaped(config, 8)({"scores": scores}, rows_of([2, 8, 8, 3, 3, 3, 2, 2, 2], [0] * 3 + [1] * 3 + [2] * 3), ALONE)
+    made, _ = shaped_rewards(config, 8)(
+        {"scores": scores}, rows_of([2, 8, 8, 3, 3, 3, 2, 2, 2], [0] * 3 + [1] * 3 + [2] * 3), ALONE
+    )
     spread = made["spread"]
     assert isinstance(spread, Tensor) and (spread > 0).double().view(3, 3).tolist() == [[s] * 3 for s in spreads]
 
@@ -135,7 +137,7 @@ def test_distillation_counts_the_kl_of_later_tokens(gamma: float) -> None:
     rows = rows_of([3, 1, 4], [0, 1, 2])
     student, teacher = (-torch.rand(8, generator=generator, dtype=torch.float64) for _ in range(2))
     advantages, report = per_token(
-        towards_teacher(DistillConfig(gamma=gamma)), {"old_log_probs": student, "teacher_log_probs": teacher}, rows
+        distillation_advantages(DistillConfig(gamma=gamma)), {"old_log_probs": student, "teacher_log_probs": teacher}, rows
     )
     wanted: list[float] = []
     for mine, its in zip(student.split([3, 1, 4]), teacher.split([3, 1, 4]), strict=True):
@@ -181,7 +183,7 @@ def test_distillation_follows_the_divergence(beta: float, gamma: float) -> None:
     for a, b in pairs:
         student, rows = log_probs(a, b), rows_of([2], [0])
         fields = {"old_log_probs": student.detach(), "teacher_log_probs": torch.stack([its_first[a], its_then[a, b]])}
-        advantages, report = per_token(towards_teacher(config), fields, rows)
+        advantages, report = per_token(distillation_advantages(config), fields, rows)
         mean += report["actor/divergence" if beta < 1 else "actor/reverse_kl_per_row"] * float(student.sum().exp().detach())
         fields = {"log_probs": student, "old_log_probs": student.detach(), "advantages": advantages, "entropy": torch.zeros(2)}
         loss, _ = objective.loss(fields, rows, Totals(2, 1))

@@ -12,12 +12,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 import yaml
 
-from rlhf_spmd.config.constraints import FiniteFloat, PositiveFraction, PositiveInt, Range
+from rlhf_spmd.config.constraints import FiniteFloat, PositiveFraction, PositiveInt, Range, check_fields
 from rlhf_spmd.config.foreign import foreign_names
 from rlhf_spmd.config.keys import list_keys
 from rlhf_spmd.config.load import check_tree, load, to_yaml
-from rlhf_spmd.config.registry import available, find, located, resolve_function
-from rlhf_spmd.config.schema import ConfigError, check_fields, inline
+from rlhf_spmd.config.registry import available, find, noting_user_line, resolve_function
+from rlhf_spmd.config.schema import ConfigError, inline
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
@@ -79,7 +79,7 @@ def sections(raw: Mapping[str, Any]) -> dict[str, type]:
 
 def test_translations_lead_to_keys() -> None:
     keys: set[str] = set()
-    for name in available("rlhf_spmd.algorithms", exports="step"):
+    for name in available("rlhf_spmd.algorithms", required_attribute="step"):
         keys |= {key.name for key in train_keys([f"algorithm.name={name}"])}
     sections = r"\b(?:run|data|algorithm|models|sampling|placement|logger|reward)\.[\w.<>]*\w"
     for project, names in foreign_names().items():
@@ -189,7 +189,7 @@ def test_find_by_name_and_by_dotted_path(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="unknown algorithm 'grop'; did you mean 'grpo'\\? available: dpo, grpo \\("):
         find("algorithm", "some_algorithms", "grop", "step")
     with pytest.raises(ValueError, match="unknown algorithm 'helper'; available: dpo, grpo \\("):
-        find("algorithm", "some_algorithms", "helper", exports="step")
+        find("algorithm", "some_algorithms", "helper", required_attribute="step")
     with pytest.raises(ValueError, match=r"'no_such_pkg\.x' cannot be imported: ModuleNotFoundError"):
         find("algorithm", "some_algorithms", "no_such_pkg.x", "step")
     assert resolve_function("my_algo:score")(4) == 4
@@ -261,7 +261,7 @@ class Leaves:
 def test_sys_exit_in_user_code_is_an_error_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import sys\ndef step():\n    sys.exit(0)\n")
     module = find("algorithm", "rlhf_spmd.algorithms", f"{tmp_path}/mine.py", "step")
-    with pytest.raises(RuntimeError, match="SystemExit: 0") as failed, located("algorithm", "mine.py", module):
+    with pytest.raises(RuntimeError, match="SystemExit: 0") as failed, noting_user_line("algorithm", "mine.py", module):
         module.step()
     assert failed.value.__notes__ == [f"algorithm 'mine.py', {tmp_path}/mine.py:3"]
     with pytest.raises(ConfigError, match=r"^algorithm: the check of test_config.Leaves raises SystemExit: 0$"):

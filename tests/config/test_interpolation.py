@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_spmd.config.interpolation import FromEnvironment, compared
+from rlhf_spmd.config.interpolation import FromEnvironment, comparable_text
 from rlhf_spmd.config.load import check_tree, flatten, load, resolved_key, to_dict, to_yaml
 from rlhf_spmd.config.schema import ConfigError
 
@@ -86,7 +86,7 @@ def test_refusals_do_not_say_the_value() -> None:
 
 def test_ranks_compare_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same reference may stand for other values on other hosts."""
-    here = flatten(to_dict(load(Judge, None, ["key=${oc.env:TEST_KEY}"]), compared))["key"]
+    here = flatten(to_dict(load(Judge, None, ["key=${oc.env:TEST_KEY}"]), comparable_text))["key"]
     monkeypatch.setenv("TEST_KEY", "other")
-    there = flatten(to_dict(load(Judge, None, ["key=${oc.env:TEST_KEY}"]), compared))["key"]
+    there = flatten(to_dict(load(Judge, None, ["key=${oc.env:TEST_KEY}"]), comparable_text))["key"]
     assert here != there and SECRET not in here and "${oc.env:TEST_KEY}" in here

@@ -14,7 +14,7 @@ from generate_runs import arguments, write_rows
 from generate_runs import model as model  # a fixture
 from rlhf_spmd import evaluate, generate, score
 from rlhf_spmd.config.schema import ConfigError
-from rlhf_spmd.data.loader import load_dataset
+from rlhf_spmd.data.cached_dataset import load_dataset
 from rlhf_spmd.data.messages import read_names, unread_variables
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer

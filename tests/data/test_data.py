@@ -15,9 +15,10 @@ import torch
 import sort_digits
 from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.data.batch import decode_json
+from rlhf_spmd.data.cached_dataset import build_dataset, load_dataset
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import DataError, local_files, read_rows
-from rlhf_spmd.data.loader import Loader, build_dataset, build_loader, load_dataset, validation_batches
+from rlhf_spmd.data.loader import Loader, build_loader, validation_batches
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset
 from rlhf_spmd.data.sft import SftConfig
 from rlhf_spmd.data.tokenizer import NO_TURN, decode, load_tokenizer, turn_frame
@@ -40,7 +41,7 @@ def write(path: Path, *rows: Any) -> str:
 
 def prompts(tokenizer: Any, path: str, **options: Any) -> PromptDataset:
     config = DataConfig(path=path, **options)
-    return config.tokenize(config.read(), tokenizer)
+    return config.encode_all(config.read(), tokenizer)
 
 
 def ids_of(data: PromptDataset) -> list[Any]:
@@ -199,7 +200,7 @@ def test_keys_with_dots_reach_into_columns(tmp_path: Path, tokenizer: Any) -> No
         seen = decode_json(data.batch([1], [0])["row"])[0]
         assert (seen["prompt"], seen["answer"], seen["reward_model"]) == ("2>", "2", rows[1]["reward_model"])
         config = SftConfig(path=file, prompt_key="input.text", response_key="reward_model.ground_truth", append_eos=False)
-        assert config.tokenize(config.read(), tokenizer).columns["response_ids"].rows()[1].tolist() == [6]
+        assert config.encode_all(config.read(), tokenizer).columns["response_ids"].rows()[1].tolist() == [6]
     path = write(tmp_path / "b.jsonl", {"a.b": "1>", "a": {"b": "2>"}})
     assert decode_json(prompts(tokenizer, path, prompt_key="a.b").batch([0], [0])["row"])[0]["prompt"] == "1>"
 
@@ -310,7 +311,7 @@ def sources(tmp_path: Path, tokenizer: Any, sizes: dict[str, int], **more: Any) 
     paths = [write(tmp_path / f"{name}.jsonl", *rows) for name, rows in made.items()]
     weights = dict(zip(paths, more.pop("weights"), strict=True)) if "weights" in more else paths
     config = DataConfig(path=weights, train_batch_size=5, **more)
-    return lambda: build_loader(config.tokenize(config.read(), tokenizer), config, 3)
+    return lambda: build_loader(config.encode_all(config.read(), tokenizer), config, 3)
 
 
 def drawn(loader: Loader, steps: int) -> list[str]:
@@ -402,7 +403,7 @@ def test_validation_rows(tmp_path: Path, tokenizer: Any) -> None:
     """In batches, and so many of each set."""
     paths = {name: write(tmp_path / f"{name}.jsonl", *({"prompt": f"{name}{i}"} for i in range(5))) for name in "12"}
     config = DataConfig(path="-", val_path=paths["1"], val_max_samples=5)
-    data = config.tokenize(config.read(validation=True), tokenizer)
+    data = config.encode_all(config.read(validation=True), tokenizer)
     assert [batch.row_ids.tolist() for batch in validation_batches(data, 2)] == [[0, 1], [2, 3], [4]]
     assert [len(batch) for batch in validation_batches(data)] == [5]
     rows = DataConfig(path="-", val_path=paths, val_max_samples=2).read(validation=True)
@@ -434,7 +435,7 @@ def test_long_rows_are_cut(tmp_path: Path, tokenizer: Any, side: Any, limit: int
 def test_sft_pairs(tmp_path: Path, tokenizer: Any) -> None:
     def pairs(path: str, **options: Any) -> list[tuple[list[int], list[int]]]:
         config = SftConfig(path=path, **options)
-        batch = next(validation_batches(config.tokenize(config.read(), tokenizer)))
+        batch = next(validation_batches(config.encode_all(config.read(), tokenizer)))
         keys = ("prompt_ids", "response_ids")
         prompt, response = ([row.tolist() for row in batch[key].rows()] for key in keys)
         return list(zip(prompt, response, strict=True))

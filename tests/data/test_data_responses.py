@@ -67,7 +67,7 @@ def pieces(tokenizer: Any, ids: list[int]) -> str:
 
 def learnt(config: Any, tokenizer: Any, *rows: dict[str, Any]) -> list[tuple[str, str]]:
     """Prompt and response of every row of a batch, as tokens."""
-    data = config.tokenize([Row(row, f"x:{number}") for number, row in enumerate(rows)], tokenizer)
+    data = config.encode_all([Row(row, f"x:{number}") for number, row in enumerate(rows)], tokenizer)
     batch = data.batch(range(len(data)), range(len(data)))
     columns = [batch[name].rows() for name in ("prompt_ids", "response_ids")]
     return [(pieces(tokenizer, a.tolist()), pieces(tokenizer, b.tolist())) for a, b in zip(*columns, strict=True)]
@@ -210,7 +210,7 @@ def test_text_is_the_difference_of_two_decodings(llama: Any) -> None:
 def test_a_tokenizer_that_ends_texts_ends_no_prompt_and_no_text_twice(llama: Any) -> None:
     ending = sentence_piece(appends_eos=True)
     prompts, data = PromptsConfig(path="x"), [Row({"prompt": "there was"}, "x")]
-    (ids,) = (data.columns["prompt_ids"].rows() for data in (prompts.tokenize(data, ending),))
+    (ids,) = (data.columns["prompt_ids"].rows() for data in (prompts.encode_all(data, ending),))
     assert ids[0].tolist() == llama("there was")["input_ids"]
     assert prompt_texts(ending, [ids[0].tolist()]) == ["there was"]
     for tokenizer in (llama, ending):
@@ -221,7 +221,7 @@ def test_a_tokenizer_that_ends_texts_ends_no_prompt_and_no_text_twice(llama: Any
 
 
 def test_a_text_that_begins_with_the_start_token_gets_no_second_one(llama: Any) -> None:
-    (data,) = (PromptsConfig(path="x").tokenize([Row({"prompt": text}, text) for text in ("<s>a", "a")], llama),)
+    (data,) = (PromptsConfig(path="x").encode_all([Row({"prompt": text}, text) for text in ("<s>a", "a")], llama),)
     assert [ids.tolist().count(1) for ids in data.columns["prompt_ids"].rows()] == [1, 1]
 
 
@@ -255,7 +255,7 @@ def test_rows_with_a_prompt_and_messages_want_a_key(llama: Any) -> None:
 def test_dialogues_are_cut_at_their_last_turn_and_counted(llama: Any) -> None:
     dialogue = "\n\nHuman: hi\n\nAssistant:"
     rows = [{"chosen": dialogue + " a", "rejected": dialogue + " b"}, {"prompt": "Hi", "chosen": "Hi! a", "rejected": "Hi."}]
-    data = PreferencesConfig(path="x").tokenize([Row(row, "x") for row in rows], llama)
+    data = PreferencesConfig(path="x").encode_all([Row(row, "x") for row in rows], llama)
     assert data.summary().startswith("2 pairs") and ", 1 cut from whole dialogues at their last turn" in data.summary()
     (chosen, rejected) = learnt(PreferencesConfig(path="x"), llama, rows[0])
     assert chosen[0] == rejected[0] and (chosen[1], rejected[1]) == ("▁a </s>", "▁ b </s>")

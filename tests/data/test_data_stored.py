@@ -16,11 +16,11 @@ import torch
 import tasks
 from ranks import run_ranks
 from rlhf_spmd.config.rules import check_section
-from rlhf_spmd.data import loader as stored_data
+from rlhf_spmd.data import cached_dataset as stored_data
 from rlhf_spmd.data.batch import Ragged
+from rlhf_spmd.data.cached_dataset import build_dataset, load_dataset
 from rlhf_spmd.data.dataset import StoredRowsConfig, TokenDataset
 from rlhf_spmd.data.files import DataError
-from rlhf_spmd.data.loader import build_dataset, load_dataset
 from rlhf_spmd.data.preferences import PreferencesConfig, UnpairedConfig
 from rlhf_spmd.data.prompts import DataConfig, PromptDataset, ValidationPromptsConfig
 from rlhf_spmd.data.sft import SftConfig
@@ -141,7 +141,7 @@ def test_chunks_and_the_file_change_nothing(
         assert data.summary() == whole.summary()
     assert str(tmp_path / "cache") in Path("/proc/self/maps").read_text()
     if again.numbers:
-        again.keep("known", torch.arange(len(again) * 2), torch.ones(len(again) * 2, dtype=torch.float64))
+        again.store_numbers("known", torch.arange(len(again) * 2), torch.ones(len(again) * 2, dtype=torch.float64))
         assert again.fingerprint == whole.fingerprint and "known" in contents(again)
     if isinstance(again, PromptDataset):
         assert len({json.dumps(row) for row in again.examples()}) == len(again)  # few rows: all are among the first
@@ -155,7 +155,7 @@ def test_examples_have_every_source_and_every_set_of_columns(
     rows[5] |= {"answer": "3"}
     rows[7] |= {"data_source": "b"}
     rows[8] |= {"answer": None}
-    data = DataConfig(path="x").tokenize(list(DataConfig(path=write(tmp_path / "a.jsonl", *rows)).read()), tokenizer)
+    data = DataConfig(path="x").encode_all(list(DataConfig(path=write(tmp_path / "a.jsonl", *rows)).read()), tokenizer)
     assert isinstance(data, PromptDataset) and [row["id"] for row in data.examples()] == [0, 1, 5, 7]
 
 

@@ -78,7 +78,7 @@ def row_texts(tokenizer: Any, response: list[Any], asked: list[Any] = ASKED, mor
     }
     its = {"path": "x", "template_date": "2026-01-31", **settings}
     texts = {
-        shown(tokenizer, kind(**its).tokenize([Row({**row, **(more or {})}, "x:1")], tokenizer))
+        shown(tokenizer, kind(**its).encode_all([Row({**row, **(more or {})}, "x:1")], tokenizer))
         for kind, given in rows.items()
         for row in given
     }
@@ -87,7 +87,7 @@ def row_texts(tokenizer: Any, response: list[Any], asked: list[Any] = ASKED, mor
         Row({**row, **(more or {})}, f"x:{i}")
         for i, row in enumerate([{"prompt": asked, "completion": response, "label": True}, further])
     ]
-    return texts | {shown(tokenizer, UnpairedConfig(**its).tokenize(both, tokenizer))}
+    return texts | {shown(tokenizer, UnpairedConfig(**its).encode_all(both, tokenizer))}
 
 
 SYSTEM = "<|start|>system<|message|>2026-01-31<|end|>"
@@ -133,17 +133,17 @@ def test_every_kind_of_row_is_written_as_its_template_writes_it(tokenizer: Any, 
     template, prompt, thinks, calls, loop = TABLE[name]
     said = {"chat_template": template}
     dated = {**said, "path": "x", "template_date": "2026-01-31"}
-    nothing = DataConfig(**dated).tokenize([Row({"prompt": ASKED, "tools": ""}, "x:1")], tokenizer)
+    nothing = DataConfig(**dated).encode_all([Row({"prompt": ASKED, "tools": ""}, "x:1")], tokenizer)
     assert TOOLS not in shown(tokenizer, nothing)
     for tools in ([TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]):
-        data = DataConfig(**dated).tokenize([Row({"prompt": ASKED, "tools": tools}, "x:1")], tokenizer)
+        data = DataConfig(**dated).encode_all([Row({"prompt": ASKED, "tools": tools}, "x:1")], tokenizer)
         assert shown(tokenizer, data) == prompt
-    with_tools = SftConfig(**dated).tokenize([Row({"messages": [*ASKED, *CALLS], "tools": [TOOL]}, "x:1")], tokenizer)
+    with_tools = SftConfig(**dated).encode_all([Row({"messages": [*ASKED, *CALLS], "tools": [TOOL]}, "x:1")], tokenizer)
     assert shown(tokenizer, with_tools).startswith(prompt)
     thoughts = {"more": {"chat_template_kwargs": '{"thinking": true}'}} if name == "deepseek" else {}
     assert row_texts(tokenizer, INLINE if name == "deepseek" else THOUGHT, **said, **thoughts) == {thinks}
     assert row_texts(tokenizer, CALLS, **said) == row_texts(tokenizer, OLDER_CALLS, **said) == {calls}
-    assert shown(tokenizer, SftConfig(**dated).tokenize([Row({"messages": LOOP}, "x:1")], tokenizer)) == loop
+    assert shown(tokenizer, SftConfig(**dated).encode_all([Row({"messages": LOOP}, "x:1")], tokenizer)) == loop
     ((_, scored),) = encode_pairs(
         [Row({"prompt": ASKED, "response": CALLS}, "x")], PromptResponseConfig(**dated), tokenizer, None
     )
@@ -183,7 +183,7 @@ def test_what_a_template_cannot_say_is_refused(
 ) -> None:
     config = SftConfig(path="x", chat_template=template, **settings)
     with pytest.raises(DataError, match=r"^x:1: .*" + message):
-        config.tokenize([Row({"prompt": ASKED, "completion": response}, "x:1")], tokenizer)
+        config.encode_all([Row({"prompt": ASKED, "completion": response}, "x:1")], tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -200,12 +200,12 @@ def test_what_a_template_cannot_say_is_refused(
 )
 def test_what_a_row_cannot_ask_for_is_refused(tokenizer: Any, row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=rf"^x:1: .*{message}"):
-        DataConfig(path="x", chat_template=KNOWN).tokenize([Row({"prompt": ASKED, **row}, "x:1")], tokenizer)
+        DataConfig(path="x", chat_template=KNOWN).encode_all([Row({"prompt": ASKED, **row}, "x:1")], tokenizer)
 
 
 def test_a_prompt_may_begin_the_answer(tokenizer: Any) -> None:
     begun = [*ASKED, {"role": "assistant", "content": "Let me see: "}]
-    data = DataConfig(path="x", chat_template=QWEN3).tokenize([Row({"prompt": begun}, "x:1")], tokenizer)
+    data = DataConfig(path="x", chat_template=QWEN3).encode_all([Row({"prompt": begun}, "x:1")], tokenizer)
     text = "<|im_start|>user\nSun?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nLet me see: "
     assert shown(tokenizer, data) == text
     assert row_texts(tokenizer, [{"role": "assistant", "content": "yes"}], begun, chat_template=QWEN3) == {
@@ -230,16 +230,16 @@ def test_weights_of_messages_and_rows(tokenizer: Any) -> None:
     for template, learnt in ((GPT_OSS, "<|channel|>final<|message|>Yes.<|return|>"), (marked, "Yes.<|endoftext|>")):
         config = SftConfig(path="x", chat_template=template)
         rows = [Row({"messages": talk}, "x:1"), Row({"messages": LOOP, "weight": 0}, "x:2")]
-        data = config.tokenize(rows, tokenizer)
+        data = config.encode_all(rows, tokenizer)
         assert shown(tokenizer, data).partition("[[")[2] == f"{learnt}]]"
         assert "1 left out whose weight is 0 (the first is x:2)" in data.summary()
     row = {"prompt": ASKED, "chosen": LOOP[3:], "rejected": THOUGHT}
     pairs = [Row(row, "x:1"), Row({**row, "weight": 0}, "x:2")]
-    assert PreferencesConfig(path="x", chat_template=QWEN3).tokenize(pairs, tokenizer).summary().startswith("1 pairs")
+    assert PreferencesConfig(path="x", chat_template=QWEN3).encode_all(pairs, tokenizer).summary().startswith("1 pairs")
     with pytest.raises(DataError, match=r"x:1: weight=0.5 must be 0, which leaves the row out, or 1"):
-        config.tokenize([Row({"messages": talk, "weight": 0.5}, "x:1")], tokenizer)
+        config.encode_all([Row({"messages": talk, "weight": 0.5}, "x:1")], tokenizer)
     with pytest.raises(DataError, match=r"or all have the weight 0; there is nothing to learn from"):
-        config.tokenize([Row({"messages": talk[:2]}, "x:1")], tokenizer)
+        config.encode_all([Row({"messages": talk[:2]}, "x:1")], tokenizer)
 
 
 def test_later_turns_that_the_template_writes_otherwise_alone(tokenizer: Any) -> None:
@@ -293,18 +293,18 @@ def test_what_a_template_marks_is_learnt_up_to_the_end_of_the_turn(tokenizer: An
         "<|im_start|>user\nSun?<|im_end|>\n<|im_start|>assistant\n[[Yes.<|im_end|>]]"
     }
     row = Row({"prompt": [*ASKED, LOOP[3], *ASKED], "completion": LOOP[3:]}, "x:1")
-    data = SftConfig(path="x", chat_template=MARKED).tokenize([row], tokenizer)
+    data = SftConfig(path="x", chat_template=MARKED).encode_all([row], tokenizer)
     assert shown(tokenizer, data).partition("[[")[2] == "Yes.<|im_end|>]]"
 
 
 def test_pairs_that_differ_in_a_call_are_two_responses(tokenizer: Any) -> None:
     other = call({}, "find")
     config = PreferencesConfig(path="x", chat_template=QWEN3)
-    data = config.tokenize([Row({"prompt": ASKED, "chosen": CALLS, "rejected": other}, "x:1")], tokenizer)
+    data = config.encode_all([Row({"prompt": ASKED, "chosen": CALLS, "rejected": other}, "x:1")], tokenizer)
     assert '"find", "arguments": {}' in shown(tokenizer, data, 1)
     same = [{**CALLS[0], "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"city": "Ulm"}}}]}]
     with pytest.raises(DataError, match="two responses are equal"):
-        config.tokenize([Row({"prompt": ASKED, "chosen": CALLS, "rejected": same}, "x:1")], tokenizer)
+        config.encode_all([Row({"prompt": ASKED, "chosen": CALLS, "rejected": same}, "x:1")], tokenizer)
 
 
 def test_pairs_that_differ_in_the_text_of_arguments(tokenizer: Any) -> None:
@@ -316,13 +316,13 @@ def test_pairs_that_differ_in_the_text_of_arguments(tokenizer: Any) -> None:
         *({"chosen": each, "rejected": [*each[:-1], other]} for each in dialogues),
     ]
     config = PreferencesConfig(path="x", chat_template=DEEPSEEK)
-    data = config.tokenize([Row(row, f"x:{i}") for i, row in enumerate(rows)], tokenizer)
+    data = config.encode_all([Row(row, f"x:{i}") for i, row in enumerate(rows)], tokenizer)
     columns = [data.columns[name].rows()[::2] for name in ("prompt_ids", "response_ids")]
     texts = [tokenizer.decode(torch.cat(ids).tolist()) for ids in zip(*columns, strict=True)]
     assert [('{"a":1}' in text, '{"a": 1}' in text) for text in texts] == [(True, False), (False, True)] * 2
     assert data.numbers["margin"].tolist() == [0.0] * 8
     with pytest.raises(DataError, match="'gap' must be a number of at least 0, not None"):
-        PreferencesConfig(path="x", margin_key="gap").tokenize([Row({**rows[0], "gap": None}, "x:1")], tokenizer)
+        PreferencesConfig(path="x", margin_key="gap").encode_all([Row({**rows[0], "gap": None}, "x:1")], tokenizer)
 
 
 def test_a_reward_model_continues_what_the_prompt_began(tokenizer: Any) -> None:

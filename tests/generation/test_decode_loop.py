@@ -259,8 +259,8 @@ def try_sums(world: World, name: str) -> str:
 
         with mock.patch.object(Graphs, "_capture", capture_trial):
             try:
-                why = graphs.sums_fail(group, torch.device("cpu"))
-            except graphs.SumsStand as error:
+                why = graphs.reason_against_captured_sums(group, torch.device("cpu"))
+            except graphs.CapturedSumTimeout as error:
                 return str(error)
     total = group.all_reduce(torch.full((1 << 14,), 100.0), "test")
     assert bool((total == 200).all()), float(total[0])

@@ -43,9 +43,9 @@ from rlhf_spmd.generation.logit_rules import LogitRules
 from rlhf_spmd.generation.sampler import (
     build_sampling_tensors,
     draw_rows,
-    drawable_ids,
     filter_weights,
     group_by_sampling,
+    num_drawable_ids,
     row_keys,
     sample,
     uniform,
@@ -102,7 +102,7 @@ def test_draws_follow_the_exact_distribution(name: str) -> None:
     assert np.abs(p - plain).max() > 0.02
     number = 40_000
     tokens = torch.tensor([[*prompt, *drawn, 9, 9]])  # what lies behind a row's end does not count
-    row = row_of(0, prompt, 1000, response=drawn, min_new=s.min_response_length)
+    row = row_of(0, prompt, 1000, response=drawn, min_new_tokens=s.min_response_length)
     lines = torch.zeros(number, dtype=torch.int64)
     rules = LogitRules(s, ends, [row], 20, torch.device("cpu"))
     changed = rules.apply(logits.expand(number, -1), lines, lines + len(prompt) + len(drawn), tokens)
@@ -206,7 +206,7 @@ def test_ids_that_the_tokenizer_lacks_are_not_drawn_on_any_rank(path: str) -> No
     alone_drawn = draw_padded(alone()[0], path, Layout())
     assert run_ranks(2, draw_padded, path, Layout(tp=2)) == [alone_drawn] * 2
     sizes = (301, [2], None), (301, [200], Ids(120)), (100, [], Ids(120))
-    assert [drawable_ids(size, ends, decoding(ids)) for size, ends, ids in sizes] == [301, 201, 100]
+    assert [num_drawable_ids(size, ends, decoding(ids)) for size, ends, ids in sizes] == [301, 201, 100]
 
 
 def numbers(seed: int, steps: Any, row_ids: Any, positions: Any) -> torch.Tensor:

@@ -31,23 +31,25 @@ class FakeCache:
         known = {}
         self.states |= {to: self.states[source] for source, to in step.state_copies}
         # rows that decode several tokens compute all of these but the last, which are those of their texts
-        counts = {item.row.index: max(item.num_tokens, item.num_draws(step.repeats)) for item in step.work}
+        counts = {item.row.buffer_line: max(item.num_tokens, item.num_draws(step.repeats)) for item in step.work}
         for row, start, _, _ in step.work:
-            count = counts[row.index]
-            known[row.index] = now = tuple(self.texts[row.index][: max(row.length, start + count)])
+            count = counts[row.buffer_line]
+            known[row.buffer_line] = now = tuple(self.texts[row.buffer_line][: max(row.length, start + count)])
             for position in range(start, start + count):
                 self.slots[row.pages[position // self.page_size], position % self.page_size] = (self.epoch, now[: position + 1])
         if self.recurrent:
             for row, start, _, _ in step.work:
-                now, count = known[row.index], counts[row.index]
-                assert not start or self.states[row.state_slot] == now[:start], f"row {row.index} goes on from a foreign state"
+                now, count = known[row.buffer_line], counts[row.buffer_line]
+                assert not start or self.states[row.state_slot] == now[:start], (
+                    f"row {row.buffer_line} goes on from a foreign state"
+                )
                 self.states[row.state_slot] = now[: start + count]
         for row, start, _, _ in step.work:  # what attention reads is the row's own history
-            now, begun = known[row.index], self.begun[row.index]
-            for position in range(start + counts[row.index]):
+            now, begun = known[row.buffer_line], self.begun[row.buffer_line]
+            for position in range(start + counts[row.buffer_line]):
                 epoch, content = self.slots[row.pages[position // self.page_size], position % self.page_size]
-                assert content == now[: position + 1], f"row {row.index} reads a foreign token"
-                assert epoch >= begun, f"row {row.index} reads what was forgotten before it began"
+                assert content == now[: position + 1], f"row {row.buffer_line} reads a foreign token"
+                assert epoch >= begun, f"row {row.buffer_line} reads what was forgotten before it began"
 
 
 def check_pages(scheduler: Scheduler) -> None:
@@ -78,7 +80,7 @@ class Chaos:
             self.done["forget"] += 1
         for row in [row for row in rows if not row.ended and rng.random() < self.often]:
             if row.on_hold:
-                self.let_go(scheduler, row, texts[row.index], lasts[row.index])
+                self.let_go(scheduler, row, texts[row.buffer_line], lasts[row.buffer_line])
             elif rng.random() < 0.2:
                 scheduler.remove(row)
                 rows.remove(row)
@@ -150,15 +152,15 @@ def run_to_the_end(
                 break
         here = set(scheduler.running)
         step = scheduler.schedule()
-        cache.begun |= {row.index: cache.epoch for row in scheduler.running if row not in here}
+        cache.begun |= {row.buffer_line: cache.epoch for row in scheduler.running if row not in here}
         check_pages(scheduler)
         if not step.work:
             waiting = [row for row in rows if row.on_hold]
             assert waiting, "nothing runs, and nobody is waited for"
             for row in waiting:
-                chaos.let_go(scheduler, row, texts[row.index], lasts[row.index])
+                chaos.let_go(scheduler, row, texts[row.buffer_line], lasts[row.buffer_line])
             continue
-        assert len({work.row.index for work in step.work}) == len(step.work) <= limits.max_num_seqs
+        assert len({work.row.buffer_line for work in step.work}) == len(step.work) <= limits.max_num_seqs
         assert sum(work.num_tokens for work in step.work) <= limits.max_num_batched_tokens
         assert all(work.start == work.row.num_computed and work.num_tokens > 0 and not work.row.on_hold for work in step.work)
         assert limits.enable_chunked_prefill or recurrent or all(work.samples for work in step.work), "part of a prompt"
@@ -167,7 +169,7 @@ def run_to_the_end(
         cache.run(step)
         for item in step.work:
             row = item.row
-            draw(row, texts[row.index], lasts[row.index], stops[row.index], item.num_draws(step.repeats))
+            draw(row, texts[row.buffer_line], lasts[row.buffer_line], stops[row.buffer_line], item.num_draws(step.repeats))
         scheduler.advance(step)
         end_rows(scheduler, step)
         check_pages(scheduler)
@@ -175,7 +177,7 @@ def run_to_the_end(
         # left alone, the oldest row is never preempted and gains a token in every step
         assert num_steps <= sum(row.limit for row in rows), "starvation"
     assert scheduler.pages.num_free == limits.num_pages
-    assert [row.length for row in rows] == [lasts[row.index] for row in rows] and all(row.ended for row in rows)
+    assert [row.length for row in rows] == [lasts[row.buffer_line] for row in rows] and all(row.ended for row in rows)
     assert not scheduler._pending_prefixes
     return scheduler
 
@@ -238,7 +240,7 @@ def run_ahead(rng: random.Random, most: int, recurrent: bool = False) -> Schedul
     while not scheduler.finished:
         here = set(scheduler.running)
         step = scheduler.schedule()
-        cache.begun |= {row.index: 0 for row in scheduler.running if row not in here}
+        cache.begun |= {row.buffer_line: 0 for row in scheduler.running if row not in here}
         check_pages(scheduler)
         if step.work:
             if rng.random() < 0.7:
@@ -251,7 +253,7 @@ def run_ahead(rng: random.Random, most: int, recurrent: bool = False) -> Schedul
             launched.append(drawn)
         for _ in range(max(len(launched) - most, 0) if step.work else 1):
             for row, first, number in launched.pop(0):
-                last = ends[row.index]
+                last = ends[row.buffer_line]
                 if not row.ended and first < last <= first + number:
                     del row.tokens[last:]
                     scheduler.end(row)

@@ -22,7 +22,7 @@ from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
-from rlhf_spmd.workers.objective import Packed
+from rlhf_spmd.workers.objective import MicroBatch
 from rlhf_spmd.workers.optim_config import OptimConfig
 from rlhf_spmd.workers.train_engine import TrainEngine
 from saved_models import model_tensors
@@ -122,18 +122,18 @@ def rows_of(step: int, vocab: int) -> list[Tensor]:
     return [torch.randint(vocab, (n,), generator=generator) for n in LENGTHS]
 
 
-def cut(rows: Sequence[Tensor], dp: int, dp_rank: int, num_micro_batches: int, padded: int = 0) -> list[Packed]:
+def cut(rows: Sequence[Tensor], dp: int, dp_rank: int, num_micro_batches: int, padded: int = 0) -> list[MicroBatch]:
     """Every dp-th row, spread over micro-batches; later micro-batches are empty where rows run out, and those up to ``padded``."""
     mine = list(rows)[dp_rank::dp]
     packed = []
     for i in range(max(num_micro_batches, padded)):
         part = mine[i::num_micro_batches] if i < num_micro_batches else []
         tokens = torch.cat(part) if part else torch.zeros(0, dtype=torch.int64)
-        packed.append(Packed(tokens, torch.tensor([len(r) for r in part], dtype=torch.int64)))
+        packed.append(MicroBatch(tokens, torch.tensor([len(r) for r in part], dtype=torch.int64)))
     return packed
 
 
-def next_token_loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+def next_token_loss(decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of -log p of each next token over the count of the whole mini-batch."""
     ends = batch.lengths.cumsum(0)
     keep = torch.ones(len(batch.tokens), dtype=torch.bool, device=batch.tokens.device)
@@ -264,7 +264,7 @@ def special_batches(world: Any, path: str, layout: Layout) -> Any:
     """Replica 0 has all rows, replica 1 none; gradients are added over two calls."""
     engine = build(world, path, layout)
     rows = rows_of(0, engine.spec.vocab_size)
-    none = Packed(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    none = MicroBatch(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
     first = engine.mesh.dp_rank == 0
     sums = [
         engine.forward_backward(cut(rows[:3], 1, 0, 2) if first else [none] * 2, next_token_loss),

@@ -90,7 +90,7 @@ class Recording:
             wrap(Transfer, "__init__", self._begin_transfer)
             wrap(Transfer, "_on_stream", self._on_stream)
             wrap(Transfer, "wait", self._end_transfer)
-            wrap(_Arrival, "begin", self._begin_arrival)
+            wrap(_Arrival, "start_receiving", self._begin_arrival)
             wrap(_Arrival, "wait", self._await_arrival)
             yield
 

@@ -120,7 +120,7 @@ class Simulated:
         plan, got = self.plans[index], {n: torch.full(s.shape, torch.nan) for n, s in self.wanted[index].items()}
         made = {name: torch.full(shard.shape, torch.nan) for name, shard in plan.gathered.items()} if plan.from_whole else got
         taken: dict[int, list[SliceCopy]] = {}
-        for piece in [*plan.transfer.moves(), *plan.transfer.copies()]:
+        for piece in [*plan.transfer.remote_copies(), *plan.transfer.local_copies()]:
             if piece.receiver == index:
                 values = self.values[piece.sender][piece.source.parameter][piece.source.slices]
                 put(made[piece.target.parameter][piece.target.slices], values)
@@ -133,7 +133,7 @@ class Simulated:
 
     @cache  # noqa: B019
     def given(self, sender: int) -> list[SliceCopy]:
-        return [piece for piece in self.plans[sender].transfer.moves() if piece.sender == sender]
+        return [piece for piece in self.plans[sender].transfer.remote_copies() if piece.sender == sender]
 
 
 def put(place: Tensor, values: Tensor) -> None:

@@ -23,7 +23,9 @@ from rlhf_spmd import LLM, RequestOutput, SamplingParams, generate
 from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.generation import GenerationConfig
 from rlhf_spmd.generation.sequence import NotFinite
+from rlhf_spmd.inference.llm import generate_outputs
 from rlhf_spmd.inference.loaded_model import ModelConfig
+from rlhf_spmd.inference.outputs import OutputBuilder
 from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
 from rlhf_spmd.parallel.layout import LayoutConfig
 from rlhf_spmd.parallel.world import World
@@ -266,7 +268,8 @@ def answer_on_rank(world: World, path: str, layout: LayoutConfig) -> Any:
     config = EngineConfig(ModelConfig(path=path), layout=layout, generation=generation, seed=4)
     check_tree(config)
     processor = RequestProcessor(prepare_model(config, world.launch), world)
-    return contents(processor.generate(processor.requests(processor.encode(PROMPTS), MIXED)))
+    builder = OutputBuilder(processor.engine.generator, processor.tokenizer)
+    return contents(generate_outputs(processor, builder, processor.requests(processor.encode(PROMPTS), MIXED)))
 
 
 @pytest.mark.parametrize("layout", [LayoutConfig(dp=2), LayoutConfig(tp=2)], ids=["dp2", "tp2"])

@@ -85,7 +85,10 @@ LAYERS = {
         4096,
         Experts(128, 8, 1408, True, (), "sigmoid", 1.0, score_biased=True, shared_size=1408, wide_router=True),
     ),
-    "gpt-oss-20b": (2880, Experts(32, 4, 2880, False, scoring="chosen", biased=True, clamp=(1.702, 7.0), fused=True)),
+    "gpt-oss-20b": (
+        2880,
+        Experts(32, 4, 2880, False, scoring="chosen", has_biases=True, clamp=(1.702, 7.0), files_are_transposed=True),
+    ),
     "DeepSeek-V3": (
         7168,
         Experts(256, 8, 2048, True, (), "sigmoid", 2.5, 8, 4, score_biased=True, shared_size=2048, wide_router=True),
@@ -108,7 +111,7 @@ def test_launches_of_a_layer(name: str, tokens: int, trains: bool, tp: int, most
     for key, (rows, *columns) in shapes_of(experts, hidden).items():
         weights[key] = torch.empty(rows // tp if key in BY_EXPERT else rows, *columns, **options)
     weights = {key: tensor.detach() if key == SCORE_BIAS else tensor for key, tensor in weights.items()}
-    x, first = torch.empty(tokens, hidden, **options), {} if tp == 1 else {"first": experts.count // tp}
+    x, first = torch.empty(tokens, hidden, **options), {} if tp == 1 else {"first": experts.num_experts // tp}
     with counted_launches(run=False) as work, torch.set_grad_enabled(trains):
         out = mix_experts(GpuOps(), x, MixtureWeights(**weights), experts, False, 1, **first)
         if trains:
@@ -118,7 +121,7 @@ def test_launches_of_a_layer(name: str, tokens: int, trains: bool, tp: int, most
 
 
 def shapes_of(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
-    count, width, shared = experts.count, experts.intermediate_size, experts.shared_size
+    count, width, shared = experts.num_experts, experts.intermediate_size, experts.shared_size
     shapes = {"router": (count, hidden), "gate_up": (count * 2 * width, hidden), "down": (count * hidden, width)}
     shapes |= {
         "score_bias": (count, 3),
@@ -135,7 +138,7 @@ def shapes_of(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize(("dtype", "clamp"), [(torch.bfloat16, (1.7, 7.0)), (torch.float32, None)])
 def test_experts_that_nobody_chose(dtype: torch.dtype, clamp: tuple[float, float] | None) -> None:
     """Ranks that share experts may get no rows: gradients of their weights are 0."""
-    experts = Experts(COUNT, 2, WIDTH, True, clamp=clamp, biased=clamp is not None)
+    experts = Experts(COUNT, 2, WIDTH, True, clamp=clamp, has_biases=clamp is not None)
     for ops in (Ops(), GpuOps()):
         shapes = {"gate_up": (COUNT * 2 * WIDTH, HIDDEN), "down": (COUNT * HIDDEN, WIDTH)}
         shapes |= {"gate_up_bias": (COUNT * 2 * WIDTH,), "down_bias": (COUNT * HIDDEN,)} if clamp else {}
@@ -153,7 +156,7 @@ def test_experts_that_nobody_chose(dtype: torch.dtype, clamp: tuple[float, float
 def test_whole_experts_of_several_ranks_add_up(tokens: int, clamp: tuple[float, float] | None) -> None:
     """Seven ranks compute one expert each, some without any row; their sum is that of one rank in float64, and none reads what it
     did not compute."""
-    experts = Experts(COUNT, 3, WIDTH, True, biased=clamp is not None, clamp=clamp)
+    experts = Experts(COUNT, 3, WIDTH, True, has_biases=clamp is not None, clamp=clamp)
     x, *parts = (part.double() for part in draw(tokens, 1, per_token=3))
     whole = dict(zip(("router", "gate_up", "down"), parts, strict=True))
     if clamp:

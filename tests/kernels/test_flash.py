@@ -82,7 +82,7 @@ def test_bounds_are_made_once_for_a_packing(calls: Calls) -> None:
     packing, qkv = Packing([3, 0, 2, 0], CPU), draw([3, 2], torch.bfloat16)
     for _ in range(2):
         GpuOps(TorchFlash()).attend_packed(*parts_of(qkv), packing, AttentionRule(0.5, window=2))
-    assert packing.filled[0] is packing.filled[0]
+    assert packing.nonempty_bounds[0] is packing.nonempty_bounds[0]
     assert calls.forward == [{"bounds": [0, 3, 5], "longest": 3, "scale": 0.5, "left": 1}] * 2
 
 

@@ -96,6 +96,6 @@ def test_attention_of_long_rows_and_experts_without_rows() -> None:
 def test_a_head_that_fits_no_tile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = pytest.importorskip("rlhf_spmd.kernels.triton_paged_attention")
     monkeypatch.setattr(tiles.devices, "shared_memory", lambda: 99 << 10)
-    assert tiles.TileShape.of_chunks(256, 4, 16, 1).rows >= tiles.LEAST_ROWS
+    assert tiles.TileShape.of_chunks(256, 4, 16, 1).rows >= tiles.MIN_ROWS
     with pytest.raises(ValueError, match="head_dim=576 in 4 bytes needs more shared memory than this GPU's 99 KiB"):
         tiles.TileShape.of_chunks(576, 4, 16, 1)

@@ -204,8 +204,8 @@ def test_small_operations_against_fp64_and_row_by_row(cpp: kernels.CppOps, dtype
         "rotate in part": (lambda a, w: rotate(a, 9, False) * w[0], x[:, 1:]),
         "rotate neighbours": (lambda a, w: rotate(a, 25, True) * w[0], x[:, 1:]),
         "rotate some neighbours": (lambda a, w: rotate(a, 19, True) * w[0], x),
-        "silu": (lambda a, w: ops_of(a).gated(a, False) * w[0], gates),
-        "gelu": (lambda a, w: ops_of(a).gated(a, True) * w[0], gates),
+        "silu": (lambda a, w: ops_of(a).gated_activation(a, False) * w[0], gates),
+        "gelu": (lambda a, w: ops_of(a).gated_activation(a, True) * w[0], gates),
     }
     bound = 1e-6 if dtype == torch.float32 else 1e-2
     for name, (operation, value) in cases.items():

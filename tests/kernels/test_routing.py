@@ -40,7 +40,7 @@ def by_loops(row: Tensor, score_bias: Tensor | None, rule: RoutingRule) -> dict[
     size = len(row) // rule.groups
     groups = [range(first, first + size) for first in range(0, len(row), size)]
     groups.sort(key=lambda group: -sum(sorted((ranked[e] for e in group), reverse=True)[: rule.group_best]))
-    best = sorted((e for group in groups[: rule.top_groups] for e in group), key=lambda e: -ranked[e])[: rule.per_token]
+    best = sorted((e for group in groups[: rule.top_groups] for e in group), key=lambda e: -ranked[e])[: rule.experts_per_token]
     total = sum(scores[e].exp() for e in best) if rule.scoring == "chosen" else sum(scores[e] for e in best)
     chosen = {e: scores[e].exp() / total if rule.scoring == "chosen" else scores[e] for e in best}
     return {e: (weight / total if rule.normalise else weight) * rule.scale for e, weight in chosen.items()}
@@ -87,7 +87,7 @@ def test_weights_of_given_experts(rule: RoutingRule) -> None:
     """In float64 by the formula; with the experts that the logits choose, bit for bit those without; in Triton alike."""
     logits, _ = draw(False)
     orders = [torch.randperm(COUNT, generator=torch.Generator().manual_seed(i)) for i in range(40)]
-    assigned = torch.stack([order[: rule.per_token] for order in orders])
+    assigned = torch.stack([order[: rule.experts_per_token] for order in orders])
     logits.requires_grad_()
     weights, chosen = Ops().route(logits, None, rule, torch.float64, assigned)
     assert torch.equal(chosen, assigned)

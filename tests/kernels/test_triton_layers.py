@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels import HeadShape, Ops, PageTarget, triton_layers, triton_qkv
 from rlhf_spmd.kernels.gpu_ops import GpuOps
-from rlhf_spmd.kernels.packing import Norms
+from rlhf_spmd.kernels.layer_args import Norms
 from tiers import pairwise
 from triton_device import DEVICE
 
@@ -58,9 +58,9 @@ WIDTHS = [(1, 48), (7, 96), (3, 2200)]
 @pytest.mark.parametrize("case", pairwise({"shape": WIDTHS, "gelu": [False, True], "dtype": DTYPES}), ids=str)
 def test_gates_equal_float64(case: dict[str, Any]) -> None:
     shape, gelu, dtype = case.values()
-    assert_like_float64(lambda ops, x: [ops.gated(x, gelu)], draw(*shape, dtype=dtype, scale=3))
+    assert_like_float64(lambda ops, x: [ops.gated_activation(x, gelu)], draw(*shape, dtype=dtype, scale=3))
     extremes = torch.tensor([[-200.0, -1e4, 200.0, 1e4, 1.0, 2.0, 3.0, 4.0]], device=DEVICE, dtype=dtype)
-    torch.testing.assert_close(OPS.gate(extremes, gelu), PLAIN.gate(extremes, gelu))
+    torch.testing.assert_close(OPS.gated_activation_forward(extremes, gelu), PLAIN.gated_activation_forward(extremes, gelu))
 
 
 SHAPES = [
@@ -102,7 +102,7 @@ def test_heads_equal_float64(case: dict[str, Any], monkeypatch: pytest.MonkeyPat
     cos, sin = tables(tokens, shape, dtype)
 
     def heads(ops: Ops, qkv: Tensor, *norms: Tensor) -> Sequence[Tensor]:
-        return ops.heads(qkv, pair(norms), *(table.to(qkv.dtype) for table in (cos, sin)), shape)
+        return ops.split_heads(qkv, pair(norms), *(table.to(qkv.dtype) for table in (cos, sin)), shape)
 
     assert_like_float64(heads, *head_inputs(shape, tokens, dtype, with_norms))
 
@@ -117,7 +117,7 @@ def test_without_sums_the_roundings_are_those_of_torch(dtype: torch.dtype) -> No
         (qkv,), (cos, sin) = head_inputs(shape, 9, dtype, False), tables(9, shape, dtype)
         results = []
         for ops in (OPS, PLAIN):
-            out = ops.heads(qkv, (None, None), cos, sin, shape)
+            out = ops.split_heads(qkv, (None, None), cos, sin, shape)
             results.append([*out, *torch.autograd.grad(out, qkv, [torch.sin(x.detach()) for x in out])])
         assert all(torch.equal(*both) for both in zip(*results, strict=True))
 
@@ -130,7 +130,7 @@ def test_keys_and_values_go_to_their_pages(ops: Ops, case: dict[str, Any]) -> No
     tokens, slots = 5, torch.tensor([17, 3, 40], device=DEVICE)
     (qkv, *norms), (cos, sin) = head_inputs(shape, tokens, dtype, with_norms), tables(tokens, shape, dtype)
     with torch.no_grad():
-        q, k, v = ops.heads(qkv, pair(norms), cos, sin, shape)
+        q, k, v = ops.split_heads(qkv, pair(norms), cos, sin, shape)
         pages = torch.full((2, shape.keys, 6, 8 * shape.dim), 7.0, dtype=dtype, device=DEVICE)
         found = ops.heads_to_pages(qkv, pair(norms), cos, sin, shape, PageTarget(pages, slots))
     expected = torch.full((2, shape.keys, 48, shape.dim), 7.0, dtype=dtype, device=DEVICE)
@@ -147,8 +147,8 @@ def test_a_rows_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 
     def all_of(some: slice) -> list[Tensor]:
         added = [y for x, w in zip((short, long), weights, strict=True) for y in OPS.add_norm(x[some], x[some] * 2, w, EPS)]
-        gated = [OPS.gated(long[some], gelu) for gelu in (False, True)]
-        return [*added, *gated, *OPS.heads(qkv[some], pair(norms), cos[some], sin[some], shape)]
+        gated = [OPS.gated_activation(long[some], gelu) for gelu in (False, True)]
+        return [*added, *gated, *OPS.split_heads(qkv[some], pair(norms), cos[some], sin[some], shape)]
 
     with torch.no_grad():
         whole = all_of(slice(None))
@@ -161,13 +161,13 @@ def test_no_rows_and_gaps_are_taken() -> None:
     weight = draw(32)
     empty = draw(0, 32)
     total, out = OPS.add_norm(empty, empty, weight, EPS)
-    (grad,) = torch.autograd.grad(out.sum() + OPS.gated(total, False).sum(), weight)
+    (grad,) = torch.autograd.grad(out.sum() + OPS.gated_activation(total, False).sum(), weight)
     assert out.shape == (0, 32) and not grad.any()
     shape = SHAPES[0]
     (qkv, *norms), (cos, sin) = head_inputs(shape, 4, torch.float32, True), tables(4, shape, torch.float32)
     results = []
     for gaps in (False, True):
-        q, k, v = OPS.heads(qkv, pair(norms), cos, sin, shape)
+        q, k, v = OPS.split_heads(qkv, pair(norms), cos, sin, shape)
         grads = [draw(x.shape[1], 4, 128).transpose(0, 1)[..., :64] for x in (q, k, v)]
         grads = grads if gaps else [grad.contiguous() for grad in grads]
         results.append(torch.autograd.grad((q, k, v), [qkv, *norms], grads))

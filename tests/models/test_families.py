@@ -249,20 +249,20 @@ def test_the_planner_counts_what_files_hold(models: dict[str, Path], name: str) 
     matrices = 0.0 if spec.tie_word_embeddings else -spec.vocab_size * spec.hidden_size  # the embedding is looked up
     for key, tensor in tensors.items():
         if tensor.ndim > 1 and "conv1d" not in key and not key.endswith("proj_bias"):
-            share = spec.experts.per_token / spec.experts.count if spec.experts and ".experts." in key else 1
+            share = spec.experts.experts_per_token / spec.experts.num_experts if spec.experts and ".experts." in key else 1
             matrices += share * tensor.numel()
-    linear = len(spec.delta.layers) if spec.delta else 0
+    linear = len(spec.delta_rule.layers) if spec.delta_rule else 0
     assert forward_flops(spec, 10, 0) == pytest.approx(10 * 2 * (matrices + 3 * linear * 8 * 24 * 16))
     assert shape.matmul_weights == pytest.approx((matrices - spec.vocab_size * spec.hidden_size) / spec.num_hidden_layers)
-    if spec.delta:
+    if spec.delta_rule:
         state = 8 * 24 * 16 + 3 * (2 * 4 * 24 + 8 * 16)
-        assert (shape.queries, shape.keys, shape.row_state) == (4 * 16 / 2, 2 * 16 / 2, state / 2)
+        assert (shape.query_dims, shape.key_dims, shape.row_state) == (4 * 16 / 2, 2 * 16 / 2, state / 2)
     elif spec.latent is None:
         for tp in (1, 2, 4):
             elements = [
                 2 * math.prod(cache_shape(spec.spec_for_layer(layer), 0, tp)) for layer in range(spec.num_hidden_layers)
             ]
-            assert shape.cached(tp) * spec.num_hidden_layers == pytest.approx(sum(elements), rel=0.01)
+            assert shape.cached_numbers(tp) * spec.num_hidden_layers == pytest.approx(sum(elements), rel=0.01)
 
 
 def test_flops_count_tokens_before_a_query_and_windows() -> None:
@@ -299,7 +299,7 @@ def test_rules_of_layers() -> None:
     named = {"sliding_window_pattern": "LLLG", "layer_types": ["full_attention", *["sliding_attention"] * 3]}  # as published
     assert spec_from_config({**exaone, **named}, "test").unrotated == (0,)
     moe = {**CONFIGS["qwen3-moe"], "decoder_sparse_step": 2}
-    assert [bool(spec_from_config(moe, "test").experts_of(layer)) for layer in range(4)] == [False, False, False, True]
+    assert [bool(spec_from_config(moe, "test").experts_at(layer)) for layer in range(4)] == [False, False, False, True]
 
 
 def test_layers_behind_the_last_one_are_not_read(tmp_path: Path) -> None:

@@ -109,9 +109,9 @@ class PaperGroup(Group):
 
     def connect(self, exchanges: torch.device | None = None) -> None:
         if exchanges is not None:
-            self.meet(exchanges)
+            self.connect_nccl(exchanges)
 
-    def meet(self, device: torch.device) -> None:
+    def connect_nccl(self, device: torch.device) -> None:
         self.all_reduce(torch.zeros(1, device=device), "meet")
 
     def all_reduce(self, tensor: Tensor, label: str, op: str = "sum") -> Tensor:
@@ -135,7 +135,7 @@ def train_on_paper(paper: Paper, layout: Layout, schedule: Schedule, num_micro_b
     mesh = build_mesh(paper, range(layout.size), layout)  # type: ignore[arg-type]
     shapes = [(96 + i, 64) for i in range(num_micro_batches)]
     for group in (mesh.tp, mesh.dp, mesh.pool):
-        group.meet(CPU)
+        group.connect_nccl(CPU)
     connect_stages(mesh, CPU)
 
     def compute(action: Action, received: Tensor | None) -> Tensor:

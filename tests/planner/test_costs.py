@@ -38,7 +38,7 @@ from rlhf_spmd.planner.costs import MIXER_BACKWARD, MIXER_STARTS, PAGE, Calibrat
 from rlhf_spmd.planner.machine import GPUS, Gpu, Machine
 from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload, call_settings, shape_of
 from rlhf_spmd.workers.flops import forward_flops
-from rlhf_spmd.workers.objective import Packed
+from rlhf_spmd.workers.objective import MicroBatch
 from small_models import CONFIGS as FAMILIES
 
 LLAMA = ModelSpec("llama", 1000, 256, 768, 8, 8, 4, 32)
@@ -150,7 +150,7 @@ def test_small_messages_take_their_latency_and_stages_what_they_hand_over() -> N
     size = 40 * 256 * 4
     on = machine(link=450.0, network=50.0)
     assert infer_seconds(shape, rows(16, 10), how, on, IDEAL) == pytest.approx([(3 + 3) * size / 450, 3 * size / 50])
-    sums = [0, 2 * 3 / 4 * 4 * (2 * shape.layer + shape.embed) / 450]  # replicas are neighbours
+    sums = [0, 2 * 3 / 4 * 4 * (2 * shape.layer_params + shape.embed_params) / 450]  # replicas are neighbours
     estimate = train_seconds(shape, rows(16, 10), how, on, IDEAL)
     assert estimate == pytest.approx(np.array([(3 + 3) * 2 * size / 450, 3 * 2 * size / 50]) + sums, rel=0.01)
 
@@ -158,7 +158,7 @@ def test_small_messages_take_their_latency_and_stages_what_they_hand_over() -> N
 def mixer_operations(tokens: int) -> tuple[int, int]:
     """Operations of torch that linear attention starts for rows of ``tokens``, forward and backward."""
     spec = spec_from_config(FAMILIES["qwen3-5"], "test")
-    delta = spec.delta
+    delta = spec.delta_rule
     assert delta is not None
     with mock.patch.object(dispatch, "_load", return_value=None):
         decoder = Decoder(spec, "none", 0, 1, solo(), torch.float32, "cpu")
@@ -179,7 +179,7 @@ def test_the_host_starts_linear_attention_chunk_by_chunk() -> None:
         assert backward == pytest.approx(MIXER_BACKWARD[0] + MIXER_BACKWARD[1] * tokens // 64, rel=0.08)
     shape, how = shape_of(spec_from_config(FAMILIES["qwen3-5"], "test"), "none"), call_settings([(1, 1, 1)], checkpointing=[1])
     slow, work = Calibration(1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, start=1.0), rows(4, 1000)
-    linear = shape.layers * shape.linear_share  # of 4 layers; 16 chunks
+    linear = shape.num_layers * shape.linear_share  # of 4 layers; 16 chunks
     assert infer_seconds(shape, work, how, machine(), slow) == pytest.approx(linear * (80 + 5 * 16))
     assert train_seconds(shape, work, how, machine(), slow) == pytest.approx(linear * (2 * (80 + 5 * 16) + 155 + 16 * 16))
     assert generate_seconds(shape, work, how, machine(), math.inf, slow) == pytest.approx(linear * (80 + 1000 * 50), rel=1e-3)
@@ -211,7 +211,7 @@ def received(world: Any, path: str, layout: Layout, checkpointing: str) -> int:
     """Bytes that come to this rank in a training step."""
     engine = build(world, path, layout, dtype=torch.float32, activation_checkpointing=checkpointing)
     lengths = torch.full((ROWS // PARTS,), LENGTH)
-    batches = [Packed(torch.arange(int(lengths.sum())) % 40, lengths) for _ in range(PARTS)]
+    batches = [MicroBatch(torch.arange(int(lengths.sum())) % 40, lengths) for _ in range(PARTS)]
     before = RECORDER.received.total()
     engine.forward_backward(batches, next_token_loss)
     engine.optimizer_step()
@@ -295,8 +295,8 @@ def test_generation_takes_the_steps_of_the_scheduler(
     costs = replace(IDEAL, memory=math.inf, kernels=1e-3)
     on = machine(bandwidth=1e9)
     got = generate_seconds(shape, work, how, on, pages * PAGE * held, costs)[0]
-    prefill = 8 * (2e-3 + shape.layer * 4 / 1e9)
-    want = scheduled(work, flight, pages, 8 * 2e-3, shape.layer * 8 * 4 / 1e9, held / 1e9)
+    prefill = 8 * (2e-3 + shape.layer_params * 4 / 1e9)
+    want = scheduled(work, flight, pages, 8 * 2e-3, shape.layer_params * 8 * 4 / 1e9, held / 1e9)
     assert got - prefill == pytest.approx(want, rel=0.1)
 
 
@@ -313,10 +313,10 @@ def test_passes_compute_a_prompt_once_for_the_rows_of_a_micro_batch() -> None:
     """Of 4 rows in a micro-batch, and of 1; attention is over whole rows, whose tokens see 55 on average."""
     shape, work = shape_of(LLAMA, "none"), Workload(8, 100, (10.0,), group=4)
     how = call_settings([(1, 1, 1)], micro_tokens=[440, 110])
-    tokens, attention = np.array([2 * (100 + 4 * 10), 8 * 110]), 4 * shape.queries * 55 * 8 * 110
+    tokens, attention = np.array([2 * (100 + 4 * 10), 8 * 110]), 4 * shape.query_dims * 55 * 8 * 110
     for seconds, times in ((infer_seconds, 1), (train_seconds, 3)):
         estimate = seconds(shape, work, how, machine(flops=1.0), IDEAL)
-        assert estimate == pytest.approx(times * shape.layers * (2 * shape.matmul_weights * tokens + attention))
+        assert estimate == pytest.approx(times * shape.num_layers * (2 * shape.matmul_weights * tokens + attention))
 
 
 def test_what_zero_sends_goes_on_beside_computing() -> None:
@@ -337,7 +337,7 @@ def test_bytes_over_the_memory() -> None:
     how = call_settings([(1, 1, 1), (1, 1, 2)], zero=[0, 1])
     one = train_seconds(shape, rows(16, 100), how, on, only)
     two = train_seconds(shape, rows(16, 100, mini_batches=2), how, on, only)
-    sums = shape.layers * shape.layer * 10  # each mini-batch is a micro-batch of its own, with a sum of gradients
+    sums = shape.num_layers * shape.layer_params * 10  # each mini-batch is a micro-batch of its own, with a sum of gradients
     assert two - one == pytest.approx(shape.params * 50 / np.array([1, 1, 1, 2]) + sums)
     full, none = (infer_seconds(shape_of(LLAMA, head), rows(16, 100), how, on, only) for head in ("lm", "none"))
     assert full - none == pytest.approx(1600 * 1000 * 28 / np.array([1, 1, 2, 2]))

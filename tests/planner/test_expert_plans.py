@@ -17,7 +17,8 @@ from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.planner import memory
 from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.machine import ClusterConfig
-from rlhf_spmd.planner.planning import ProblemBuilder, layouts
+from rlhf_spmd.planner.model_call import layouts
+from rlhf_spmd.planner.planning import ProblemBuilder
 from rlhf_spmd.planner.profile import LayerTimes, Profile, ProfileTimes, sizes_of
 from rlhf_spmd.planner.search import exact
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
@@ -37,7 +38,7 @@ def times(nodes: int) -> FormulaTimes:
 
 
 def test_a_rank_holds_its_experts_by_hand() -> None:
-    assert SHAPE.experts == EXPERTS
+    assert SHAPE.expert_params == EXPERTS
     ways = call_settings([(1, 1, 16)], zero=(0, 3), ep=(1, 8))
     weights = memory.RankMemory(SHAPE, ways, memory.RoleSettings(itemsize=2), 0).resident()["weights"] / 2
     rest = SHAPE.params - 48 * EXPERTS
@@ -98,7 +99,7 @@ def test_a_plan_shares_experts_where_that_is_faster(capsys: pytest.CaptureFixtur
         assert call.dp * call.cp % call.ep == 0 and 128 % call.ep == 0 and (name != "actor.generate_sequences" or call.ep == 1)
     update = file.calls["actor.update_actor"]
     assert update.ep > 1
-    request = plan.read_run(PRESET, cluster)
+    request = plan.read_request(PRESET, cluster)
     assert placed_roles(request.unplaced_roles, file, lambda: request.graph, 0)["actor"].shape.layout.ep == update.ep
     plan.main(["--config", PRESET, *cluster, f"plan.fixed={out}", f"plan.out={again}"])
     assert f" ep{update.ep} " in capsys.readouterr().out
@@ -110,7 +111,7 @@ def test_a_plan_shares_experts_where_that_is_faster(capsys: pytest.CaptureFixtur
 
 
 def test_ep_is_searched_on_a_thousand_ranks() -> None:
-    request = plan.read_run(PRESET, ["cluster.nodes=128", "cluster.gpu=h100"])
+    request = plan.read_request(PRESET, ["cluster.nodes=128", "cluster.gpu=h100"])
     problem = ProblemBuilder(request.calls, times(128).machine, times(128), 8192).problem()
     update = next(call for call in problem.calls if call.name == "actor.update_actor")
     assert {option.ep for option in update.options if option.size == 1024} >= {1, 8, 128}
@@ -119,7 +120,7 @@ def test_ep_is_searched_on_a_thousand_ranks() -> None:
 
 def test_stages_of_a_prime_number_of_layers() -> None:
     """DeepSeek-V3 has 61 layers, which no number of stages divides; 48 are only divided evenly."""
-    call = next(call for call in plan.read_run(PRESET, []).calls if call.kind == "train")
+    call = next(call for call in plan.read_request(PRESET, []).calls if call.kind == "train")
     for number, stages in ((48, {1, 2, 4, 8, 16}), (61, {1, 2, 4, 8, 16}), (62, {1, 2})):
         uneven = replace(call, spec=replace(call.spec, num_hidden_layers=number))
         assert {pp for pp, _, _ in layouts(uneven, 256, (1, 2, 4, 8) if number < 62 else (1,))} == stages
@@ -138,7 +139,7 @@ def test_a_plan_keeps_experts_whole_in_generation(capsys: pytest.CaptureFixture[
     out, name = tmp_path / "plan.yaml", "actor.generate_sequences"
     overrides = ["cluster.gpu=h100", f"plan.out={out}", "models.actor.generation.tp=4", "models.actor.generation.ep=4"]
     planned(capsys, *overrides)
-    request, file = plan.read_run(PRESET, overrides), plan.read_plan(str(out))
+    request, file = plan.read_request(PRESET, overrides), plan.read_plan(str(out))
     planned_call = file.calls[name]
     size = len(planned_call.rank_range.ranks)
     for call in (planned_call, replace(planned_call, pp=1, tp=1, dp=size), replace(planned_call, pp=1, tp=8, dp=size // 8)):
@@ -153,11 +154,11 @@ def test_whole_experts_stay_beside_the_slices() -> None:
     overrides = ["cluster.gpu=h100", "models.actor.generation.tp=4"]
     moved = []
     for ep in (1, 4):
-        request = plan.read_run(PRESET, [*overrides, f"models.actor.generation.ep={ep}"])
+        request = plan.read_request(PRESET, [*overrides, f"models.actor.generation.ep={ep}"])
         problem = ProblemBuilder(request.calls, times(2).machine, times(2), 8192).problem()
         call = next(call for call in problem.calls if call.name == "actor.generate_sequences")
         option = next(option for option in call.options if (option.size, option.pp, option.tp) == (16, 1, 4))
         home = option.layout
-        moved.append(problem.weight_copy_cost_between("actor", home, 16, option, near=False))
+        moved.append(problem.weight_copy_cost_between("actor", home, 16, option, on_one_host=False))
     assert moved[0] == (0.0, 0.0)
     assert moved[1][0] > 0 and moved[1][1] == problem.weights["actor"] / 4

@@ -31,7 +31,7 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.planner import memory as model
 from rlhf_spmd.planner.shapes import CallSettings, Workload, adapter_numel, call_settings, quantized_numel, shape_of
 from rlhf_spmd.workers.model_weights import resident_tensors
-from rlhf_spmd.workers.objective import Packed
+from rlhf_spmd.workers.objective import MicroBatch
 from rlhf_spmd.workers.optim_config import OptimConfig
 from rlhf_spmd.workers.train_engine import TrainEngine
 from tiers import tiers
@@ -94,7 +94,7 @@ LONG = [
 ]
 
 
-def loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     log_probs, entropy = token_log_probs(decoder, hidden[torch.arange(len(hidden))], batch.tokens.roll(-1), 1.0, entropy=True)
     assert entropy is not None
     return -log_probs.mean() + 0.1 * entropy.mean(), {}
@@ -110,7 +110,7 @@ def measured(world: World, case: Case) -> tuple[float, float, int]:
         "activation_checkpointing": case.mode,
     }
     engine = TrainEngine(spec, None, "lm", mesh, OptimConfig(lr=1e-6), lora=case.adapters, **options)
-    rows = [Packed(torch.randint(12000, (ROWS * LENGTH,)), torch.tensor([LENGTH] * ROWS)) for _ in range(case.number)]
+    rows = [MicroBatch(torch.randint(12000, (ROWS * LENGTH,)), torch.tensor([LENGTH] * ROWS)) for _ in range(case.number)]
     with LiveMemory() as memory:
         engine.forward_backward(rows, loss)
         engine.optimizer_step()
@@ -194,7 +194,7 @@ def rank_of(how: CallSettings, settings_: model.RoleSettings = ROLE, stage: int 
 
 def test_what_a_role_holds_by_hand() -> None:
     """Qwen2.5-7B has 7.6156e9 parameters: 2 bytes each of weights, 12 of fp32 moments and master weights; ZeRO cuts both by d."""
-    assert SEVEN.params == pytest.approx(7.6156e9, rel=1e-4) and (SEVEN.queries, SEVEN.keys) == (3584, 512)
+    assert SEVEN.params == pytest.approx(7.6156e9, rel=1e-4) and (SEVEN.query_dims, SEVEN.key_dims) == (3584, 512)
     ways = call_settings([(1, 1, 8)], zero=(0, 1, 3))
     parts = rank_of(ways).resident()
     np.testing.assert_allclose(parts["weights"], 2 * 7.6156e9 / np.array([1, 8, 8]), rtol=1e-4)
@@ -343,7 +343,7 @@ def test_weights_for_generation() -> None:
     home = home.set(zero=np.array([0, 3, 0]))
     ranks = rank_of(home), rank_of(there)
     weights = model.weights_for_generation(*ranks, GenerationConfig(), False)
-    whole, table = 2 * SEVEN.params, 2 * SEVEN.embed
+    whole, table = 2 * SEVEN.params, 2 * SEVEN.embed_params
     np.testing.assert_allclose(weights, [0, whole * 7 / 8 + table, whole * 3 / 4 + table])
     beside = model.weights_for_generation(*ranks, GenerationConfig(), True)
     np.testing.assert_allclose(beside[1:], [whole + table] * 2)

@@ -108,7 +108,7 @@ def test_exact_is_the_best_of_all_plans_of_steps_that_overlap() -> None:
 
 @pytest.mark.parametrize("other", ["mcmc", "enumerate", "grid"])
 def test_other_searches_find_plans_that_fit_and_none_that_is_better(other: str) -> None:
-    module, fitting = find("plan.search", "rlhf_spmd.planner.search", other, exports="search"), 0
+    module, fitting = find("plan.search", "rlhf_spmd.planner.search", other, required_attribute="search"), 0
     for seed in range(40):
         problem = random_problem(seed, ahead=seed % 2)
         try:
@@ -239,7 +239,7 @@ def test_no_plan_names_what_is_missing() -> None:
     problem = Problem((call("train", set(), *ways, role="actor"),), 4, (40.0 * GIB,) * 4, {"actor": 0.0}, 1.0, 1.0)
     lacks = r"train of actor needs at least 60\.0 GiB on each of 4 ranks, and a rank has 40\.0; 6 "
     for name in ("exact", "mcmc", "enumerate", "grid"):
-        module = find("plan.search", "rlhf_spmd.planner.search", name, exports="search")
+        module = find("plan.search", "rlhf_spmd.planner.search", name, required_attribute="search")
         with pytest.raises(NoPlanError, match=lacks):
             module.search(problem, limit=0.01)
     pair = tuple(call(name, set(), one(4, 1, held=25 * GIB, active=GIB)) for name in ("actor", "critic"))

@@ -45,7 +45,7 @@ def ppo(*overrides: str, size: int = 1) -> RunPlan:
 def place(name: str, strategy: str, size: int, ratios: dict[str, float] | None = None, *more: str) -> Pools:
     """Role, or ``role.method`` that runs elsewhere, -> ranks."""
     config = PlacementConfig(strategy, ratios=ratios or {})
-    plans = placing.place(ready(name, *more).roles, config, size, min(size, HOST), lambda: graph(name, *more))
+    plans = placing.roles_on_pools(ready(name, *more).roles, config, size, min(size, HOST), lambda: graph(name, *more))
     pools = {role: plan.pool.ranks for role, plan in plans.items()}
     return pools | {f"{role}.{method}": call.pool.ranks for role, plan in plans.items() for method, call in plan.calls.items()}
 
@@ -133,7 +133,7 @@ def test_ratios_are_rounded_to_whole_layouts() -> None:
     tp = tuple(f"models.actor.{key}.tp=2" for key in ("layout", "generation"))
     prepared = ppo(*tp, size=2)
     config = PlacementConfig("separate", ratios={"actor.generate_sequences": 0.4})
-    plans = placing.place(prepared.roles, config, 16, 16, lambda: trace(prepared))
+    plans = placing.roles_on_pools(prepared.roles, config, 16, 16, lambda: trace(prepared))
     call = plans["actor"].calls["generate_sequences"]
     assert len(call.pool.ranks) == 6 and plans["actor"].generation is call.shape.generation and call.shape.layout.tp == 2
 
@@ -147,7 +147,8 @@ def test_no_role_is_known_by_name() -> None:
     jobs = prepare(str(path), overrides, 1), ppo("models.reference.path=null")
     for strategy, size in product(PROMISES, (3, 5, 8, 64)):
         placed = [
-            placing.place(job.roles, PlacementConfig(strategy), size, min(size, HOST), partial(trace, job)) for job in jobs
+            placing.roles_on_pools(job.roles, PlacementConfig(strategy), size, min(size, HOST), partial(trace, job))
+            for job in jobs
         ]
         for role, other in NAMES.items():
             renamed, usual = placed[0][other], placed[1][role]
@@ -160,7 +161,7 @@ def test_the_followers_of_the_policy_are_those_of_its_weights() -> None:
     """A reference of the actor's own weights is on its side, one of another model is not."""
     for more, role in ((("models.reference.path=null",), "actor"), ((), "critic")):
         job = ppo(*more)
-        plans = placing.place(job.roles, PlacementConfig("split"), 8, 8, partial(trace, job))
+        plans = placing.roles_on_pools(job.roles, PlacementConfig("split"), 8, 8, partial(trace, job))
         assert plans["reference"].pool == plans[role].pool
 
 
@@ -221,7 +222,7 @@ def test_settings_of_a_call_that_the_strategy_moves(strategy: str) -> None:
 def test_hosts_that_prompts_do_not_divide_by() -> None:
     """Whole hosts where they go round, else parts of them."""
     prepared = ppo("placement.strategy=separate", size=4)  # 8 prompts
-    plans = placing.place(ready("ppo").roles, PlacementConfig("separate"), 6, 3, lambda: graph("ppo"))
+    plans = placing.roles_on_pools(ready("ppo").roles, PlacementConfig("separate"), 6, 3, lambda: graph("ppo"))
     assert len(prepared.roles["actor"].calls["generate_sequences"].pool.ranks) == 2
     assert len(plans["actor"].calls["generate_sequences"].pool.ranks) == 2
 

@@ -18,13 +18,14 @@ import tasks
 from known_models import KEYS, MODELS
 from ranks import Program, run_ranks
 from rlhf_spmd.kernels.devices import container_bytes, total_bytes
-from rlhf_spmd.models.activations import run, run_again, run_part_again
+from rlhf_spmd.models.activations import keep_layer, recompute_layer, recompute_part
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.preflight import memory_check
 from rlhf_spmd.preflight.banner import run_banner
 from rlhf_spmd.preflight.memory_check import check_memory, decide_checkpointing, with_checkpointing
-from rlhf_spmd.preflight.memory_estimate import StepFacts, measure, step_facts
+from rlhf_spmd.preflight.memory_estimate import estimate_memory, step_facts
 from rlhf_spmd.preflight.prepare import prepare
+from rlhf_spmd.preflight.role_memory import StepFacts
 from rlhf_spmd.preflight.step_graph import trace
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.process.program import ProgramContext
@@ -134,14 +135,14 @@ def judged(case: Fit, root: Path, *more: str) -> tuple[Any, StepFacts]:
 def test_ten_configurations_are_judged_right(case: Fit, root: Path) -> None:
     """What does not fit is refused, and does fit when it is prepared again with the settings that the refusal names."""
     plans, facts = judged(case, root)
-    assert float(measure(plans, facts).peaks.max()) / GIB == pytest.approx(case.needed, rel=0.005)
+    assert float(estimate_memory(plans, facts).peaks.max()) / GIB == pytest.approx(case.needed, rel=0.005)
     if not case.remedy:
         assert check_memory(plans, facts, case.memory, 8) is None
         return
     with pytest.raises(ValueError, match="it would fit with") as refused:
         check_memory(plans, facts, case.memory, 8)
     line = str(refused.value)
-    assert "\n" not in line and f"would need {float(measure(plans, facts).peaks.max()) / GIB:.1f} GiB" in line
+    assert "\n" not in line and f"would need {float(estimate_memory(plans, facts).peaks.max()) / GIB:.1f} GiB" in line
     words = line.split("it would fit with ")[1].split()
     assert case.remedy in words
     again, facts = judged(case, root, *words)
@@ -176,7 +177,7 @@ def test_what_cannot_fit_is_told_how_much_is_missing(root: Path) -> None:
 
 def test_within_the_model_s_error_a_run_is_warned_not_refused(root: Path) -> None:
     plans, facts = judged(FITS[0], root)
-    peak = float(measure(plans, facts).peaks.max())
+    peak = float(estimate_memory(plans, facts).peaks.max())
     assert check_memory(plans, facts, peak * 1.001, 8) is None
     warning = check_memory(plans, facts, peak / 1.09, 8)
     assert warning is not None and "that may be too much" in warning
@@ -189,7 +190,7 @@ def test_states_that_a_host_cannot_hold_are_refused(root: Path) -> None:
     """12 bytes of each of 7.6 * 10^9 parameters over all ranks of a host, and 2 GiB beside each of them."""
     offloaded = ("models.actor.layout.zero=1", "models.actor.optim.offload=true")
     plans, facts = judged(Fit("sft", "qwen2.5_7b", 8, H100, offloaded, 0.0), root)
-    host = measure(plans, facts).host
+    host = estimate_memory(plans, facts).host
     assert host is not None and host.by_host(8)[0] / GIB == pytest.approx(12 * 7.616e9 / GIB + 16, rel=0.01)
     assert check_memory(plans, facts, H100, 8, host_memory=102 * GIB) is None
     warning = check_memory(plans, facts, H100, 8, host_memory=95 * GIB)
@@ -199,7 +200,7 @@ def test_states_that_a_host_cannot_hold_are_refused(root: Path) -> None:
             check_memory(plans, facts, H100, 8, rank, host_memory=80 * GIB)
     assert check_memory(plans, facts, H100, 4, host_memory=60 * GIB) is None, "half of it on each of two hosts"
     resident, facts = judged(Fit("sft", "qwen2.5_7b", 8, H100, offloaded[:1], 0.0), root)
-    assert measure(resident, facts).host is None
+    assert estimate_memory(resident, facts).host is None
 
 
 def test_copies_of_what_is_saved_count_where_they_lie(root: Path) -> None:
@@ -207,14 +208,14 @@ def test_copies_of_what_is_saved_count_where_they_lie(root: Path) -> None:
     saved = ("models.actor.layout.zero=1", "run.save_freq=10")
     case = Fit("sft", "qwen2.5_7b", 8, H100, saved, 0.0)
     plans, facts = judged(case, root)
-    host = measure(plans, facts).host
+    host = estimate_memory(plans, facts).host
     assert host is not None and host.by_host(8)[0] / GIB == pytest.approx(14 * 7.616e9 / GIB + 16, rel=0.01)
     with pytest.raises(ValueError, match=r"of rank 0 actor checkpoint copy 12\.4.* or run\.background_save=false$"):
         check_memory(plans, facts, H100, 8, host_memory=80 * GIB)
     there, at_once = judged(case, root, "run.background_save=false")
-    assert measure(there, at_once).host is None
+    assert estimate_memory(there, at_once).host is None
     on_cpu = replace(facts, device=torch.device("cpu"))
-    peaks = [float(measure(plans, step).peaks.max()) for step in (replace(on_cpu, copied=frozenset()), on_cpu)]
+    peaks = [float(estimate_memory(plans, step).peaks.max()) for step in (replace(on_cpu, copied=frozenset()), on_cpu)]
     assert peaks[1] - peaks[0] == pytest.approx(12 * 7.616e9 / 8, rel=0.01)  # fp32 there
     with pytest.raises(ValueError, match=r"it would fit with run\.background_save=false$"):
         check_memory(plans, on_cpu, peaks[0] * 1.001, 8)
@@ -223,17 +224,17 @@ def test_copies_of_what_is_saved_count_where_they_lie(root: Path) -> None:
 def test_generation_leaves_its_share_of_a_gpu_free(root: Path) -> None:
     """As vLLM: weights, cache, what a step works with and what training has left there take no more than that share."""
     case = Fit("grpo", "llama3.1_8b", 2, H200, ("models.actor.generation.gpu_memory_utilization=0.3",), 0.0)
-    report, name = measure(*judged(case, root)), "actor.generate_sequences"
+    report, name = estimate_memory(*judged(case, root)), "actor.generate_sequences"
     taken = sum(float(each[0]) for each in (*report.resident.values(), *report.call_bytes[name].values()))
-    assert report.shares == {name: 0.3} and report.peaks[0] == pytest.approx(taken / 0.3)
+    assert report.memory_limits == {name: 0.3} and report.peaks[0] == pytest.approx(taken / 0.3)
     assert f"{name} left free by gpu_memory_utilization" in dict(report.largest(0))
-    usual = measure(*judged(replace(case, more=()), root))
-    assert usual.shares == {name: 0.9} and usual.peaks[0] < report.peaks[0]
+    usual = estimate_memory(*judged(replace(case, more=()), root))
+    assert usual.memory_limits == {name: 0.9} and usual.peaks[0] < report.peaks[0]
     both = r"fit with models\.actor\.generation\.gpu_memory_utilization=0\.9 models\.actor\.activation_checkpointing=full$"
     with pytest.raises(ValueError, match=both):
         check_memory(*judged(case, root), float(usual.peaks[0]) + 1, 8)
-    fixed = measure(*judged(replace(case, more=("models.actor.generation.num_pages=40",)), root))
-    assert fixed.shares == {}, "so many pages as are asked for"
+    fixed = estimate_memory(*judged(replace(case, more=("models.actor.generation.num_pages=40",)), root))
+    assert fixed.memory_limits == {}, "so many pages as are asked for"
 
 
 def test_roles_on_pools_of_their_own(root: Path) -> None:
@@ -241,16 +242,16 @@ def test_roles_on_pools_of_their_own(root: Path) -> None:
     pools = ["placement.pools={a: [0,1], b: [2,3]}", "models.critic.pool=b", "models.actor.pool=a", "models.reference.pool=a"]
     case = Fit("ppo", "qwen2.5_0.5b", 4, H100, tuple(pools), 0.0)
     plans, facts = judged(case, root)
-    report = measure(plans, facts)
+    report = estimate_memory(plans, facts)
     assert sorted(ranks.tolist() for ranks in report.ranks) == [[0, 1], [2, 3]]
     actor, critic = (next(k for k, ranks in enumerate(report.ranks) if rank in ranks) for rank in (0, 2))
     assert report.resident["actor weights"][critic] == 0 < report.resident["actor weights"][actor]
     assert report.resident["critic optimizer"][actor] == 0 < report.resident["critic optimizer"][critic]
     elsewhere = "models.actor.calls.generate_sequences.pool=b"
-    lent = measure(*judged(case, root, elsewhere))
+    lent = estimate_memory(*judged(case, root, elsewhere))
     weights = lent.call_bytes["actor.generate_sequences"]["weights"]
     assert weights.max() == report.resident["actor weights"][actor] and sorted(weights > 0) == [False, True]
-    kept = measure(*judged(case, root, elsewhere, "models.actor.calls.generate_sequences.delta=true"))
+    kept = estimate_memory(*judged(case, root, elsewhere, "models.actor.calls.generate_sequences.delta=true"))
     assert (
         kept.resident["actor.generate_sequences weights"].max()
         == kept.resident["actor as sent to generate_sequences"].max()
@@ -267,7 +268,7 @@ def test_copies_of_weights_that_are_on_their_way_count(root: Path) -> None:
     for delta in ("false", "true"):
         plans, facts = judged(case, root, f"models.actor.calls.generate_sequences.delta={delta}")
         for validates in (False, True):
-            report = measure(plans, replace(facts, validates=validates))
+            report = estimate_memory(plans, replace(facts, validates=validates))
             there, home = report.resident["actor.generate_sequences weights"].max(), report.resident["actor weights"].max()
             copies[delta, validates] = round(float(there / home), 2)
     assert copies == {("false", False): 2, ("false", True): 3, ("true", False): 3, ("true", True): 4}
@@ -275,8 +276,8 @@ def test_copies_of_weights_that_are_on_their_way_count(root: Path) -> None:
 
 def test_weights_that_come_early_lie_beside_the_call_before(root: Path) -> None:
     case = Fit("ppo", "qwen2.5_0.5b", 2, H100, ("models.reference.offload=true", "models.critic.offload=true"), 0.0)
-    without = measure(*judged(case, root))
-    report = measure(*judged(case, root, "models.reference.prefetch=true"))
+    without = estimate_memory(*judged(case, root))
+    report = estimate_memory(*judged(case, root, "models.reference.prefetch=true"))
     own = {
         name: parts.keys() - without.call_bytes[name].keys()
         for name, parts in report.call_bytes.items()
@@ -329,17 +330,20 @@ def modes(world: World, chosen: list[str], *settings: str) -> list[Any]:
 
 def test_ranks_of_a_role_recompute_alike() -> None:
     """The one that has least memory decides for all."""
-    assert run_ranks(2, modes, ["none", "none"]) == [[[run.__name__, "run_part"]]] * 2
-    assert run_ranks(2, modes, ["none", "selective"]) == [[[run.__name__, run_part_again.__name__]]] * 2
-    assert run_ranks(2, modes, ["full", "none"]) == [[[run_again.__name__, "run_part"]]] * 2
+    assert run_ranks(2, modes, ["none", "none"]) == [[[keep_layer.__name__, "keep_part"]]] * 2
+    assert run_ranks(2, modes, ["none", "selective"]) == [[[keep_layer.__name__, recompute_part.__name__]]] * 2
+    assert run_ranks(2, modes, ["full", "none"]) == [[[recompute_layer.__name__, "keep_part"]]] * 2
     fixed = "models.actor.activation_checkpointing=selective"
-    assert run_ranks(2, modes, ["none", "full"], fixed) == [[[run.__name__, run_part_again.__name__]]] * 2
+    assert run_ranks(2, modes, ["none", "full"], fixed) == [[[keep_layer.__name__, recompute_part.__name__]]] * 2
 
 
 def test_auto_takes_the_first_that_fits(root: Path) -> None:
     case = FITS[0]
     ready, facts = case.checked(root)
-    peaks = [float(measure(with_checkpointing(ready.roles, mode), facts).peaks.max()) for mode in ("none", "selective", "full")]
+    peaks = [
+        float(estimate_memory(with_checkpointing(ready.roles, mode), facts).peaks.max())
+        for mode in ("none", "selective", "full")
+    ]
     assert peaks[0] > peaks[1] > peaks[2]
     for peak, mode in zip(peaks, ("none", "selective", "full"), strict=True):
         assert decide_checkpointing(ready.roles, facts, peak + 1) == mode
@@ -363,7 +367,7 @@ def small_run(world: World, run_dir: str, room: float) -> str:
 def test_a_run_that_recomputes_for_want_of_memory_gives_the_same_bits(tmp_path: Path) -> None:
     ready = prepare(SMALL, tasks.settings(tmp_path, 2), 2)
     facts = step_facts(ready, trace(ready), torch.device("cpu"))
-    none, full = (float(measure(with_checkpointing(ready.roles, mode), facts).peaks.max()) for mode in ("none", "full"))
+    none, full = (float(estimate_memory(with_checkpointing(ready.roles, mode), facts).peaks.max()) for mode in ("none", "full"))
     assert full < none
     enough = run_ranks(2, small_run, str(tmp_path / "enough"), none + 1)
     assert "activation_checkpointing" not in enough[0]

@@ -33,7 +33,9 @@ def test_layers_of_each_kind_are_counted() -> None:
     assert (num_linear, num_full) == (45, 15) and linear.delta is not None and full.delta is None
     for spec in (glm, qwen):
         shape, of_kinds = shape_of(spec, "none"), [shape_of(kind, "none") for kind, _ in kinds(spec)]
-        assert shape.layers * shape.layer == pytest.approx(sum(kind.layers * kind.layer for kind in of_kinds))
+        assert shape.num_layers * shape.layer_params == pytest.approx(
+            sum(kind.num_layers * kind.layer_params for kind in of_kinds)
+        )
 
 
 def test_layers_that_do_not_fit_are_not_measured() -> None:

@@ -18,7 +18,7 @@ from ranks import run_ranks
 from rlhf_spmd.controller import GroupShape, ResourcePool
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.planner.placement import PlacementConfig
-from rlhf_spmd.preflight.placing import place
+from rlhf_spmd.preflight.placing import roles_on_pools
 from rlhf_spmd.process.board import Board
 from rlhf_spmd.process.program import ProgramContext
 from rlhf_spmd.rewards.runner import RewardError
@@ -209,4 +209,4 @@ def test_an_algorithm_of_the_users_needs_a_trained_role() -> None:
     judge = RolePlan(ReferenceWorker, RoleConfig(), ResourcePool("unplaced", (0,)), shape, None)
 
     with pytest.raises(ValueError, match=r"none of the algorithm's roles is trained \(judge\); at least one must be"):
-        place({"judge": judge}, PlacementConfig(), 1, 1, lambda: pytest.fail("no strategy needs a step"))
+        roles_on_pools({"judge": judge}, PlacementConfig(), 1, 1, lambda: pytest.fail("no strategy needs a step"))

@@ -21,7 +21,7 @@ from rlhf_spmd.controller import Controller, GroupShape, ResourcePool
 from rlhf_spmd.parallel.collectives import RECORDER, solo
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout
-from rlhf_spmd.process.board import JUDGES, Board, Failure
+from rlhf_spmd.process.board import MAX_JUDGES, Board, Failure
 from rlhf_spmd.process.exit import ready_to_end
 from rlhf_spmd.process.failure_detector import Heartbeat, Watch, WatchLimits, group_places
 
@@ -283,10 +283,10 @@ def test_who_is_at_work_is_to_blame_and_not_who_waited_for_it(monkeypatch: pytes
     monkeypatch.setattr(board._failure_known, "wait", lambda seconds: waits.append(seconds) or beats(6))
     assert not board.await_verdict(15.0), "another failure may come of what another rank does"
     beats(5)
-    messages.store.add("board/waited", JUDGES - 1)  # others have read the heartbeats of all
-    assert board.await_verdict(15.0, waited=True) and board.failure is not None
+    messages.store.add("board/waited", MAX_JUDGES - 1)  # others have read the heartbeats of all
+    assert board.await_verdict(15.0, timed_out=True) and board.failure is not None
     beats(5)
-    assert not board.await_verdict(15.0, waited=True), "of a thousand ranks that time out together a few read all heartbeats"
+    assert not board.await_verdict(15.0, timed_out=True), "of a thousand ranks that time out together a few read all heartbeats"
     assert waits[-2:] == [15.0, 30.0], "the others give those time to speak"
     assert (board.failure.rank, board.failure.call) == (1, "reward.compute_reward")
     assert board.failure.message == (

@@ -210,8 +210,8 @@ def test_a_signal_ends_a_rank_that_waits_for_others(
     monkeypatch.setattr(startup_checks, "connect_store", lambda launch, on_wait: dist.HashStore())
     monkeypatch.setattr(startup_checks, "end_rank", lambda launch, code: sys.exit(code))
     monkeypatch.setattr(startup_checks, "await_all", lambda *_: None)
-    monkeypatch.setattr(startup_checks, "SIGNAL_S", 0.05)
-    monkeypatch.setattr(startup_checks, "TELL_WAIT_S", 0.05)
+    monkeypatch.setattr(startup_checks, "SIGNAL_GRACE_S", 0.05)
+    monkeypatch.setattr(startup_checks, "ANNOUNCE_AFTER_S", 0.05)
     sent = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
     sent.start()
     with startup_checks.EarlySignals() as signals, pytest.raises(SystemExit) as ending:

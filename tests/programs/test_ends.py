@@ -14,7 +14,7 @@ from rlhf_spmd import evaluate, generate
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.inference.loaded_model import ModelConfig
 from rlhf_spmd.inference.requests import EngineConfig, prepare_model
-from rlhf_spmd.models.spec import ModelSpec, join_ends
+from rlhf_spmd.models.spec import ModelSpec, with_end_tokens
 from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.launch import Launch
@@ -45,12 +45,12 @@ def arguments(model: Path, directory: Path, *more: str) -> list[str]:
 
 def test_ends_are_joined(model: Path) -> None:
     spec, tokenizer = read_spec(model), load_tokenizer(model)
-    assert join_ends(spec, None).eos_token_ids == (OF_CONFIG,)
-    assert join_ends(spec, tokenizer).eos_token_ids == ENDS
-    assert join_ends(join_ends(spec, tokenizer), tokenizer).eos_token_ids == ENDS
-    assert join_ends(spec, tokenizer, TEMPLATE).eos_token_ids == (OF_TOKENIZER, OF_CONFIG)  # which closes no turn
+    assert with_end_tokens(spec, None).eos_token_ids == (OF_CONFIG,)
+    assert with_end_tokens(spec, tokenizer).eos_token_ids == ENDS
+    assert with_end_tokens(with_end_tokens(spec, tokenizer), tokenizer).eos_token_ids == ENDS
+    assert with_end_tokens(spec, tokenizer, TEMPLATE).eos_token_ids == (OF_TOKENIZER, OF_CONFIG)  # which closes no turn
     small = ModelSpec("llama", OF_TEMPLATE, 32, 64, 2, 4, 2, 8)
-    assert join_ends(small, tokenizer).eos_token_ids == (OF_TOKENIZER,)  # others are not in its vocabulary
+    assert with_end_tokens(small, tokenizer).eos_token_ids == (OF_TOKENIZER,)  # others are not in its vocabulary
 
 
 def test_programs_know_all_ends(model: Path, tmp_path: Path) -> None:

@@ -204,9 +204,9 @@ def test_plans_are_those_that_training_accepts(tmp_path: Path, algorithm: str) -
     roles = [setting for setting in large("actor") if setting.startswith("models.")]
     gpus = f"cluster.gpus_per_node={24 if algorithm == 'remax' else 16}"
     settings = ["cluster.nodes=1", gpus, f"plan.out={tmp_path / 'plan.yaml'}", *roles]
-    run = plan.read_run(str(CONFIGS / f"quickstart_{algorithm}.yaml"), settings)
+    run = plan.read_request(str(CONFIGS / f"quickstart_{algorithm}.yaml"), settings)
     machine, _ = run.target
-    plans = placed_roles(run.unplaced_roles, plan.plan(run).file, lambda: run.graph, 0)
+    plans = placed_roles(run.unplaced_roles, plan.search_plan(run).file, lambda: run.graph, 0)
     check_batches(run.config, plans)
     assert check_memory(plans, run.step(), machine.memory, machine.local_size) is None
 
@@ -217,7 +217,7 @@ def test_a_plan_offloads_no_more_than_a_host_has(tmp_path: Path) -> None:
     settings = ["cluster.nodes=1", "cluster.gpus_per_node=1", f"plan.out={tmp_path / 'plan.yaml'}", *roles]
 
     def plan_with(*more: str) -> PlanFile:
-        return plan.plan(plan.read_run(str(CONFIGS / "quickstart_grpo.yaml"), [*settings, *more])).file
+        return plan.search_plan(plan.read_request(str(CONFIGS / "quickstart_grpo.yaml"), [*settings, *more])).file
 
     calls = plan_with().calls
     assert any(call.optim_offload for call in calls.values() if call.home)
@@ -234,8 +234,8 @@ def test_a_home_in_rows_is_gathered_for_its_calls(tmp_path: Path) -> None:
     sizes |= {"num_key_value_heads": 8, "vocab_size": 128256}
     models = [f"models.actor.spec.{key}={size}" for key, size in sizes.items()]
     more = ("cluster.nodes=4", f"plan.out={tmp_path / 'p.yaml'}", "sampling.n=8", "reward.function=exact_match")
-    run = plan.read_run(str(CONFIGS / "quickstart_grpo.yaml"), [*models, *large(), *more])
-    call = plan.plan(run).file.calls["actor.generate_sequences"]
+    run = plan.read_request(str(CONFIGS / "quickstart_grpo.yaml"), [*models, *large(), *more])
+    call = plan.search_plan(run).file.calls["actor.generate_sequences"]
     assert call.memory_gb > 2 * 70.5e9 / (call.pp * call.tp) / GIB, "a generating rank holds its whole shard"
 
 
@@ -276,16 +276,17 @@ def check_against_one_rank(directory: Path, run: tasks.Run) -> None:
 
 def test_a_run_plans_itself(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its configuration has the plan's placement. Its data are tokenised once: for the plan's rows, and not again for the run."""
-    from rlhf_spmd.preflight import prepare as program
+    from rlhf_spmd.preflight import data
+    from rlhf_spmd.preflight.prepare import prepare
 
     auto = f"placement={{strategy: auto, profile: {host_profile(directory)}}}"
     check_against_one_rank(directory, train(directory, "auto", auto))
     config = yaml.safe_load((directory / "auto" / "config.yaml").read_text())
     assert config["placement"]["pools"] and config["models"]["actor"]["pool"]
-    reads, read_data = [], program.read_data
-    monkeypatch.setattr(program, "read_data", lambda *arguments: reads.append(arguments) or read_data(*arguments))
-    program.prepare(PPO, tasks.settings(directory / "once", STEPS, *CASES["ppo"].overrides(), RECOMPUTED, auto), 4)
-    assert len(reads) == 1
+    reads, load_dataset = [], data.load_dataset
+    monkeypatch.setattr(data, "load_dataset", lambda *args, **more: reads.append(args) or load_dataset(*args, **more))
+    run_plan = prepare(PPO, tasks.settings(directory / "once", STEPS, *CASES["ppo"].overrides(), RECOMPUTED, auto), 4)
+    assert len(reads) == len(run_plan.training) + len(run_plan.validation) > 0
 
 
 @pytest.mark.parametrize("strategy", tiers([*STRATEGIES, "exact"], ["separate"]))

@@ -443,10 +443,10 @@ def test_whatever_a_request_does_costs_that_request_alone(
     assert not service.running and not service.waiting and not service.engine.generator.kept
 
 
-@pytest.mark.parametrize("method", ["requests", "record"])
+@pytest.mark.parametrize(("part", "method"), [("processor", "requests"), ("output_builder", "record")])
 @pytest.mark.parametrize("error", [MemoryError, OSError, ValueError])
 def test_what_other_ranks_may_not_have_met_ends_the_service(
-    service: services.Service, monkeypatch: pytest.MonkeyPatch, method: str, error: type[Exception]
+    service: services.Service, monkeypatch: pytest.MonkeyPatch, part: str, method: str, error: type[Exception]
 ) -> None:
     """Whether a request arrives or is answered. An error of the request itself costs that request alone."""
 
@@ -454,7 +454,7 @@ def test_what_other_ranks_may_not_have_met_ends_the_service(
         raise error("not on every rank")
 
     monkeypatch.setattr(service.engine, "world", SimpleNamespace(rank=0, size=2))
-    monkeypatch.setattr(service.processor, method, fail)
+    monkeypatch.setattr(getattr(service, part), method, fail)
     reply = arrive(service, 0, prompt="abc", max_tokens=1)
     with contextlib.nullcontext() if error is ValueError else pytest.raises(error):
         service.turn()
@@ -465,7 +465,7 @@ def test_what_other_ranks_may_not_have_met_ends_the_service(
 def test_a_cache_is_made_anew_after_so_many_requests(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are taken count, whatever their numbers: refused ones and clients that go away have numbers too."""
     times: list[int] = []
-    monkeypatch.setattr(services, "FORGET", 3)
+    monkeypatch.setattr(services, "REQUESTS_PER_CACHE", 3)
     monkeypatch.setattr(service.engine.generator, "before_training", lambda: times.append(number))
     for number in range(0, 14, 2):
         arrive(service, number, prompt="x", max_tokens=1, stop_token_ids=[10_000] if number == 2 else [])

@@ -91,7 +91,7 @@ def learnt(tmp_path: Path, tokenizer: Any, *rows: dict[str, Any], **options: Any
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = SftConfig(path=str(path), **options)
-    data = config.tokenize(config.read(), tokenizer)
+    data = config.encode_all(config.read(), tokenizer)
     batch = data.batch(range(len(data)), range(len(data)))
     masks = batch["response_mask"].rows() if "response_mask" in batch else [None] * len(batch)
     texts = []

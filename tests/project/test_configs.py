@@ -27,9 +27,9 @@ PLACEMENTS = sorted((ROOT / "configs" / "placements").glob("*.yaml"))
 
 def test_every_algorithm_and_every_strategy_has_a_config() -> None:
     names = {read_config(str(path), [])[0].algorithm.name for path in CONFIGS}
-    assert names == set(available("rlhf_spmd.algorithms", exports="step"))
+    assert names == set(available("rlhf_spmd.algorithms", required_attribute="step"))
     strategies = {read_config(str(path), [])[0].placement.strategy for path in PLACEMENTS}
-    assert strategies == set(available("rlhf_spmd.planner.strategies", exports="place"))
+    assert strategies == set(available("rlhf_spmd.planner.strategies", required_attribute="place"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -94,7 +94,7 @@ def simulate(plans: dict[int, TransferPlan], before: dict[int, Arrays], after: d
     """Applies all ranks' plans as execution does; returns the elements that each rank received, by sender."""
     received: dict[int, Counter[int]] = {rank: Counter() for rank in plans}
     for rank, plan in plans.items():
-        for piece in [*plan.copies(), *plan.moves()]:
+        for piece in [*plan.local_copies(), *plan.remote_copies()]:
             source, target = piece.source, piece.target
             if piece.receiver == rank:
                 assert (after[rank][target.parameter][target.slices] == -1).all(), "written twice"
@@ -108,7 +108,7 @@ def simulate(plans: dict[int, TransferPlan], before: dict[int, Arrays], after: d
 
 
 def moved(plan: TransferPlan, pair: tuple[int, int]) -> list[SliceCopy]:
-    return [piece for piece in plan.moves() if (piece.sender, piece.receiver) == pair]
+    return [piece for piece in plan.remote_copies() if (piece.sender, piece.receiver) == pair]
 
 
 def random_layout(rng: random.Random, spec: ModelSpec, world: int) -> tuple[Layout, list[int]]:
@@ -142,9 +142,9 @@ def move_and_check(model: Model, a: list[Holding], b: list[Holding], host_of: Ca
         foreign = sum(n for sender, n in received[rank].items() if host_of(sender) != host_of(rank))
         assert foreign == len(np.setdiff1d(missing, on_host[host_of(rank)])), "another host was asked for what this one has"
     whole = plan_transfer(a, b, host_of)
-    kept = {rank: list(plan.copies()) for rank, plan in plans.items()}
+    kept = {rank: list(plan.local_copies()) for rank, plan in plans.items()}
     assert whole.traffic == {(sender, rank): n for rank, senders in received.items() for sender, n in senders.items()}
-    assert sorted(whole.copies()) == sorted(piece for pieces in kept.values() for piece in pieces)
+    assert sorted(whole.local_copies()) == sorted(piece for pieces in kept.values() for piece in pieces)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -208,7 +208,7 @@ def test_a_70b_model_on_1024_ranks(source: Layout, target: Layout) -> None:
 
 def check_amounts(plan: TransferPlan, target: list[Holding], rank: int) -> None:
     wanted = sum(box.numel for shard in shards_of(target, rank).values() for box in shard.boxes)
-    assert plan.received(rank) + sum(piece.target.numel for piece in plan.copies()) == wanted
+    assert plan.received(rank) + sum(piece.target.numel for piece in plan.local_copies()) == wanted
 
 
 @pytest.mark.long

@@ -138,7 +138,7 @@ def test_buckets(name: str) -> None:
         assert plan.buckets == run.plans[group[0]].buckets and len(plan.buckets) > 4
         for bucket in range(len(plan.buckets)):
             sent = Counter(dict.fromkeys(group, 0))
-            for piece in plan.transfer.moves(plan.tensors(bucket)):
+            for piece in plan.transfer.remote_copies(plan.tensors(bucket)):
                 if piece.receiver == index:
                     sent[piece.sender] += piece.source.numel
                 elif piece.receiver == next(member for member in group if member != index):
@@ -181,7 +181,7 @@ def messages_of(run: Simulated, index: int, bucket: int, on_gpu: bool) -> Transf
     made = {name: shard.shape for name, shard in plan.gathered.items()}
     ends = TransferContext(index, run.method.gather_ranks(run.layout, index), shapes, made, False, max(sizes))
     tensors = plan.tensors(bucket)
-    return plan_bucket(list(plan.transfer.moves(tensors)), list(plan.transfer.copies(tensors)), ends, on_gpu)
+    return plan_bucket(list(plan.transfer.remote_copies(tensors)), list(plan.transfer.local_copies(tensors)), ends, on_gpu)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def ways_of_a_gpu(world: World, train: Layout) -> set[str]:
     hybrid.to_training()
     assert all(torch.equal(local(p), before[key]) for key, p in model.parameters().items())
     steps = [step for step in hybrid._steps.values() if step.messages]
-    return {"whole" if step.into else "flat" if step.gathers else "messages" for step in steps}
+    return {"whole" if step.gathered_parameter else "flat" if step.gathers else "messages" for step in steps}
 
 
 @pytest.mark.parametrize("train", [Layout(tp=4), Layout(pp=2, tp=2), Layout(dp=4, zero=3)], ids=str)

@@ -63,7 +63,7 @@ def test_seconds_of_the_clock_say_nothing_of_the_program(monkeypatch):
     message = r"had not ended after 1.0 s, in which it got 0.\d s of CPU: it waits, or the machine is"
     with pytest.raises(TimeoutError, match=message):
         run("import time\ntime.sleep(60)", limits=SandboxLimits(wall_s=1.0))
-    monkeypatch.setattr(code, "WALL", 0.2)
+    monkeypatch.setattr(code, "WALL_SECONDS_PER_CPU_SECOND", 0.2)
     slow = "    import time\n    time.sleep(1.5)\n    return 2 * x\n"
     with RewardRunner(RewardConfig(function="code", timeout_s=60.0)) as runner:
         assert runner.score([("", slow, HUMANEVAL)]).scores == [1.0], "1.5 s of which it uses next to nothing"
@@ -74,7 +74,7 @@ def test_seconds_of_the_clock_say_nothing_of_the_program(monkeypatch):
 def test_a_judge_that_cannot_start_says_nothing_of_the_program(tmp_path, monkeypatch):
     """As where the system starts no more processes."""
     (tmp_path / "judge.py").write_text("raise BlockingIOError(11, 'Resource temporarily unavailable')\n")
-    monkeypatch.setattr(sandbox, "_JUDGE", tmp_path / "judge.py")
+    monkeypatch.setattr(sandbox, "_TESTER", tmp_path / "judge.py")
     with pytest.raises(OSError, match=r"(?s)the judge of the program could not start: .*temporarily unavailable"):
         run("pass")
 
@@ -91,9 +91,9 @@ def test_directories_go_however_deep_and_when_the_worker_is_killed(tmp_path, mon
         runner.begin([0], [("", program, HUMANEVAL)])
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob("*/*/here")) and time.monotonic() < deadline:
-            runner.pump()
+            runner.advance()
         assert list(tmp_path.glob("*/*/here"))
-        runner.drop()
+        runner.abandon()
     assert not list(tmp_path.iterdir())
 
 
@@ -211,12 +211,12 @@ for thing in gc.get_objects():
         for value in list(thing.values()):
             if isinstance(value, (str, list)) and "=" + "= 4" in str(value)[:9999]: found.append(value)
 def double(x): return 2 * x if found else None""",
-    "memory of the judge": """
+    "memory of the tester": """
 import os
 def double(x):
     for judge in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if b"code_judge.py" in open(f"/proc/{judge}/cmdline", "rb").read() and int(judge) != int(os.readlink("/proc/self")):
+            if b"code_tester.py" in open(f"/proc/{judge}/cmdline", "rb").read() and int(judge) != int(os.readlink("/proc/self")):
                 open(f"/proc/{judge}/mem", "rb").close()
                 return 2 * x
         except OSError: pass""",

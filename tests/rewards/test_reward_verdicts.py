@@ -15,7 +15,7 @@ import pytest
 from answer_styles import BOXED, CHOICES, STATED, responses
 from places import SHARED
 from rlhf_spmd.rewards import aime, auto, exact_match, format, gsm8k, happy_words, length, math, multiple_choice, regex
-from rlhf_spmd.rewards.answers import Verdict, alternatives, plain
+from rlhf_spmd.rewards.answers import Verdict, alternatives, boxed, plain
 from rlhf_spmd.rewards.config import RewardConfig
 
 MATH500 = SHARED / "data" / "math500" / "test.jsonl"
@@ -156,7 +156,7 @@ def test_math_reads_the_last_complete_box_and_boxes_that_are_joined_as_one_list(
     assert math.score("\\boxed{1} or \\boxed{-2}", "-2") == 0.0
     assert math.score("\\boxed{0}", "(DN)^k = 0") == 0.0 and math.score("\\boxed{2+3=5}", "5") == 1.0
     assert math.exact("\\boxed{ 1 /2}", "1/2") == 1.0 and math.exact("\\boxed{0.5}", "1/2") == 0.0
-    assert math.boxed("\\boxed{\\left\\{ 1 \\right.}") == "\\left\\{ 1 \\right."
+    assert boxed("\\boxed{\\left\\{ 1 \\right.}") == "\\left\\{ 1 \\right."
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ FUNCTIONS = "reward_functions:"
 
 def scores(function: str, rows: list[Any], **settings: Any) -> list[Any]:
     """What a worker would get of the function for all rows together."""
-    return RewardConfig(function=function, **settings).bind("reward").ready().call(rows, 20.0)
+    return RewardConfig(function=function, **settings).bind("reward").instantiate().call(rows, 20.0)
 
 
 def test_names() -> None:
@@ -160,7 +160,7 @@ def test_rows_and_results_that_do_not_fit_the_arguments(name: str, rows: list[An
 
 
 def test_arguments_of_a_class_and_of_a_function_from_the_configuration() -> None:
-    bound = RewardConfig(function=f"{FUNCTIONS}Scaled", kwargs={"scale": 3.0, "shift": 1.0}).bind("reward").ready()
+    bound = RewardConfig(function=f"{FUNCTIONS}Scaled", kwargs={"scale": 3.0, "shift": 1.0}).bind("reward").instantiate()
     first, second = (bound.call([("p", response, {})], 20.0)[0] for response in "12")
     assert (first["score"], second["score"]) == (4.0, 7.0) and first["made"] == second["made"], "one object for all calls"
     rows = [("p", "a", {"answer": "a", "bonus": 5.0}), ("p", "b", {"answer": "a"})]
@@ -286,9 +286,9 @@ def test_answers_come_back_with_the_scores() -> None:
     assert result.scores == [1.0, 0.0, 0.0, 1.0, None] and result.failures == 1
     assert result.answers == {0: "x^2-1", 1: "3", 2: None, 3: "x^2-1"}
     assert [results.read_answer(value) for value in ({"score": 1, "pred": 5}, {"score": 0, "pred": None}, 1.0)] == [
-        ["5"],
-        [None],
-        [],
+        results.ReadAnswer("5"),
+        results.ReadAnswer(None),
+        None,
     ]
 
 
@@ -320,7 +320,7 @@ def test_a_server_scores_in_batches_and_its_token_is_not_told(monkeypatch: pytes
     rows.append(("p", "3", {"messages": [{"role": "user", "content": "p"}], "answer": "3"}))
     begun = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "1"}]
     rows.append(("p1", "3", {"prompt": "p1", "messages": begun, "answer": "13"}))  # not 113
-    with reward_server.serve(RewardConfig(function="gsm8k:flexible").bind("reward").ready(), 0, "a-secret") as server:
+    with reward_server.serve(RewardConfig(function="gsm8k:flexible").bind("reward").instantiate(), 0, "a-secret") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/score"
         settings = {"url": url, "token_env": "SCORER_TOKEN", "batch_size": 8}

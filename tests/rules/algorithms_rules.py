@@ -9,7 +9,7 @@ import torch
 
 from flat_config import flat_config
 from rlhf_spmd.algorithms import dapo, distill, dpo, grpo, ppo, reinforce_plus_plus, remax, safe_rlhf
-from rlhf_spmd.algorithms.base import FOLLOWING, MovingReferenceConfig, ReferenceThatFollows
+from rlhf_spmd.algorithms.base import MOVING_REFERENCE_RULES, MovingReferenceConfig, MovingReferenceSettings
 from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.config.rules import check_rules
 
@@ -27,7 +27,7 @@ def followed(ranks: tuple[int, int] = (0, 0), steps: int = 8, dtype: torch.dtype
         for role, rank in zip(("actor", "reference"), ranks, strict=True)
     }
     moving = MovingReferenceConfig(sync_ref_model=True, ref_model_sync_steps=4)
-    check_rules(FOLLOWING, ReferenceThatFollows(moving, models, SimpleNamespace(steps=steps), dtype, is_same))
+    check_rules(MOVING_REFERENCE_RULES, MovingReferenceSettings(moving, models, SimpleNamespace(steps=steps), dtype, is_same))
 
 
 CASES = [

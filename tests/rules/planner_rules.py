@@ -36,11 +36,11 @@ CASES = [
         "workload.response_lengths=[30, 20]: quantiles ascend; sort them",
     ),
     (
-        lambda: WorkloadConfig(prompt_length=200).of(DATA, 1),
+        lambda: WorkloadConfig(prompt_length=200).workload(DATA, 1),
         "workload.prompt_length=200, data.max_prompt_length=100: no prompt is longer than the second; lower the first",
     ),
     (
-        lambda: WorkloadConfig(response_lengths=[20, 60]).of(DATA, 1),
+        lambda: WorkloadConfig(response_lengths=[20, 60]).workload(DATA, 1),
         "workload.response_lengths=[20, 60], data.max_response_length=50: no response is longer than the second; lower the last of "
         "the first",
     ),

@@ -52,7 +52,7 @@ def role(role: str, tied: bool = False, calls: tuple[str, ...] = (), **settings:
         spec = replace(plan.spec, tie_word_embeddings=tied)
         elsewhere = {method: CallPlan(plan.pool, plan.shape) for method in calls}
         plan = replace(plan, config=RoleConfig(**settings), spec=spec, calls=elsewhere)
-        check_rules(ROLE_RULES, RoleInRun(config=run.config, role=role, plan=plan))
+        check_rules(ROLE_RULES, RoleInRun(config=run.config, role=role, role_plan=plan))
 
     return check
 
@@ -61,7 +61,7 @@ def replaying_without_log_probs() -> None:
     run = ppo("algorithm.rollout_correction.bypass_mode=true")()
     actor = run.roles["actor"]
     plan = replace(actor, config=replace(actor.config, router_replay="R2"))
-    check_rules(ROLE_RULES, RoleInRun(config=run.config, role="actor", plan=plan))
+    check_rules(ROLE_RULES, RoleInRun(config=run.config, role="actor", role_plan=plan))
 
 
 LORA = LoraConfig(rank=8)

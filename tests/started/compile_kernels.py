@@ -16,13 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rlhf_spmd.kernels import DeltaShape, triton_delta, triton_experts, triton_layers, triton_lm_head, triton_qkv, triton_route
-from rlhf_spmd.kernels.packing import HeadShape
+from rlhf_spmd.kernels.layer_args import HeadShape
 
 TARGET = GPUTarget("cuda", 90, 32)
 FLOATS = ("logits", "log_z", "grads", "entropies", "entropy_grads", "scales", "parts", "memory", "grad_logits")
 TYPES = {
     **dict.fromkeys(FLOATS, "*fp32"),
-    **dict.fromkeys(("labels", "slots", "positions", "places", "order", "numbers", "chosen"), "*i64"),
+    **dict.fromkeys(("labels", "slots", "positions", "row_of_pair", "pair_of_row", "local_ids", "expert_ids"), "*i64"),
     **dict.fromkeys(("scale", "cap", "eps", "query_scale", "tiny", "alpha", "limit"), "fp32"),
     **dict.fromkeys(
         ("rows", "per_program", "programs", "tokens", "written", "hidden", "size", "first", "num_local", "count", "n"), "i32"
@@ -85,7 +85,7 @@ def experts() -> None:
         (triton_experts._sum_rows_backward, {"K": 8}),
         (triton_experts._clear_idle, {}),
         (triton_experts._local_choices, {}),
-        (triton_experts._places, {}),
+        (triton_experts._rows_of_pairs, {}),
         (triton_experts._clamped_gate, {"BACK": False}),
         (triton_experts._clamped_gate, {"BACK": True}),
     ]
@@ -109,7 +109,7 @@ def experts() -> None:
         (triton_route._route_backward, softmax | {"BLOCK_S": 128}),
         (triton_route._route_backward, sigmoid | {"BLOCK_S": 256}),
     ]
-    read_one_by_one = {"places", "weights", "grad_weights", "chosen", "scale", "tiny", "alpha", "limit"}
+    read_one_by_one = {"row_of_pair", "weights", "grad_weights", "expert_ids", "scale", "tiny", "alpha", "limit"}
     for kernel, sizes in (*((kernel, sizes | {"BLOCK": triton_experts.BLOCK}) for kernel, sizes in kernels), *routers):
         options = triton_experts.OPTIONS if "BLOCK" in sizes else triton_route.OPTIONS
         types = dict.fromkeys(kernel.arg_names, "*bf16") | TYPES | {"rows": "*bf16"}

@@ -24,7 +24,7 @@ import tasks
 from ranks import run_command
 from rlhf_spmd import report as report_program
 from rlhf_spmd.telemetry import report, run_lock, timeline_chart
-from rlhf_spmd.telemetry.report import MAX_ROWS, RunRecord, read_run, render, write_report
+from rlhf_spmd.telemetry.report import MAX_POINTS, RunRecord, read_run, render, write_report
 from rlhf_spmd.telemetry.run_dir import (
     METRICS_FILE,
     ROLLOUTS_FILE,
@@ -228,7 +228,7 @@ def test_long_curves_keep_their_spikes(tmp_path: Path) -> None:
     lines = ({"step": step, "a": 9.0 if step == 5003 else float(step % 2), "timing_s/step": 3.6} for step in range(10_000))
     atomic_write_text(tmp_path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     (run,) = Page(write_report(tmp_path).read_text()).runs
-    assert len(run["steps"]) == len(run["hours"]) == len(run["metrics"]["a"]) <= MAX_ROWS
+    assert len(run["steps"]) == len(run["hours"]) == len(run["metrics"]["a"]) <= MAX_POINTS
     assert abs(run["steps"][run["metrics"]["a"].index(9)] - 5003) < 10
     assert run["steps"][-1] == 9999 and run["hours"][-1] == pytest.approx(9.999, rel=1e-3)  # without times the seconds of steps
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_spmd.telemetry.progress import equal_runs, pick_samples
-from rlhf_spmd.telemetry.trace import Timeline, events_of_a_rank, merge_trace, now_ns, write_trace
+from rlhf_spmd.telemetry.run_dir import equal_runs, pick_samples
+from rlhf_spmd.telemetry.trace import Timeline, max_events_per_rank, merge_trace, now_ns, write_trace
 
 MS = 1_000_000
 
@@ -62,7 +62,7 @@ def test_long_runs_keep_both_ends_in_whole_steps_and_count_the_rest() -> None:
 
 @pytest.mark.parametrize("size", [1, 50, 270, 1024, 16_384])
 def test_many_ranks_keep_fewer_events_each(size: int) -> None:
-    limit = events_of_a_rank(size)
+    limit = max_events_per_rank(size)
     assert 2 <= limit <= 20_000 and limit * size <= 1_000_000
     assert limit == 20_000 or size > 50
 

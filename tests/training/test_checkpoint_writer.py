@@ -19,7 +19,7 @@ from rlhf_spmd.checkpoint.directory import committed
 from rlhf_spmd.checkpoint.load import verify_checkpoint
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.preflight.memory_estimate import measure, step_facts
+from rlhf_spmd.preflight.memory_estimate import estimate_memory, step_facts
 from rlhf_spmd.preflight.step_graph import trace
 from rlhf_spmd.train import prepare
 from tiers import tiers
@@ -73,7 +73,7 @@ def test_a_checkpoint_has_the_bits_of_its_step(tmp_path: Path, more: tuple[str, 
     assert expected.keys() == files.keys() and len([name for name in files if name.endswith("COMMIT")]) == STEPS
     assert [name for name in files if files[name] != expected[name]] == []
     ready = prepare(ppo, settings(late, *more), 2, local_size=2)
-    report = measure(ready.roles, step_facts(ready, trace(ready), torch.device("cpu")))
+    report = estimate_memory(ready.roles, step_facts(ready, trace(ready), torch.device("cpu")))
     for role, rank in product(("actor", "critic"), range(2)):
         file = files[f"checkpoints/step_1/{role}.rank_{rank:05d}.safetensors"]
         num_bytes = len(file) - 8 - int.from_bytes(file[:8], "little")  # behind the header

@@ -12,7 +12,7 @@ from rlhf_spmd.config.load import to_yaml
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.inference.loaded_model import find_weights
 from rlhf_spmd.train import read_config
-from rlhf_spmd.training.checkpoints import compare_runs, environment_digests
+from rlhf_spmd.training.resume_checks import compare_runs, environment_digests
 from tasks import train_alone as train
 
 STATE: dict[str, Any] = {"data": {"prompts": {"fingerprint": "a"}}, "environment": {}}

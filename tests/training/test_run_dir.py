@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,6 +159,8 @@ def test_a_run_that_cannot_save_is_refused_and_one_that_may_fill_the_disk_is_tol
     assert check(0) is None  # nothing is left to do
     ready = plans_of(tmp_path / "all", "run.steps=4", "run.save_freq=1", "run.keep_checkpoints=null")
     assert check(5 * size - 1) and check(5 * size) is None  # as many as there are
+    ready = replace(ready, config=replace(ready.config, run=replace(ready.config.run, dir=str(tmp_path / "a{b}"))))
+    assert str(check(5 * size - 1)).startswith(f"run.dir={tmp_path}/a{{b}}: the checkpoints and exports")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from rlhf_spmd.workers.objective import Rows
 
 def stream(number: int = 0, n: int = 1) -> RowStream:
     rows = [Row({"prompt_ids": [i + 1], "response_ids": [1]}, str(i)) for i in range(12)]
-    dataset = SftConfig(path="unused").tokenize(rows, None)
+    dataset = SftConfig(path="unused").encode_all(rows, None)
     return RowStream(Loader(dataset, 4, shuffle=False), n, number)
 
 
@@ -141,6 +141,6 @@ def test_long_rows_are_copied_by_slices_to_the_same_rows(index: list[int], monke
     field, at = ragged([row.tolist() for row in rows], torch.int64), torch.tensor(index, dtype=torch.int64)
     taken = []
     for limit in (0, math.inf):  # always slices, never
-        monkeypatch.setattr(batch, "LONG", limit)
+        monkeypatch.setattr(batch, "MIN_SLICED_LENGTH", limit)
         taken.append([row.tolist() for row in field.take(at).rows()])
     assert taken[0] == taken[1] == [rows[i].tolist() for i in index]

@@ -33,7 +33,7 @@ from rlhf_spmd.training import recorder
 from rlhf_spmd.training.recorder import merge_values
 from rlhf_spmd.workers import RewardWorker
 from rlhf_spmd.workers.flops import forward_flops
-from rlhf_spmd.workers.objective import log_prob_differences
+from rlhf_spmd.workers.objective import log_prob_metrics
 from saved_models import flip_bit
 from tasks import train_alone as train
 
@@ -215,7 +215,7 @@ def test_utilisation_counts_the_calls_that_were_made(tmp_path: Path, monkeypatch
 
 def test_a_mean_is_over_tokens_not_over_replicas() -> None:
     """A tenth of a nat for each of 10 tokens here, none for 990 tokens there, and a rank without rows."""
-    there = [log_prob_differences(difference) for difference in (torch.full((10,), 0.1), torch.zeros(990), torch.empty(0))]
+    there = [log_prob_metrics(difference) for difference in (torch.full((10,), 0.1), torch.zeros(990), torch.empty(0))]
     extras = [{"extras": {"reward/extra/length": pair}} for pair in ([30.0, 10], [70.0, 990])]
     metrics, samples = merge_values([json.loads(json.dumps(there)), extras, [{"samples": [{"row_id": 3}]}]])
     assert metrics == pytest.approx(

@@ -56,7 +56,7 @@ from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.parallel.layout import Layout, LayoutConfig, generation_layout, resolve_layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.reshard.holdings import held_by
-from rlhf_spmd.workers.objective import Packed
+from rlhf_spmd.workers.objective import MicroBatch
 from rlhf_spmd.workers.optim_config import learning_rate
 from rlhf_spmd.workers.rank_shards import rank_shards
 from rlhf_spmd.workers.train_engine import TrainEngine
@@ -220,7 +220,7 @@ def score(
     rows = rows_of(0, engine.spec.vocab_size)
     batches = cut(rows, layout.dp, replica, count, max(num_micro_batches[: layout.dp]))
 
-    def head(decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
+    def head(decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> Tensor:
         return log_probs_at(decoder, hidden, torch.arange(len(batch.tokens)), batch.tokens.roll(-1))
 
     for _ in range(2):
@@ -282,7 +282,7 @@ def poisoned(world: Any, path: str, layout: Layout) -> tuple[str, bool]:
     engine = build(world, path, layout)
     before = {name: tensor.clone() for name, tensor in engine.local_tensors().items()}
 
-    def loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         value, stats = next_token_loss(decoder, hidden, batch)
         return (value * torch.nan if engine.mesh.dp_rank == 1 else value), stats
 
@@ -423,7 +423,7 @@ def test_the_equation_of_a_layout() -> None:
     assert str(hybrid) == "pp(2) * tp(2) * dp(8) zero(3) zero_size(4)"
     assert str(Layout(tp=2, dp=4, cp=4, ep=2, zero=1)) == "pp(1) * tp(2) * dp(4) cp(4) ep(2) zero(1)"
     assert (hybrid.dp_shard, hybrid.dp_replicate) == (4, 2)
-    assert hybrid.shard_group(11) == [9, 11, 13, 15] and hybrid.replicate_group(11) == [3, 11]
+    assert hybrid.shard_group(11) == [9, 11, 13, 15] and hybrid.same_shard_group(11) == [3, 11]
     assert Layout(dp=4).dp_shard == Layout(dp=4, zero=3, zero_size=1).dp_shard == 1
     generation = generation_layout(Layout(pp=2, tp=4, dp=16, cp=8), 1, 2)
     assert (generation.dp, len(generation.micro_dp_group(0))) == (512, 4), "each rank of cp is a replica"

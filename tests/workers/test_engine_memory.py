@@ -23,7 +23,7 @@ from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
 from rlhf_spmd.reshard import Storages
-from rlhf_spmd.workers.objective import Packed
+from rlhf_spmd.workers.objective import MicroBatch
 from rlhf_spmd.workers.train_engine import TrainEngine
 
 
@@ -108,7 +108,7 @@ def signs(world: Any, path: str, layout: Layout) -> dict[str, list[int]]:
     def note(kind: str) -> None:
         counts.setdefault(kind, []).append(RECORDER.sequence + RECORDER.ticks)
 
-    def loss(decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         note("forward and backward")
         return next_token_loss(decoder, hidden, batch)
 

@@ -18,7 +18,7 @@ from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.objectives.losses import LOSS_AGG_MODES
 from rlhf_spmd.parallel.launch import Launch, connect_store
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.workers.objective import MASK, joint, learnt_rows
+from rlhf_spmd.workers.objective import MASK, joint, keep_learnt_tokens
 from role_workers import batch_of, build
 
 LENGTHS = [(3, 5), (7, 2), (2, 9), (6, 6)]
@@ -80,7 +80,7 @@ def test_the_mask_of_an_environment_stays() -> None:
     mask = ragged([[True, False], [False, True, True]], torch.bool)
     for stopped, expected in (([True, True], mask.values.tolist()), ([True, False], [True, False, False, False, False])):
         masked = batch.union(batch.with_fields(**{MASK: mask, "stopped": torch.tensor(stopped)}))
-        assert learnt_rows(masked, "stopped")[MASK].values.tolist() == expected
+        assert keep_learnt_tokens(masked, "stopped")[MASK].values.tolist() == expected
 
 
 def test_the_critic_learns_from_the_same_rows() -> None:

@@ -37,7 +37,7 @@ from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import load_pretrained
 from rlhf_spmd.parallel.collectives import solo
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.workers.objective import ROUTED_EXPERTS, Packed, pack_rows, response_log_probs
+from rlhf_spmd.workers.objective import ROUTED_EXPERTS, MicroBatch, pack_rows, response_log_probs
 from rlhf_spmd.workers.router_replay import ExpertRecords, check_replay
 from rlhf_spmd.workers.train_engine import TrainEngine
 from small_models import CONFIGS, make_batch, make_model
@@ -78,8 +78,8 @@ def loss_of(name: str, logits: Tensor, experts: Any) -> Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     if name in SIGMOID:
-        return deepseek_loss(logits, experts.per_token)
-    return load_balancing_loss_func((logits,), experts.count, experts.per_token)
+        return deepseek_loss(logits, experts.experts_per_token)
+    return load_balancing_loss_func((logits,), experts.num_experts, experts.experts_per_token)
 
 
 @pytest.mark.parametrize("name", tiers([*sorted(SHORT), "qwen2-moe", "olmoe", "mixtral", "deepseek-v2"], SHORT))
@@ -120,7 +120,10 @@ def test_loss_gradients_and_metrics_equal_transformers(tmp_path: Path, name: str
     assert report["moe/router_entropy"] == pytest.approx(float(entropy), rel=TOLERANCE)
     if spec.experts.groups == 1 and not spec.experts.score_biased:  # others take other experts than those of the highest scores
         experts = spec.experts
-        loads = [torch.bincount(layer.topk(experts.per_token).indices.flatten(), minlength=experts.count) for layer in layers]
+        loads = [
+            torch.bincount(layer.topk(experts.experts_per_token).indices.flatten(), minlength=experts.num_experts)
+            for layer in layers
+        ]
         violation = sum(float(load.max() / load.double().mean() - 1) for load in loads) / len(loads)
         assert report["moe/max_vio"] == pytest.approx(violation, rel=TOLERANCE)
     assert balance.report(solo()) == {}, "the sums begin anew"
@@ -166,20 +169,20 @@ def with_experts(batch: Batch, experts: Ragged) -> Batch:
     return batch.union(batch.with_fields(**{ROUTED_EXPERTS: experts}))
 
 
-def packed_rows(engine: TrainEngine, batch: Batch, number: int) -> list[Packed]:
+def packed_rows(engine: TrainEngine, batch: Batch, number: int) -> list[MicroBatch]:
     """This replica's rows in ``number`` micro-batches, in no order of theirs."""
     mine = list(range(NUM_ROWS))[engine.mesh.dp_rank :: engine.mesh.dp.size][::-1]
     return [pack_rows(batch.take(mine[i::number]), torch.device("cpu")) for i in range(number)]
 
 
-def head(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
+def head(decoder: Decoder, hidden: Tensor, micro: MicroBatch) -> Tensor:
     return response_log_probs(decoder, hidden, micro, 0.7)[0]
 
 
-def loss(decoder: Decoder, hidden: Tensor, micro: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(decoder: Decoder, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     if not len(micro.lengths):
         return hidden.sum() / 16, {}
-    weights = torch.repeat_interleave(micro.extra.row_ids + 1.0, micro.extra["response_ids"].lengths)
+    weights = torch.repeat_interleave(micro.fields.row_ids + 1.0, micro.fields["response_ids"].lengths)
     return (head(decoder, hidden, micro) * weights).sum() / 16, {}
 
 
@@ -188,7 +191,7 @@ def recorded_experts(engine: TrainEngine, number: int) -> Ragged:
     records, batch = ExpertRecords(engine), rows()
     packed = packed_rows(engine, batch, number)
     engine.forward(packed, head, records.begin(packed))
-    mine = batch.take(sorted(torch.cat([micro.extra.row_ids for micro in packed]).tolist()))
+    mine = batch.take(sorted(torch.cat([micro.fields.row_ids for micro in packed]).tolist()))
     field = records.field(mine)
     sizes = (batch["prompt_ids"].lengths + batch["response_ids"].lengths).tolist()
     experts = torch.zeros(sum(sizes), *field.values.shape[1:], dtype=torch.int64)

@@ -15,7 +15,7 @@ from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.kernels import AttentionRule, Ops, choose_ops
 from rlhf_spmd.models.attention import PackedAttention
 from rlhf_spmd.parallel.layout import Layout
-from rlhf_spmd.workers.objective import Packed, last_token_value, pack_rows, response_log_probs, response_values
+from rlhf_spmd.workers.objective import MicroBatch, last_token_value, pack_rows, response_log_probs, response_values
 
 CPU = torch.device("cpu")
 PROMPTS = [[7, 8, 9, 4, 5], [7, 8, 9, 4, 5], [3], [7, 8, 9, 4, 6], [7, 8, 9, 4, 5], [3], [7, 8]]
@@ -28,10 +28,10 @@ def batch_of(prompts: list[list[int]], responses: list[list[int]]) -> Batch:
     return Batch(index, index, fields)
 
 
-def alone(micro: Packed) -> Packed:
+def alone(micro: MicroBatch) -> MicroBatch:
     """The same rows, with the tokens of each by themselves."""
     assert micro.token_index is not None
-    return Packed(micro.tokens[micro.token_index], micro.lengths, micro.extra)
+    return MicroBatch(micro.tokens[micro.token_index], micro.lengths, micro.fields)
 
 
 def test_prompts_but_their_last_tokens_are_held_once() -> None:
@@ -92,7 +92,7 @@ GROUP = [[1, 2, 3, 4, 5, 6], [9, 8, 7]]
 ANSWERS = [[[1, 2], [3], [4, 5, 6, 7]], [[2, 3], [8, 8, 8], [1]]]
 
 
-def shared_loss(decoder: Any, hidden: Tensor, micro: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+def shared_loss(decoder: Any, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     if not len(micro.lengths):
         return hidden.sum(), {}
     if decoder.head_kind == "value":
@@ -152,7 +152,7 @@ def score(world: Any, path: str, apart: bool) -> Tensor:
     engine = build(world, path, Layout(), optim=None, dtype=torch.float32)
     micro = pack_rows(batch_of([GROUP[0]] * 3, ANSWERS[0]), CPU)
 
-    def head(decoder: Any, hidden: Tensor, micro: Packed) -> Tensor:
+    def head(decoder: Any, hidden: Tensor, micro: MicroBatch) -> Tensor:
         return response_log_probs(decoder, hidden, micro, 0.7)[0]
 
     (log_probs,) = engine.forward([alone(micro) if apart else micro], head)

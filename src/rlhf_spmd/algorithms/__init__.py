@@ -17,6 +17,7 @@ Start with ``grpo`` or ``ppo``. What several algorithms share:
 - ``base``: ``sample`` and ``score``, the first calls of a step; settings of all
 - ``policy``, ``values``: losses of actor and critic, with their settings
 - ``estimators``: advantages within groups of responses
+- ``overlong``: a penalty for responses near the length limit
 - ``kl``: KL in the reward or in the loss
 - ``preferences``: losses of pairs
 - ``user_functions``: a user's advantage estimator or policy loss

@@ -1,4 +1,4 @@
-"""What every algorithm's configuration says, the knobs of algorithms that sample, and the parts that their steps share."""
+"""What every algorithm's configuration says, the settings of algorithms that sample, and the parts that their steps share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StreamSpec:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """``algorithm``. An algorithm's ``Config`` derives from it and adds knobs of its own.
+    """``algorithm``. An algorithm's ``Config`` derives from it and adds settings of its own.
 
     ``streams``: what the step finds in ``data``, by name. ``exported``: the role that the run is for; the tokenizer is its
     directory's, and roles that need a model and name none take its model. ``min_samples``: the least ``sampling.n`` that makes sense.
@@ -59,45 +59,45 @@ class AlgorithmConfig:
 
     @property
     def bypasses_log_probs(self) -> bool:
-        """True if the rollout's log-probs serve as the old ones, whatever weights drew the tokens."""
+        """Return True if the rollout's log-probs serve as the old ones, whatever weights drew the tokens."""
         return False
 
     def check(self, where: str) -> None:
-        """Raises ValueError for values that types and ``rules`` do not refuse. ``where``: ``algorithm``."""
+        """Raise ValueError for values that types and ``rules`` do not refuse. ``where``: ``algorithm``."""
 
     def check_together(self, config: Any, plans: Mapping[str, Any], tokenizer: Any) -> None:
-        """Raises ValueError where the algorithm's settings contradict other sections of the configuration, or the models."""
+        """Raise ValueError where the algorithm's settings contradict other sections of the configuration, or the models."""
 
     @property
     def roles_without_optimizer(self) -> tuple[str, ...]:
-        """Roles whose weights change without an optimizer; checkpoints hold them as they hold trained roles."""
+        """Return the roles whose weights change without an optimizer; checkpoints hold them as they hold trained roles."""
         return ()
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
-        """Role -> the class of its object in ``models``. Besides there is always ``models.compute``."""
+        """Return each role's class in ``models``, by name. Besides there is always ``models.compute``."""
         return {"actor": ActorWorker, "reward": RewardWorker}
 
     @property
     def limits(self) -> BatchLimits:
-        """How rows are cut into micro-batches."""
+        """Return how rows are cut into micro-batches."""
         return BatchLimits()
 
     @property
     def mini_batch_size(self) -> int | None:
-        """Groups of an optimizer step; None: all of a step's groups."""
+        """Return the number of groups of an optimizer step; None: all of a step's groups."""
         return None
 
     def updates(self, role: str, steps: int, batch_size: int) -> int:
         """Return the optimizer steps of a role in ``steps`` steps of ``batch_size`` groups: the length of its schedule."""
         return steps
 
-    def check_streams(self, described: Collection[str], where: str) -> None:
-        """Raises ValueError where ``described``, the streams that the configuration has, do not fit the other settings."""
+    def check_streams(self, configured_streams: Collection[str], where: str) -> None:
+        """Raise ValueError where the configured streams do not fit the other settings."""
 
     @property
     def goal(self) -> float | None:
-        """The run ends when ``val/reward_mean`` reaches this."""
+        """Return the ``val/reward_mean`` at which the run ends; None: it goes on."""
         return None
 
 
@@ -120,8 +120,8 @@ class MovingReferenceConfig:
 
 
 @dataclass(frozen=True)
-class ReferenceThatFollows:
-    """What :data:`FOLLOWING` reads of a run with ``sync_ref_model``. ``dtype``: that of the reference's weights."""
+class MovingReferenceSettings:
+    """What :data:`MOVING_REFERENCE_RULES` reads of a run with ``sync_ref_model``. ``dtype``: the dtype of the reference's weights."""
 
     algorithm: MovingReferenceConfig
     models: Mapping[str, Any]
@@ -130,7 +130,7 @@ class ReferenceThatFollows:
     is_same_architecture: bool
 
 
-FOLLOWING: Rules = (
+MOVING_REFERENCE_RULES: Rules = (
     *(
         Rule(
             (f"models.{role}.lora.rank", "algorithm.sync_ref_model"),
@@ -203,7 +203,9 @@ class RolloutConfig(AlgorithmConfig):
             models = {"actor": actor.config, "reference": reference.config}
             dtype = reference.config.torch_dtype(model_device())
             is_same = reference.spec == actor.spec
-            check_rules(FOLLOWING, ReferenceThatFollows(self.reference_sync, models, config.run, dtype, is_same))
+            check_rules(
+                MOVING_REFERENCE_RULES, MovingReferenceSettings(self.reference_sync, models, config.run, dtype, is_same)
+            )
 
     @property
     def roles_without_optimizer(self) -> tuple[str, ...]:
@@ -226,7 +228,7 @@ class RolloutConfig(AlgorithmConfig):
 
     @property
     def schedule(self) -> dict[str, int]:
-        """Mini-batches and epochs, as ``update`` takes them."""
+        """Return mini-batches and epochs, as ``update`` takes them."""
         return {"mini_batch_size": self.ppo_mini_batch_size, "epochs": self.ppo_epochs}
 
 
@@ -265,9 +267,9 @@ def score(models: Any, rows: Reference, shown: frozenset[int] | None = None) -> 
     if [reward.name for reward in models.rewards] == ["reward"]:
         return calls[0].select("scores", "answer_codes"), calls
     fields = ("scores", "failed", "answer_codes")
-    names = [{field: f"{reward.name}_{field}" for field in fields} for reward in models.rewards]
-    scored = [call.rename(**named).select(*named.values()) for call, named in zip(calls, names, strict=True)]
-    reads = tuple(name for named in names for name in named.values())
+    renames = [{field: f"{reward.name}_{field}" for field in fields} for reward in models.rewards]
+    scored = [call.rename(**names).select(*names.values()) for call, names in zip(calls, renames, strict=True)]
+    reads = tuple(name for names in renames for name in names.values())
     total = models.compute.apply(rows.union(*scored), add_scores, reads, outputs=("scores", "answer_codes"))
     return total, [*calls, total]
 
@@ -282,17 +284,18 @@ def add_scores(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> C
         torch.stack([field.double() for name, field in fields.items() if name.endswith(end)])
         for end in ("_scores", "_failed", "_answer_codes")
     )
-    scored = ~scores.isnan().all(0) & ~failed.any(0)
+    has_score = ~scores.isnan().all(0) & ~failed.any(0)
     total = scores.masked_fill(scores.isnan(), 0.0).cumsum(0)[-1]  # in order, whatever the number of rows
-    sums = reduce.sum(torch.stack([total[scored].sum(), scored.sum().double(), total.new_tensor(len(rows))])).tolist()
-    if not sums[1] and "scored" not in reduce.state:
+    sums = torch.stack([total[has_score].sum(), has_score.sum().double(), total.new_tensor(len(rows))])
+    score_sum, num_scored, num_rows = reduce.sum(sums).tolist()
+    if not num_scored and "scored" not in reduce.state:
         raise RewardError(
-            f"no reward scores any of the first {sums[2]:.0f} rows; look at what the functions return, and at data_sources"
+            f"no reward scores any of the first {num_rows:.0f} rows; look at what the functions return, and at data_sources"
         )
     reduce.state["scored"] = True
     first = (~codes.isnan()).int().argmax(0, keepdim=True)
-    computed: dict[str, Field] = {"scores": total.where(scored, torch.nan), "answer_codes": codes.gather(0, first)[0]}
-    return computed, {"reward/total_mean": sums[:2]} if sums[1] else {}
+    computed: dict[str, Field] = {"scores": total.where(has_score, torch.nan), "answer_codes": codes.gather(0, first)[0]}
+    return computed, {"reward/total_mean": [score_sum, num_scored]} if num_scored else {}
 
 
 def validate(models: Any, data: Any, config: Any, global_step: int, stream: str = "prompts") -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import StreamSpec
-from rlhf_spmd.algorithms.preferences import ScoreModelConfig, of_pairs
+from rlhf_spmd.algorithms.preferences import ScoreModelConfig, pair_objective
 from rlhf_spmd.algorithms.reward_model import step, validate
 from rlhf_spmd.data.preferences import SafetyPreferencesConfig
 from rlhf_spmd.objectives.preferences import cost_preference
@@ -34,4 +34,4 @@ class Config(ScoreModelConfig):
             report |= {"costs/chosen": low, "costs/rejected": high}
             return cost_preference(low, high, safer["safe"], riskier["safe"]), report
 
-        return of_pairs(loss, ("safe",), "row_values")
+        return pair_objective(loss, ("safe",), "row_values")

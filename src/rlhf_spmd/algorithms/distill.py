@@ -69,20 +69,20 @@ class Config(PolicyConfig):
 
 
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
-    """One step of distillation. Returns the calls whose values are the step's metrics."""
+    """Return the calls of one step whose values are its metrics."""
     batch, rollout = sample(models, data, global_step)
     scored = score(models, batch)[1] if models.rewards else []
     old = models.actor.compute_log_prob(batch)
     teacher = models.teacher.compute_ref_log_prob(batch, config.teacher_temperature).rename(ref_log_prob="teacher_log_probs")
     batch = batch.union(old, teacher)
     reads = ("old_log_probs", "teacher_log_probs")
-    advantages = models.compute.apply(batch, towards_teacher(config), reads, outputs=("advantages",))
+    advantages = models.compute.apply(batch, distillation_advantages(config), reads, outputs=("advantages",))
     policy = clipped_policy(config, data.sampling, global_step)
     update = models.actor.update(batch.union(advantages), policy, **config.schedule)
     return [rollout, *scored, old, advantages, update]
 
 
-def towards_teacher(config: Config) -> Function:
+def distillation_advantages(config: Config) -> Function:
     """Return a function that computes a token's advantage: its own pull towards the teacher, minus the sum over the later tokens of its
     response of gamma^distance * their divergence. In expectation over the student's tokens its gradient is that of the divergence, for
     ``gamma`` 1 of whole responses.

@@ -35,4 +35,4 @@ def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[s
     def evaluate(rows: Reference) -> Reference:
         return models.actor.evaluate(preferences.reference_log_probs(models, rows), objective)
 
-    return preferences.validate_by(data, "pairs", evaluate)
+    return preferences.validation_statistics(data, "pairs", evaluate)

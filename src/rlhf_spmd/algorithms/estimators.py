@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.kl import KLConfig, MeasuredKL
-from rlhf_spmd.algorithms.user_functions import Estimator, is_own, own_estimator
+from rlhf_spmd.algorithms.user_functions import Estimator, is_user_function, user_estimator
 from rlhf_spmd.config.constraints import Fraction
 from rlhf_spmd.objectives.advantages import (
     gae,
@@ -57,8 +57,8 @@ class GroupAdvantageConfig:
 
     def check(self, where: str) -> None:
         known = (*ESTIMATORS, BY_TOKEN)
-        if is_own(self.adv_estimator):
-            own_estimator(f"{where}.adv_estimator", self.adv_estimator)  # raises if it is not there
+        if is_user_function(self.adv_estimator):
+            user_estimator(f"{where}.adv_estimator", self.adv_estimator)  # raises if it is not there
         elif self.adv_estimator not in known:
             raise ValueError(
                 f"unknown {where}.adv_estimator {self.adv_estimator!r}; available: {', '.join(known)}, or a function of your own, "
@@ -67,18 +67,18 @@ class GroupAdvantageConfig:
 
     @property
     def by_token(self) -> bool:
-        """True if each token has an advantage of its own, without groups."""
+        """Return True if each token has an advantage of its own, without groups."""
         return self.adv_estimator == BY_TOKEN
 
 
 def check_groups(group_ids: Tensor, num_samples: int | None) -> None:
-    """Raises ValueError for a group that is not whole: it has one row, or another number than ``num_samples``."""
+    """Raise ValueError for a group that is not whole: it has one row, or another number than ``num_samples``."""
     groups, counts = torch.unique(group_ids, return_counts=True)
     for group, count in zip(groups.tolist(), counts.tolist(), strict=True):
         if count < 2 or count != (num_samples or count):
-            wanted = "at least 2 are needed" if num_samples is None or num_samples < 2 else f"{num_samples} are sampled"
+            expected = "at least 2 are needed" if num_samples is None or num_samples < 2 else f"{num_samples} are sampled"
             raise ValueError(
-                f"advantages compare responses to one prompt; group {group} has {count} where {wanted}; take or drop whole groups"
+                f"advantages compare responses to one prompt; group {group} has {count} where {expected}; take or drop whole groups"
             )
 
 
@@ -100,50 +100,65 @@ def estimated_advantages(config: GroupConfig, num_samples: int | None = None) ->
     ``num_samples``: rows of every group, if it is known. Rows without a score (nan) count nowhere and get 0. An estimator of the
     user's own sees the groups of one rank. The function raises ValueError for groups that are not whole.
     """
-    advantage, kl = config.advantage, config.kl
-    name, by_token = advantage.adv_estimator, advantage.by_token
-    estimate = own_estimator("algorithm.adv_estimator", name) if is_own(name) else ESTIMATORS.get(name)
+    kl = config.kl
+    name = config.advantage.adv_estimator
+    estimate = user_estimator("algorithm.adv_estimator", name) if is_user_function(name) else ESTIMATORS.get(name)
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
-        if not by_token:
-            check_groups(rows.group_ids, num_samples)
-        measured, scores = MeasuredKL(kl, fields, rows, reduce.state), fields["scores"]
-        scored = ~scores.isnan()
-        learnt = rows.spread(scored)
+        scores = fields["scores"]
+        measured = MeasuredKL(kl, fields, rows, reduce.state)
+        has_score = ~scores.isnan()
+        learnt_tokens = rows.spread(has_score)
         if estimate is None:
-            rewards = token_level_rewards(
-                scores, measured.values if kl.use_kl_in_reward else None, measured.coefficient, rows.lengths
-            )
-            advantages, _ = gae(rewards, torch.zeros_like(rewards), rows.lengths, advantage.gamma, 1.0)
+            rewards, advantages = _token_advantages(config, scores, measured, rows)
         else:
-            rewards = scores
-            if kl.use_kl_in_reward:
-                rewards = scores - measured.coefficient * row_sums(measured.values, rows.lengths)
-            advantages = estimate(advantage, rewards, rows.group_ids, rows.lengths)
-            advantages = rows.spread(advantages) if len(advantages) == len(rows) else advantages
-        zeros = row_means(advantages.abs(), rows.lengths) == 0
+            check_groups(rows.group_ids, num_samples)
+            rewards, advantages = _row_advantages(config, estimate, scores, measured, rows)
+        has_zero_advantage = row_means(advantages.abs(), rows.lengths) == 0
         sums = reduce.sums(
             kl=measured.sums(),
-            advantages=moments(advantages[learnt]),
-            zeros=(zeros | ~scored).sum(),
-            rewards=rewards[learnt if by_token else scored].double().sum(),
-            scored=scored.sum(),
+            advantages=moments(advantages[learnt_tokens]),
+            zeros=(has_zero_advantage | ~has_score).sum(),
+            rewards=rewards[learnt_tokens if estimate is None else has_score].double().sum(),
+            scored=has_score.sum(),
             groups=group_statistics(scores, rows.group_ids),
         )
         if name in WHITENED:
             advantages = whiten(advantages, sums["advantages"])
-        advantages = advantages.masked_fill(~learnt, 0.0)
+        advantages = advantages.masked_fill(~learnt_tokens, 0.0)
         count, total, _ = sums["advantages"].tolist()
         metrics = {"reward/token_level_sum": float(sums["rewards"]) / max(float(sums["scored"]), 1.0)}
         metrics |= {"actor/zero_advantage_fraction": float(sums["zeros"]) / float(sums["kl"][0])}
         metrics |= {"critic/advantage_mean": total / max(count, 1.0)}
         if num_samples != 1:
-            num_groups, equal, right, wrong, spread = sums["groups"].tolist()
-            shares = {"equal": equal, "right": right, "wrong": wrong}
-            metrics |= {f"group/{name}_fraction": share / max(num_groups, 1.0) for name, share in shares.items()}
-            metrics |= {"group/score_std_mean": spread / max(num_groups, 1.0)}
+            metrics |= _group_metrics(sums["groups"])
         if kl.use_kl_in_reward or "ref_log_prob" in fields:
             metrics |= measured.settle(sums["kl"])
         return {"advantages": rows.per_token(advantages)}, metrics | reduce.ranges(**{"critic/advantages": advantages})
 
     return compute_advantage
+
+
+def _token_advantages(config: GroupConfig, scores: Tensor, measured: MeasuredKL, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Return the rewards of tokens, and the advantages by their discounted sums from each token on, [tokens] each."""
+    kl = measured.values if config.kl.use_kl_in_reward else None
+    rewards = token_level_rewards(scores, kl, measured.coefficient, rows.lengths)
+    return rewards, gae(rewards, torch.zeros_like(rewards), rows.lengths, config.advantage.gamma, 1.0)[0]
+
+
+def _row_advantages(
+    config: GroupConfig, estimate: Estimator, scores: Tensor, measured: MeasuredKL, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    """Return the rewards of rows [rows], and the advantages by ``estimate`` [tokens]."""
+    rewards = scores
+    if config.kl.use_kl_in_reward:
+        rewards = scores - measured.coefficient * row_sums(measured.values, rows.lengths)
+    advantages = estimate(config.advantage, rewards, rows.group_ids, rows.lengths)
+    return rewards, rows.spread(advantages) if len(advantages) == len(rows) else advantages
+
+
+def _group_metrics(statistics: Tensor) -> dict[str, float]:
+    """Return the metrics of :func:`group_statistics`, summed over ranks."""
+    num_groups, equal, right, wrong, score_std_sum = statistics.tolist()
+    sums = {"equal_fraction": equal, "right_fraction": right, "wrong_fraction": wrong, "score_std_mean": score_std_sum}
+    return {f"group/{name}": total / max(num_groups, 1.0) for name, total in sums.items()}

@@ -1,6 +1,7 @@
 """GRPO (Shao et al. 2024, arXiv 2402.03300): no critic; a response is judged against the other responses to its prompt.
 
 The step serves all algorithms without a critic. They differ in the defaults of ``policy``, ``kl`` and ``advantage``.
+Settings: AlgorithmConfig -> RolloutConfig (base.py) -> PolicyConfig (policy.py) -> Config.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Config(PolicyConfig):
 
 
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
-    """One step. Returns the calls whose values are the step's metrics."""
+    """Return the calls of one step whose values are its metrics."""
     batch, rollout = sample(models, data, global_step)
     scores, scored = score(models, batch)
     old = models.actor.compute_log_prob(batch)

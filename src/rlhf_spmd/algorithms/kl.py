@@ -52,22 +52,22 @@ class KLConfig(KLLossConfig):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The fields that :class:`MeasuredKL` computes from."""
+        """Return the fields that :class:`MeasuredKL` computes from."""
         return ("old_log_probs", "ref_log_prob") if self.uses_reference else ()
 
 
 class MeasuredKL:
     """A step's KL to the reference, and the coefficient by which the reward subtracts it.
 
-    ``values``: per token [T]; 0 without a reference. ``state``: the role's, which keeps the coefficient. The coefficient follows the
+    ``values``: the KL of each token [T]; 0 without a reference. ``state``: the role's, which keeps the coefficient. It follows the
     mean over rows of each row's mean KL per token (verl's meaning of ``target_kl``), and stays where KL is no part of the reward.
     """
 
     def __init__(self, config: KLConfig, fields: dict[str, Tensor], rows: Rows, state: dict[str, Any]) -> None:
         self.state, self.config, self.lengths = state, config, rows.lengths
         # A fixed coefficient is the configuration's, also in a resumed run: a user who changes it means it.
-        kept = state if config.kl_ctrl.moves else {}
-        self.coefficient = float(kept.get("kl_coef", config.kl_ctrl.kl_coef))
+        last_step = state if config.kl_ctrl.moves else {}
+        self.coefficient = float(last_step.get("kl_coef", config.kl_ctrl.kl_coef))
         self.values = torch.zeros(int(rows.lengths.sum()), dtype=fields["scores"].dtype)
         if config.use_kl_in_reward or "ref_log_prob" in fields:
             self.values = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl_penalty)
@@ -81,7 +81,8 @@ class MeasuredKL:
     def settle(self, sums: Tensor) -> dict[str, float]:
         """Move the coefficient, once per step, by the :meth:`sums` of all ranks. Returns the metrics."""
         rows, tokens, total, row_total = sums.tolist()
-        control, coefficient = self.config.kl_ctrl, self.coefficient
+        control = self.config.kl_ctrl
+        coefficient = self.coefficient
         if self.config.use_kl_in_reward:
             coefficient = control.moved(coefficient, row_total / rows, int(rows))
         if control.moves:

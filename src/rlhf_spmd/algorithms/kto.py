@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.base import StreamSpec
-from rlhf_spmd.algorithms.preferences import PairLearningConfig, next_with_reference, reference_log_probs, validate_by
+from rlhf_spmd.algorithms.preferences import PairLearningConfig, next_with_reference, reference_log_probs, validation_statistics
 from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveFloat
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.preferences import UnpairedConfig
@@ -41,7 +41,7 @@ class Config(PairLearningConfig):
 
 
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
-    """One optimizer step on the labelled rows. Their prompts with completions of other prompts give the baseline."""
+    """Return the calls of one optimizer step on labelled rows. Their prompts with completions of other prompts give the baseline."""
     rows = next_with_reference(models, data.responses)
     estimate, baseline, desirable = estimate_kl(models, rows)
     return [estimate, models.actor.update(rows.firsts(), objective(config, baseline, desirable))]
@@ -61,8 +61,8 @@ def estimate_kl(models: Any, rows: Reference) -> tuple[Reference, float, float]:
 
 def mean_log_ratio(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
     ratios = row_sums(fields["old_log_probs"].double(), rows.lengths) - fields["ref_logps"]
-    mine = [float(ratios.sum()), float(fields["desirable"].sum()), len(rows)]
-    total, desirable, count = reduce.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+    local_sums = [float(ratios.sum()), float(fields["desirable"].sum()), len(rows)]
+    total, desirable, count = reduce.sum(torch.tensor(local_sums, dtype=torch.float64)).tolist()
     return {}, {"kto/kl": total / count, "kto/desirable_fraction": desirable / count}
 
 
@@ -92,4 +92,4 @@ def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[s
         _, baseline, _ = estimate_kl(models, rows)
         return models.actor.evaluate(rows.firsts(), objective(config, baseline, desirable))
 
-    return validate_by(data, "responses", evaluate)
+    return validation_statistics(data, "responses", evaluate)

@@ -31,7 +31,7 @@ class Config(RolloutConfig):
 
 
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
-    """One step. Prompts whose responses all score alike teach nothing and are left out; a step may have no others."""
+    """Return the calls of one step. Prompts whose responses all score alike teach nothing and are left out, perhaps all."""
     batch, rollout = sample(models, data, global_step)
     scores, scored = score(models, batch)
     decided = models.compute.apply(batch.union(scores), decide, ("scores",), outputs=("chosen",), keep_groups=True)
@@ -40,7 +40,8 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     if len(pairs) == 0:
         models.controller.log(f"step {global_step}: the responses to each prompt score alike, so nothing was learnt")
         return calls
-    pairs, objective = reference_log_probs(models, pairs), config.loss.objective(data.sampling.log_prob_temperature)
+    pairs = reference_log_probs(models, pairs)
+    objective = config.loss.objective(data.sampling.log_prob_temperature)
     return [*calls, models.actor.update(pairs, objective, **config.schedule)]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.preferences import PairLearningConfig, implied_rewards, of_pairs
+from rlhf_spmd.algorithms.preferences import PairLearningConfig, implied_rewards, pair_objective
 from rlhf_spmd.algorithms.reward_model import step, validate
 from rlhf_spmd.config.constraints import PositiveFloat
 from rlhf_spmd.objectives.preferences import odds_ratio
@@ -31,4 +31,4 @@ class Config(PairLearningConfig):
             report = implied_rewards(self.beta * means[0], self.beta * means[1], (chosen["logps"], rejected["logps"]))
             return -means[0] + self.beta * ratio, report | {"nll_loss": -means[0], "odds_ratio_loss": ratio}
 
-        return of_pairs(loss, (), "log_probs")
+        return pair_objective(loss, (), "log_probs")

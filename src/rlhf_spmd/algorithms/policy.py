@@ -1,4 +1,4 @@
-"""The policy's side of algorithms that bound its ratio: their knobs, and the loss that the actor's update takes."""
+"""The policy's side of algorithms that bound its ratio: their settings, and the loss that the actor's update takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.base import RolloutConfig
 from rlhf_spmd.algorithms.kl import KLLossConfig
-from rlhf_spmd.algorithms.user_functions import is_own, own_loss
+from rlhf_spmd.algorithms.user_functions import is_user_function, user_loss
 from rlhf_spmd.config.constraints import FiniteFloat, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.schema import inline
@@ -92,7 +92,7 @@ class PolicyLossConfig:
 
     @property
     def learns_only(self) -> str | None:
-        """The field of the rows that are learnt; None: all are."""
+        """Return the field of the rows that are learnt; None: all are."""
         return "stopped" if self.mask_truncated_completions else None
 
     @property
@@ -159,8 +159,8 @@ METRICS = {"clipped": "actor/clip_frac", "dual_clipped": "actor/clip_frac_dual",
 
 def loss_mode(name: str, where: str) -> LossMode:
     """Return the loss of this name, or the user's own. Raises ValueError."""
-    if is_own(name):
-        return LossMode(own_loss(where, name), LOSS_KEYS)
+    if is_user_function(name):
+        return LossMode(user_loss(where, name), LOSS_KEYS)
     if name not in LOSS_MODES:
         known = ", ".join(LOSS_MODES)
         raise ValueError(f"unknown {where} {name!r}; available: {known}, or a function of your own, file.py:function")
@@ -173,7 +173,8 @@ def clipped_policy(config: PolicyConfig, sampling: SamplingConfig, global_step: 
     ``global_step``: for an entropy coefficient with a schedule.
     """
     policy, kl = config.policy, config.kl
-    bounded_loss, correction = loss_mode(policy.loss_mode, "algorithm.loss_mode").loss, policy.rollout_correction
+    bounded_loss = loss_mode(policy.loss_mode, "algorithm.loss_mode").loss
+    correction = policy.rollout_correction
     entropy_coeff = policy.entropy_coefficient(global_step)
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:

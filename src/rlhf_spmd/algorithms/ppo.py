@@ -62,15 +62,15 @@ class Config(PolicyConfig):
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:
-        apart: dict[str, RoleClass] = {"actor": ActorWorker, "critic": CriticWorker}
-        roles: dict[str, RoleClass] = {"actor": ActorCriticWorker} if self.share_actor_critic else apart
+        two_models: dict[str, RoleClass] = {"actor": ActorWorker, "critic": CriticWorker}
+        roles: dict[str, RoleClass] = {"actor": ActorCriticWorker} if self.share_actor_critic else two_models
         if self.kl.uses_reference:
             roles["reference"] = ReferenceWorker
         return roles | {"reward": RewardWorker}
 
 
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
-    """One PPO step. Returns the calls whose values are the step's metrics.
+    """Return the calls of one PPO step whose values are its metrics.
 
     The script is the same for every placement; what may run at the same time does.
     """
@@ -89,7 +89,8 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     batch = batch.union(advantages).rename(values="old_values")
 
     # 3. updates
-    policy, value = clipped_policy(config, data.sampling, global_step), clipped_value(config)
+    policy = clipped_policy(config, data.sampling, global_step)
+    value = clipped_value(config)
     calls = [rollout, *scored, old, advantages]
     if config.share_actor_critic:
         value = replace(value, temperature=policy.temperature, weight=config.vf_coef)

@@ -1,4 +1,4 @@
-"""What algorithms that learn from pairs share: knobs, the reference's log-probs, objective and validation."""
+"""What algorithms that learn from pairs share: settings, the reference's log-probs, objective and validation."""
 
 from __future__ import annotations
 
@@ -16,16 +16,7 @@ from rlhf_spmd.controller import Reference
 from rlhf_spmd.data.preferences import PreferencesConfig
 from rlhf_spmd.objectives.advantages import row_sums
 from rlhf_spmd.objectives.preferences import LossType, pair_indices, preference_loss
-from rlhf_spmd.workers import (
-    ActorWorker,
-    BatchLimits,
-    GlobalReduce,
-    Objective,
-    RoleClass,
-    Rows,
-    ScoreWorker,
-    Totals,
-)
+from rlhf_spmd.workers import ActorWorker, BatchLimits, GlobalReduce, Objective, RoleClass, Rows, ScoreWorker, Totals
 from rlhf_spmd.workers.compute import Computed
 
 # (fields [pairs] of the chosen rows, fields [pairs] of the rejected rows) -> losses [pairs], and statistics [pairs] to report
@@ -98,10 +89,10 @@ class DirectLossConfig:
             losses = preference_loss(better - worse, self.beta, self.loss_type, self.label_smoothing)
             return losses, implied_rewards(self.beta * better, self.beta * worse, (chosen["logps"], rejected["logps"]))
 
-        return of_pairs(loss, ("ref_logps",), "log_probs", temperature)
+        return pair_objective(loss, ("ref_logps",), "log_probs", temperature)
 
 
-def of_pairs(loss: PairLoss, reads: tuple[str, ...], model: str, temperature: float = 1.0) -> Objective:
+def pair_objective(loss: PairLoss, reads: tuple[str, ...], model: str, temperature: float = 1.0) -> Objective:
     """Return the mean of a loss over pairs.
 
     ``loss`` gets the fields ``reads`` of each side. Where ``model`` is ``log_probs`` it also gets their sum as ``logps`` and their
@@ -146,13 +137,13 @@ def next_with_reference(models: Any, stream: Any) -> Reference:
     rows = stream.next()
     if "ref_logps" in rows:
         return rows
-    known, unknown = stream.split_by_kept(rows, "ref_logps")
-    asked = reference_log_probs(models, unknown)
-    stream.keep(asked, "ref_logps", models.controller.get_field(asked, "ref_logps"))
-    return known.concat(asked) if len(known) else asked
+    earlier_rows, new_rows = stream.split_by_kept(rows, "ref_logps")
+    new_rows = reference_log_probs(models, new_rows)
+    stream.keep(new_rows, "ref_logps", models.controller.get_field(new_rows, "ref_logps"))
+    return earlier_rows.concat(new_rows) if len(earlier_rows) else new_rows
 
 
-def validate_by(data: Any, stream: str, evaluate: Callable[[Reference], Reference]) -> dict[str, float]:
+def validation_statistics(data: Any, stream: str, evaluate: Callable[[Reference], Reference]) -> dict[str, float]:
     """Return ``val/loss`` and the other statistics of an objective over all validation rows.
 
     Collective over the world: every rank of it must call, in program order.

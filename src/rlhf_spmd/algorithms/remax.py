@@ -53,23 +53,25 @@ class Config(PolicyConfig):
 
 
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
-    """One ReMax step. Returns the calls whose values are the step's metrics."""
+    """Return the calls of one ReMax step whose values are its metrics."""
     prompts = data.prompts.next()
     greedy = prompts.firsts().copy()
-    both, best = prompts.concat(greedy), replace(data.sampling, temperature=0.0)
-    rollout = models.actor.generate_sequences(both, data.sampling, global_step, sampling_overrides=[(greedy, best)])
-    both = both.union(rollout)
-    scores, scored = score(models, both.take(prompts))
-    baseline, _ = score(models, both.take(greedy))  # by itself, so that the metrics of rewards are those of samples
-    both = both.union(scores.concat(baseline))
-    baselines = models.compute.apply(both, greedy_scores, ("scores",), outputs=("baselines",), keep_groups=True)
-    batch = both.union(baselines).take(prompts)
+    samples_and_greedy = prompts.concat(greedy)
+    overrides = [(greedy, replace(data.sampling, temperature=0.0))]
+    rollout = models.actor.generate_sequences(samples_and_greedy, data.sampling, global_step, sampling_overrides=overrides)
+    samples_and_greedy = samples_and_greedy.union(rollout)
+    scores, scored = score(models, samples_and_greedy.take(prompts))
+    # by themselves, so that the metrics of rewards are those of samples
+    baseline, _ = score(models, samples_and_greedy.take(greedy))
+    samples_and_greedy = samples_and_greedy.union(scores.concat(baseline))
+    baselines = models.compute.apply(samples_and_greedy, greedy_scores, ("scores",), outputs=("baselines",), keep_groups=True)
+    batch = samples_and_greedy.union(baselines).take(prompts)
     old = models.actor.compute_log_prob(batch)
     batch = batch.union(old)
     if config.kl.uses_reference:
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
     reads = ("scores", "baselines", *config.kl.inputs)
-    advantages = models.compute.apply(batch, minus_greedy(config), reads, outputs=("advantages",))
+    advantages = models.compute.apply(batch, remax_advantages(config), reads, outputs=("advantages",))
     policy = clipped_policy(config, data.sampling, global_step)
     update = models.actor.update(batch.union(advantages), policy, **config.schedule)
     return [rollout, *scored, old, baselines, advantages, update]
@@ -81,12 +83,12 @@ def greedy_scores(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -
     groups, index = rows.group_ids.unique(return_inverse=True)
     greedy = torch.zeros_like(groups).scatter_reduce_(0, index, rows.row_ids, "amax", include_self=False)[index] == rows.row_ids
     baseline = scores.new_zeros(len(groups)).index_copy_(0, index[greedy], scores[greedy])
-    known = baseline[~baseline.isnan()]
-    total, count = reduce.sum(torch.stack([known.sum(), known.new_tensor(len(known))])).tolist()
+    has_score = ~baseline.isnan()
+    total, count = reduce.sum(torch.stack([baseline[has_score].sum(), has_score.sum().double()])).tolist()
     return {"baselines": baseline[index]}, {"actor/baseline_mean": total / max(count, 1.0)}
 
 
-def minus_greedy(config: Config) -> Function:
+def remax_advantages(config: Config) -> Function:
     """Return a function that computes advantages [tokens]: the row's score minus the greedy one's (section 3.1, algorithm 1).
 
     With ``use_kl_in_reward`` minus the coefficient times the KL of the token and of those after it; the greedy score has none, as in
@@ -96,7 +98,8 @@ def minus_greedy(config: Config) -> Function:
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
         scores, baselines = fields["scores"].double(), fields["baselines"]
-        measured, learnt = MeasuredKL(kl, fields, rows, reduce.state), ~(scores - baselines).isnan()
+        measured = MeasuredKL(kl, fields, rows, reduce.state)
+        learnt = ~(scores - baselines).isnan()
         rewards = token_level_rewards(
             scores, measured.values.double() if kl.use_kl_in_reward else None, measured.coefficient, rows.lengths
         )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from rlhf_spmd.algorithms.preferences import ScoreModelConfig, of_pairs, validate_by
+from rlhf_spmd.algorithms.preferences import ScoreModelConfig, pair_objective, validation_statistics
 from rlhf_spmd.config.constraints import NonNegativeFloat
 from rlhf_spmd.controller import Reference
 from rlhf_spmd.objectives.preferences import bradley_terry
@@ -36,7 +36,7 @@ class Config(ScoreModelConfig):
             penalty = self.center_rewards_coefficient * (better + worse).square()
             return bradley_terry(better, worse, chosen["margin"]) + penalty, report
 
-        return of_pairs(loss, ("margin",), "row_values")
+        return pair_objective(loss, ("margin",), "row_values")
 
 
 class LearnsPairs(Protocol):
@@ -48,11 +48,12 @@ class LearnsPairs(Protocol):
 
 
 def step(models: Any, data: Any, config: LearnsPairs, global_step: int) -> list[Reference]:
-    """One optimizer step on pairs, for all algorithms that need nothing else: they differ in their objective."""
+    """Return the call of one optimizer step on pairs, for all algorithms that need nothing else: they differ in their objective."""
     role = getattr(models, config.exported)
     return [role.update(data.pairs.next(), config.objective())]
 
 
 def validate(models: Any, data: Any, config: LearnsPairs, global_step: int) -> dict[str, float]:
-    role, objective = getattr(models, config.exported), config.objective()
-    return validate_by(data, "pairs", lambda rows: role.evaluate(rows, objective))
+    role = getattr(models, config.exported)
+    objective = config.objective()
+    return validation_statistics(data, "pairs", lambda rows: role.evaluate(rows, objective))

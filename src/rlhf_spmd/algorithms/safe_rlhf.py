@@ -24,12 +24,12 @@ from rlhf_spmd.objectives.advantages import gae, moments, token_level_rewards, w
 from rlhf_spmd.objectives.kl import kl_penalty
 from rlhf_spmd.workers import Computed, ComputeWorker, CriticWorker, Function, GlobalReduce, RewardWorker, RoleClass, Rows
 
-LEAST_LOGARITHM = -20.0  # of the multiplier, which scales its own step: from far below it would not come back
+LEAST_LOGARITHM = -20.0  # bound of the multiplier, which scales its own step: from far below it would not come back
 
 
 @dataclass(frozen=True)
 class Config(PPOConfig):
-    """PPO's knobs, and the multiplier's.
+    """PPO's settings, and the multiplier's.
 
     - lambda_init: the multiplier at the start
     - lambda_lr: step of the multiplier's logarithm, times the multiplier and the cost's excess
@@ -72,8 +72,8 @@ class Config(PPOConfig):
         ),
     )
 
-    def check_streams(self, described: Collection[str], where: str) -> None:
-        if ("texts" in described) != (self.ptx_coeff > 0):
+    def check_streams(self, configured_streams: Collection[str], where: str) -> None:
+        if ("texts" in configured_streams) != (self.ptx_coeff > 0):
             raise ValueError(f"{where}.ptx_coeff={self.ptx_coeff}: it and the section ptx go together; give both or none")
 
     @property
@@ -82,7 +82,7 @@ class Config(PPOConfig):
 
 
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
-    """One step: as PPO's, with a cost beside the reward and advantages that weigh both by the multiplier."""
+    """Return the calls of one step: as PPO's, with a cost beside the reward and advantages that weigh both by the multiplier."""
     # 1. the rollout, and what each model computes for it
     batch, rollout = sample(models, data, global_step)
     scores, scored = score(models, batch)
@@ -94,17 +94,16 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     # 2. the multiplier and the advantages
     batch = batch.union(old, reference)
     inputs = ("scores", "costs", "old_values", "old_cost_values", "old_log_probs", "ref_log_prob")
-    judged = batch.union(scores, costs.select("scores").rename(scores="costs"), values, cost_values)
-    advantages = models.lagrange.apply(
-        judged, lagrangian(config, global_step), inputs, ("advantages", "returns", "cost_returns")
-    )
+    scored_batch = batch.union(scores, costs.select("scores").rename(scores="costs"), values, cost_values)
+    outputs = ("advantages", "returns", "cost_returns")
+    advantages = models.lagrange.apply(scored_batch, lagrangian(config, global_step), inputs, outputs)
 
     # 3. updates
     cost_returns = advantages.select("cost_returns").rename(cost_returns="returns")
-    of_costs = batch.union(cost_values.rename(old_cost_values="old_values"), cost_returns)
+    cost_batch = batch.union(cost_values.rename(old_cost_values="old_values"), cost_returns)
     calls = [rollout, *scored, costs, old, advantages]
     calls.append(models.critic.update(batch.union(values, advantages), clipped_value(config), **config.schedule))
-    calls.append(models.cost_critic.update(of_costs, clipped_value(config, "cost_critic"), **config.schedule))
+    calls.append(models.cost_critic.update(cost_batch, clipped_value(config, "cost_critic"), **config.schedule))
     if global_step > config.critic_warmup:
         rows, objectives = [batch.union(advantages)], [clipped_policy(config, data.sampling, global_step)]
         if config.ptx_coeff:
@@ -125,9 +124,10 @@ def lagrangian(config: Config, global_step: int) -> Function:
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
         kl = kl_penalty(fields["old_log_probs"], fields["ref_log_prob"], config.kl.kl_penalty)
-        costs, multiplier = fields["costs"][~fields["costs"].isnan()], reduce.state.get("lambda", config.lambda_init)
-        mine = [float(len(costs)), float(costs.double().sum()), float(len(kl)), float(kl.double().sum())]
-        count, cost, tokens, kl_sum = reduce.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        costs = fields["costs"][~fields["costs"].isnan()]
+        multiplier = reduce.state.get("lambda", config.lambda_init)
+        local_sums = [float(len(costs)), float(costs.double().sum()), float(len(kl)), float(kl.double().sum())]
+        count, cost, tokens, kl_sum = reduce.sum(torch.tensor(local_sums, dtype=torch.float64)).tolist()
         excess = cost / count - config.threshold if count else 0.0
         if global_step > config.lambda_update_delay_steps:
             logarithm = math.log(multiplier) + config.lambda_lr * multiplier * excess
@@ -141,8 +141,8 @@ def lagrangian(config: Config, global_step: int) -> Function:
             sides.append(whiten(advantage, reduce.sum(moments(advantage[learnt]))).masked_fill(~learnt, 0.0))
             returns.append(rows.per_token(value.where(learnt, fields[values])))
         advantages = rows.per_token((sides[0] - multiplier * sides[1]) / (1 + multiplier))
-        report = {"safe_rlhf/lambda": multiplier, "actor/kl": kl_sum / tokens}
-        report |= {"safe_rlhf/cost_excess": excess} if count else {}
+        cost_excess = {"safe_rlhf/cost_excess": excess} if count else {}
+        report = {"safe_rlhf/lambda": multiplier, "actor/kl": kl_sum / tokens, **cost_excess}
         return {"advantages": advantages, "returns": returns[0], "cost_returns": returns[1]}, report
 
     return compute_advantage

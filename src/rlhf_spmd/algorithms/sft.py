@@ -50,7 +50,7 @@ class Config(AlgorithmConfig):
 
 
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
-    """One optimizer step on the negative log-likelihood of the responses."""
+    """Return the call of one optimizer step on the negative log-likelihood of the responses."""
     return [models.actor.update(data.responses.next(), likelihood(config.loss_agg_mode))]
 
 
@@ -69,7 +69,8 @@ def validate(models: Any, data: Any, config: Config, global_step: int) -> dict[s
     if "responses" in data.validation.rows:
         total, tokens = 0.0, 0
         for part in data.validation.evaluate_rows("responses", lambda rows: models.actor.compute_loss(rows)):
-            total, tokens = total + part["sum"], tokens + part["tokens"]
+            total += part["sum"]
+            tokens += part["tokens"]
         metrics["val/loss"] = total / tokens
     if "val_prompts" in data.validation.rows:
         metrics |= validate_rewards(models, data, config, global_step, "val_prompts")

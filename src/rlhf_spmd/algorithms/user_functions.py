@@ -1,4 +1,4 @@
-"""Estimators and policy losses of the user's own: found by name, called with arguments by name, their results checked."""
+"""The user's own estimators and policy losses: resolved by name, called with arguments by name, their results checked."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.registry import located, resolve_function, split_name
+from rlhf_spmd.config.registry import noting_user_line, resolve_function, split_name
 from rlhf_spmd.objectives.losses import log_ratios
 
 ESTIMATOR_ARGUMENTS = ("rewards", "group_ids", "lengths", "config")
 LOSS_ARGUMENTS = ("log_prob", "old_log_prob", "advantages", "lengths", "config")
-STATISTICS = ("clipped", "dual_clipped")  # which a loss may give beside those with a / in their name
+STATISTICS = ("clipped", "dual_clipped")  # statistics that a loss may return, beside those with a / in their name
 
 # (config, rewards of rows [rows], their group ids, their lengths) -> [rows] or [tokens]
 Estimator = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
@@ -23,12 +23,12 @@ Estimator = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 PolicyLoss = Callable[[Any, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
-def is_own(name: str) -> bool:
+def is_user_function(name: str) -> bool:
     """Return True if ``name`` is that of a module or a file, and none of a table."""
     return "." in name or ":" in name
 
 
-def own_estimator(where: str, name: str) -> Estimator:
+def user_estimator(where: str, name: str) -> Estimator:
     """Return the function ``name``, else the ``estimate`` of the module or file. Raises ValueError for one that does not exist or takes
     other arguments.
 
@@ -42,22 +42,22 @@ def own_estimator(where: str, name: str) -> Estimator:
             return torch.zeros_like(rewards)
         returned = called({"rewards": rewards.clone(), "group_ids": group_ids, "lengths": lengths, "config": config})
         tokens = int(lengths.sum())
-        wanted = f"a tensor of an advantage for each row [{len(rewards)}] or for each response token [{tokens}]"
-        advantages = _tensor(f"{where} {name!r}", returned, (len(rewards), tokens), wanted).detach().to(rewards)
-        of_row = torch.arange(len(rewards)) if len(advantages) == len(rewards) else torch.repeat_interleave(lengths)
-        bad = (~advantages.isfinite() & ~rewards.isnan()[of_row]).nonzero()
-        if len(bad):
-            row = int(of_row[bad[0]])
+        expected = f"a tensor of an advantage for each row [{len(rewards)}] or for each response token [{tokens}]"
+        advantages = _tensor(f"{where} {name!r}", returned, (len(rewards), tokens), expected).detach().to(rewards)
+        row_of = torch.arange(len(rewards)) if len(advantages) == len(rewards) else torch.repeat_interleave(lengths)
+        not_finite = (~advantages.isfinite() & ~rewards.isnan()[row_of]).nonzero()
+        if len(not_finite):
+            row = int(row_of[not_finite[0]])
             raise FloatingPointError(
-                f"{where} {name!r} returned {float(advantages[bad[0]])} for a row of group {int(group_ids[row])}, whose reward is "
-                f"{float(rewards[row]):g}; advantages must be finite"
+                f"{where} {name!r} returned {float(advantages[not_finite[0]])} for a row of group {int(group_ids[row])}, whose reward "
+                f"is {float(rewards[row]):g}; advantages must be finite"
             )
         return advantages
 
     return estimate
 
 
-def own_loss(where: str, name: str) -> PolicyLoss:
+def user_loss(where: str, name: str) -> PolicyLoss:
     """Return the function ``name``, else the ``loss`` of the module or file. Raises ValueError for one that does not exist or takes
     other arguments.
 
@@ -101,8 +101,8 @@ def _resolved(where: str, name: str, exports: str, allowed: tuple[str, ...]) -> 
     if not inspect.isroutine(function):
         raise ValueError(f"{where} {name!r} is a {type(function).__name__}, not a function")
     parameters = inspect.signature(function).parameters.values()
-    named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    for parameter in named.values():
+    parameters_by_name = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    for parameter in parameters_by_name.values():
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ValueError(f"{takes} {parameter.name} by position alone; its arguments are given by name")
         if parameter.default is parameter.empty and parameter.name not in allowed:
@@ -113,15 +113,15 @@ def _resolved(where: str, name: str, exports: str, allowed: tuple[str, ...]) -> 
     home = sys.modules[function.__module__]
 
     def call(values: Mapping[str, Any]) -> Any:
-        with located(where, name, home):
-            return function(**{key: value for key, value in values.items() if takes_all or key in named})
+        with noting_user_line(where, name, home):
+            return function(**{key: value for key, value in values.items() if takes_all or key in parameters_by_name})
 
     return call
 
 
-def _tensor(label: str, value: Any, lengths: tuple[int, ...], wanted: str) -> Tensor:
+def _tensor(label: str, value: Any, lengths: tuple[int, ...], expected: str) -> Tensor:
     """Return ``value`` if it is a tensor of one dimension and one of these lengths. Raises ValueError."""
     if isinstance(value, Tensor) and value.dim() == 1 and len(value) in lengths:
         return value
     what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise ValueError(f"{label} returned {what}; it must return {wanted}")
+    raise ValueError(f"{label} returned {what}; it must return {expected}")

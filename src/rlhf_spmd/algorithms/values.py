@@ -1,4 +1,4 @@
-"""The critic's side of an algorithm: its knobs, advantages and returns by its values, and its loss."""
+"""The critic's side of an algorithm: its settings, advantages and returns by its values, and its loss."""
 
 from __future__ import annotations
 
@@ -56,10 +56,11 @@ def gae_advantages(config: ActorCriticConfig) -> Function:
     critic, kl = config.values, config.kl
 
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
-        measured, value_moments = MeasuredKL(kl, fields, rows, reduce.state), RunningMoments("value_norm", reduce.state)
+        measured = MeasuredKL(kl, fields, rows, reduce.state)
+        value_moments = RunningMoments("value_norm", reduce.state)
         scores = normalised_scores(critic, fields["scores"], reduce)
-        scored = ~scores.isnan()
-        learnt = rows.spread(scored)
+        has_score = ~scores.isnan()
+        learnt = rows.spread(has_score)
         values = value_moments.restore(fields["values"]) if critic.norm_value else fields["values"]
         rewards = token_level_rewards(
             scores, measured.values if kl.use_kl_in_reward else None, measured.coefficient, rows.lengths
@@ -67,7 +68,7 @@ def gae_advantages(config: ActorCriticConfig) -> Function:
         advantages, returns = gae(rewards, values, rows.lengths, critic.gamma, critic.lam)
         sums = reduce.sums(
             kl=measured.sums(),
-            scored=scored.sum(),
+            scored=has_score.sum(),
             rewards=rewards[learnt].double().sum(),
             advantages=moments(advantages[learnt]),
             returns=moments(returns[learnt]),
@@ -99,9 +100,9 @@ def normalised_scores(config: ValueConfig, scores: Tensor, reduce: GlobalReduce)
     call."""
     if config.norm_reward == "none":
         return scores
-    value_moments = RunningMoments("reward_norm", reduce.state)
-    value_moments.add(reduce.sum(moments(scores[~scores.isnan()])))
-    return value_moments.normalise(scores, center=config.norm_reward == "mean_std")
+    score_moments = RunningMoments("reward_norm", reduce.state)
+    score_moments.add(reduce.sum(moments(scores[~scores.isnan()])))
+    return score_moments.normalise(scores, center=config.norm_reward == "mean_std")
 
 
 def clipped_value(config: ActorCriticConfig, critic: str = "critic") -> Objective:

@@ -8,11 +8,20 @@ box, and a COMMIT file written last. It is written in one layout and read in any
 
 Read in this order:
 
-- ``manifest``: what a checkpoint holds, piece by piece; ``CheckpointError``
-- ``files``: writes that survive a crash
-- ``directory``: drafts, COMMIT and the rename; old checkpoints are removed
+Checkpoints on disk:
+
+- ``manifest``: what a checkpoint holds, box by box; which rank writes which box; ``CheckpointError``
+- ``files``: safetensors files, written and hashed one tensor at a time
+- ``directory``: drafts, COMMIT and the rename; which checkpoints there are; old ones are removed
+
+Tensors to checkpoints and back, in any layout:
+
 - ``save``: ``prepare_checkpoint`` of roles (``RoleState``) makes a ``Draft``, whose ``write`` may run beside a step. Before it
-  writes, it proves that the run directory is still this job's
-- ``load``: ``load_checkpoint`` into any layout, ``find_resumable``, ``verify_checkpoint``
-- ``export``, ``adapters``: Hugging Face directories; adapters in PEFT's form
+  writes, it checks that the run directory is still this job's
+- ``load``: ``load_checkpoint``, ``find_resumable``, ``verify_checkpoint``
+
+Checkpoints to Hugging Face directories:
+
+- ``adapters``: low-rank adapters, in PEFT's form or added to the weights
+- ``export``: a role's model
 """

@@ -32,10 +32,12 @@ STATE = "lora"  # key in a checkpoint's state: role -> settings of its adapters
 
 
 class SavedAdapters:
-    """A role's adapters. ``pieces``: name of a trained tensor -> its stored boxes. ``dtype``: of all of them."""
+    """A role's adapters. ``pieces``: name of a trained tensor -> its stored boxes. ``dtype``: the dtype of all these tensors."""
 
     def __init__(self, directory: Path, pieces: dict[str, list[StoredBox]], settings: dict[str, Any]) -> None:
-        self._directory, self.pieces, self.lora = directory, pieces, LoraConfig(**settings)
+        self._directory = directory
+        self.pieces = pieces
+        self.lora = LoraConfig(**settings)
         self.dtype = DTYPES[next(iter(pieces.values()))[0].dtype]
 
     def read(self, name: str) -> Tensor:
@@ -43,13 +45,13 @@ class SavedAdapters:
         pieces = self.pieces[name]
         return read_whole(self._directory, pieces, Spec(name, self.dtype, pieces[0].shape))
 
-    def add(self, box: Box, stored: Any, device: torch.device, few_bits: Collection[str]) -> Tensor:
+    def add(self, box: Box, stored: Any, device: torch.device, quantized: Collection[str]) -> Tensor:
         """Return a box of a model's tensor with its adapter added, if it has one, in ``dtype`` on ``device``.
 
-        ``stored``: safetensors' slice object of the tensor. ``few_bits``: tensors that were in ``lora.bits`` bits during training.
+        ``stored``: safetensors' slice object of the tensor. ``quantized``: tensors that were in ``lora.bits`` bits during training.
         """
         names = [adapter_tensor(box.name, which) for which in "AB"]
-        if box.name in few_bits and self.lora.bits is not None:  # rounding needs whole rows
+        if box.name in quantized and self.lora.bits is not None:  # rounding needs whole rows
             rows, columns = box.global_slices
             values = rounded(stored[rows, :].to(device, self.dtype), self.lora.bits)[:, columns]
         else:
@@ -65,36 +67,39 @@ class SavedAdapters:
     def add_to(self, spec: ModelSpec, state: RoleState, source: Path) -> None:
         """Add the adapters to the weights of the model in ``source``, in any layout. Sums are rounded once."""
         with ExitStack() as stack:
-            stored, few_bits = StoredModel(source, spec, stack), quantized_tensors(spec, self.lora)
+            stored = StoredModel(source, spec, stack)
+            quantized = quantized_tensors(spec, self.lora)
             for name, parameter in state.tensors.items():
                 for box in state.shards[name].boxes:
-                    if adapter_tensor(box.name, "A") in self.pieces or box.name in few_bits:
+                    if adapter_tensor(box.name, "A") in self.pieces or box.name in quantized:
                         values = find_tensor(stored, box.name, box.shape, False)
-                        parameter[box.local_slices].copy_(self.add(box, values, parameter.device, few_bits))
+                        parameter[box.local_slices].copy_(self.add(box, values, parameter.device, quantized))
 
     def merged(self, source: Path, stack: ExitStack) -> tuple[list[Spec], Callable[[Spec], Tensor]]:
         """Return the tensors of the model in ``source`` with the adapters added, and how to read each."""
         spec = read_spec(source)
-        stored, few_bits = StoredModel(source, spec, stack), quantized_tensors(spec, self.lora)
+        stored = StoredModel(source, spec, stack)
+        quantized = quantized_tensors(spec, self.lora)
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # a process that trains on a GPU merges there
 
-        def get(wanted: Spec) -> Tensor:
-            if wanted.key in self.pieces:
-                return self.read(wanted.key)
-            (box,) = whole_shard(wanted.key, wanted.shape).boxes
-            return self.add(box, find_tensor(stored, wanted.key, wanted.shape, False), device, few_bits).cpu()
+        def get(tensor: Spec) -> Tensor:
+            if tensor.key in self.pieces:
+                return self.read(tensor.key)
+            (box,) = whole_shard(tensor.key, tensor.shape).boxes
+            return self.add(box, find_tensor(stored, tensor.key, tensor.shape, False), device, quantized).cpu()
 
         shapes = tensor_shapes(spec, "value" if Names.value_head in self.pieces else "lm")
         return [Spec(name, self.dtype, shape) for name, shape in sorted(shapes.items())], get
 
     def write(self, out: Path, source: Path) -> None:
         """Write a directory that ``peft.PeftModel.from_pretrained`` loads beside the model in ``source``."""
-        adapters, inside = [name for name in self.pieces if name.startswith(PREFIX)], read_spec(source).text_prefix
+        adapters = [name for name in self.pieces if name.startswith(PREFIX)]
+        prefix = read_spec(source).text_prefix
         heads = [name for name in self.pieces if name == Names.value_head]
-        stored = {name.replace(".layers.", f".{inside}layers."): name for name in adapters}
+        stored = {name.replace(".layers.", f".{prefix}layers."): name for name in adapters}
         stored |= {PREFIX + name: name for name in heads}
-        named = self.lora.target_modules
-        ends = sorted({name.split(".")[-3] for name in adapters}) if named == ALL_LINEAR else list(named)
+        targets = self.lora.target_modules
+        modules = sorted({name.split(".")[-3] for name in adapters}) if targets == ALL_LINEAR else list(targets)
         config = {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if heads else "CAUSAL_LM",
@@ -104,7 +109,7 @@ class SavedAdapters:
             "lora_dropout": self.lora.dropout,
             "use_rslora": self.lora.use_rslora,
             # a vision tower has matrices of the same names
-            "target_modules": rf".*\.{re.escape(inside)}.*\b({'|'.join(map(re.escape, ends))})" if inside else ends,
+            "target_modules": rf".*\.{re.escape(prefix)}.*\b({'|'.join(map(re.escape, modules))})" if prefix else modules,
             "modules_to_save": [name.partition(".")[0] for name in heads] or None,
             "bias": "none",
             "fan_in_fan_out": False,

@@ -24,9 +24,9 @@ from rlhf_spmd.checkpoint.manifest import FORMAT_VERSION, CheckpointError, Manif
 from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.telemetry import run_lock
-from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, LATEST, atomic_write_bytes, atomic_write_text, fsync_directory
+from rlhf_spmd.telemetry.run_dir import CHECKPOINTS_DIR, LATEST_FILE, atomic_write_bytes, atomic_write_text, fsync_directory
 
-FORMAT_1 = "manifest.json"  # the manifest of format 1
+FORMAT_1_MANIFEST = "manifest.json"
 MANIFEST, COMMIT = "manifest.jsonl", "COMMIT"
 _NAME = re.compile(r"step_(\d+)(\.old)?")
 # manifests that were read and are still in use
@@ -34,8 +34,8 @@ _MANIFESTS_IN_USE: WeakValueDictionary[tuple[Any, ...], Manifest] = WeakValueDic
 
 
 @dataclass(frozen=True)
-class Committed:
-    """A checkpoint with its COMMIT file.
+class SavedStep:
+    """A complete checkpoint of one step: a directory with a COMMIT file.
 
     ``serial`` counts the saves of a run directory. It gives their order in time, whatever their steps, and a step that is saved again
     gets another one.
@@ -57,21 +57,21 @@ def step_directory(run_dir: Path, step: int) -> Path:
 def named_checkpoint(path: Path) -> Path:
     """Return ``path``; or, for the file ``latest``, the checkpoint that it names."""
     path = path.expanduser()
-    if path.name != LATEST or not path.is_file():
+    if path.name != LATEST_FILE or not path.is_file():
         return path
     name = path.read_text(encoding="utf-8", errors="replace").strip()
     return path.parent / name if _NAME.fullmatch(name) else path
 
 
 def check_place(run_dir: Path) -> None:
-    """Raises CheckpointError if something blocks checkpoints that a save would meet only at its end."""
+    """Raise CheckpointError if checkpoints cannot be written here: a save would find out only at its end."""
     root = checkpoints_of(run_dir)
     if root.is_symlink() and not root.exists():
         raise CheckpointError(f"{root} is a link to {os.readlink(root)}, which does not exist; make that directory")
     if root.exists() and not (root.is_dir() and os.access(root, os.W_OK)):
         raise CheckpointError(f"{root} is not a directory that this user can write to; move it away")
-    if (root / LATEST).is_dir() and not (root / LATEST).is_symlink():
-        raise CheckpointError(f"{root / LATEST} is a directory, and the run writes a file of that name; move it away")
+    if (root / LATEST_FILE).is_dir() and not (root / LATEST_FILE).is_symlink():
+        raise CheckpointError(f"{root / LATEST_FILE} is a directory, and the run writes a file of that name; move it away")
 
 
 def draft_directory(run_dir: Path, step: int) -> Path:
@@ -79,20 +79,20 @@ def draft_directory(run_dir: Path, step: int) -> Path:
     return checkpoints_of(run_dir) / f"step_{step}.tmp"
 
 
-def committed(run_dir: Path) -> list[Committed]:
+def committed(run_dir: Path) -> list[SavedStep]:
     """Return the checkpoints that may be complete, newest first. Reads only the COMMIT files."""
     checkpoints = []
     for path in _step_directories(run_dir):
         with suppress(CheckpointError):
-            mark = _read_commit(path)
-            checkpoints.append(Committed(path, mark["step"], mark["serial"]))
+            commit_record = _read_commit(path)
+            checkpoints.append(SavedStep(path, commit_record["step"], commit_record["serial"]))
     return sorted(checkpoints, key=lambda c: (c.serial, c.step), reverse=True)
 
 
 def uncommitted(run_dir: Path) -> dict[Path, str]:
-    """Return path -> what is wrong, of checkpoints whose COMMIT file is missing or damaged.
+    """Return path -> what is wrong, for checkpoints whose COMMIT file is missing or damaged.
 
-    No save leaves these; they were damaged later.
+    No save leaves such checkpoints; they were damaged later.
     """
     reasons = {}
     for path in sorted(_step_directories(run_dir)):
@@ -114,8 +114,8 @@ def _read_commit(path: Path) -> dict[str, Any]:
     if not where.exists():
         raise CheckpointError(f"{path}: not a complete checkpoint, {COMMIT} is missing")
     try:
-        mark = parse_json(where.read_text(encoding="utf-8"))
-        return {"step": int(mark["step"]), "serial": int(mark["serial"]), "manifest_sha256": str(mark["manifest_sha256"])}
+        record = parse_json(where.read_text(encoding="utf-8"))
+        return {"step": int(record["step"]), "serial": int(record["serial"]), "manifest_sha256": str(record["manifest_sha256"])}
     except OSError as error:
         raise CheckpointError(f"{where}: {error.strerror}") from error
     except (LookupError, TypeError, ValueError, OverflowError) as error:
@@ -123,44 +123,48 @@ def _read_commit(path: Path) -> dict[str, Any]:
 
 
 def is_of_format_1(directory: Path) -> bool:
-    return (directory / FORMAT_1).is_file() and not (directory / MANIFEST).is_file()
+    return (directory / FORMAT_1_MANIFEST).is_file() and not (directory / MANIFEST).is_file()
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a complete checkpoint whose files have their full size. Raises CheckpointError that says what is wrong.
+    """Return the manifest of a complete checkpoint whose files have their full size.
 
     Boxes are parsed when somebody asks for them, and verified when they are read. A manifest that is still in use is not read again:
     with a thousand ranks it has hundreds of megabytes, and a resuming run asks for it once per role.
+
+    Raises CheckpointError that says what is wrong.
     """
     directory = Path(directory)
     try:
         stats = [(directory / name).stat() for name in (MANIFEST, COMMIT)]
     except OSError:  # the reader says what is wrong
         return _read_manifest(directory)
-    seen = str(directory), *((s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)
-    manifest = _MANIFESTS_IN_USE.get(seen)
+    key = str(directory), *((s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)
+    manifest = _MANIFESTS_IN_USE.get(key)
     if manifest is None:
-        manifest = _MANIFESTS_IN_USE[seen] = _read_manifest(directory)
+        manifest = _MANIFESTS_IN_USE[key] = _read_manifest(directory)
     return manifest
 
 
 def _read_manifest(directory: Path) -> Manifest:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
-    where, lines, digest = str(directory / MANIFEST), [], hashlib.sha256()
+    where = str(directory / MANIFEST)
     if is_of_format_1(directory):
         raise CheckpointError(f"{directory}: format 1, but this program reads format {FORMAT_VERSION}")
-    mark = _read_commit(directory)
+    commit_record = _read_commit(directory)
+    digest = hashlib.sha256()
+    lines = []
     try:
         with open(where, "rb") as file:
             for line in file:
                 RECORDER.tick()
                 digest.update(line)
                 lines.append(line)
-        if digest.hexdigest() != mark["manifest_sha256"]:
+        if digest.hexdigest() != commit_record["manifest_sha256"]:
             raise CheckpointError(f"{where}: damaged, its hash is not the one in {COMMIT}")
         manifest = Manifest.from_lines(lines, where)
-        if manifest.step != mark["step"]:
+        if manifest.step != commit_record["step"]:
             raise CheckpointError(f"{where}: of step {manifest.step}, which is not the one in {COMMIT}")
         for name, size in manifest.files.items():
             actual = (directory / name).stat().st_size
@@ -171,17 +175,17 @@ def _read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def prepare_draft(run_dir: Path, step: int, damaged: Collection[Committed] = ()) -> Path:
-    """Make an empty directory for a new checkpoint. Removes remains of interrupted saves. Raises OSError, LockLost.
+def prepare_draft(run_dir: Path, step: int, damaged: Collection[SavedStep] = ()) -> Path:
+    """Make an empty directory for a new checkpoint, and return it. Remove remains of interrupted saves.
 
-    A ``step_N.old`` stays if ``step_N`` is incomplete or ``damaged``: the run may depend on it.
+    A ``step_N.old`` stays if ``step_N`` is incomplete or ``damaged``: the run may depend on it. Raises OSError, LockLost.
     """
     run_lock.check_still_held(run_dir)
     root = checkpoints_of(run_dir)
     root.mkdir(parents=True, exist_ok=True)
-    good = {checkpoint.path for checkpoint in committed(run_dir) if checkpoint not in damaged}
+    intact = {checkpoint.path for checkpoint in committed(run_dir) if checkpoint not in damaged}
     for path in list(root.iterdir()):
-        superseded = path.name.endswith(".old") and path.with_suffix("") in good
+        superseded = path.name.endswith(".old") and path.with_suffix("") in intact
         if path.name.endswith(".tmp") or (_NAME.fullmatch(path.name) and superseded):
             _remove(path)
     draft = draft_directory(run_dir, step)
@@ -189,12 +193,11 @@ def prepare_draft(run_dir: Path, step: int, damaged: Collection[Committed] = ())
     return draft
 
 
-def commit(run_dir: Path, manifest: Manifest, keep: int | None, damaged: Collection[Committed] = ()) -> Path:
-    """Make a written draft the newest checkpoint, then delete those beyond ``keep`` (None: none), but never that of the step
-    ``state["best"]["step"]``.
+def commit(run_dir: Path, manifest: Manifest, keep: int | None, damaged: Collection[SavedStep] = ()) -> Path:
+    """Make a written draft the newest checkpoint, delete old ones, and return the new one's path.
 
-    ``damaged`` checkpoints do not count. Every rank must have written and synced its files before. Raises OSError, CheckpointError,
-    LockLost.
+    The ``keep`` newest stay (None: all), and that of the step ``state["best"]["step"]``. ``damaged`` checkpoints do not count. Every
+    rank must have written and synced its files before. Raises OSError, CheckpointError, LockLost.
     """
     run_lock.check_still_held(run_dir)
     draft, final = draft_directory(run_dir, manifest.step), step_directory(run_dir, manifest.step)
@@ -207,22 +210,22 @@ def commit(run_dir: Path, manifest: Manifest, keep: int | None, damaged: Collect
             )
     text = manifest.to_bytes()
     serial = max((c.serial for c in committed(run_dir)), default=0) + 1
-    mark = {"step": manifest.step, "serial": serial, "manifest_sha256": hashlib.sha256(text).hexdigest()}
+    commit_record = {"step": manifest.step, "serial": serial, "manifest_sha256": hashlib.sha256(text).hexdigest()}
     atomic_write_bytes(draft / MANIFEST, text)
-    atomic_write_text(draft / COMMIT, json.dumps(mark))
-    old = final.with_name(final.name + ".old")
-    if old.is_dir() and final.exists():  # prepare_draft kept it, so the present step_N is damaged
+    atomic_write_text(draft / COMMIT, json.dumps(commit_record))
+    previous = final.with_name(final.name + ".old")
+    if previous.is_dir() and final.exists():  # prepare_draft kept it, so the present step_N is damaged
         _remove(final)
     elif final.exists():
-        os.rename(final, old)
+        os.rename(final, previous)
     os.rename(draft, final)
     fsync_directory(final.parent)
-    atomic_write_text(checkpoints_of(run_dir) / LATEST, final.name)
-    if old.exists():
-        _remove(old)
+    atomic_write_text(checkpoints_of(run_dir) / LATEST_FILE, final.name)
+    if previous.exists():
+        _remove(previous)
     best = manifest.state.get("best") or {}
-    good = [checkpoint for checkpoint in committed(run_dir) if checkpoint not in damaged]
-    for expired in [] if keep is None else good[max(keep, 1) :]:
+    intact = [checkpoint for checkpoint in committed(run_dir) if checkpoint not in damaged]
+    for expired in [] if keep is None else intact[max(keep, 1) :]:
         if expired.step != best.get("step"):
             _remove(expired.path)
     return final
@@ -239,7 +242,7 @@ def drop_draft(run_dir: Path, step: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Rename, then remove: an interrupted removal must leave nothing that looks complete or damaged. Of a link, remove the link."""
+    """Rename, then remove: an interrupted removal must leave nothing that looks complete or damaged. A link itself is removed."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return

@@ -53,9 +53,9 @@ def hash_tensor(tensor: Tensor, file: BinaryIO | None = None) -> str:
 
 
 def write_safetensors(path: Path, specs: Sequence[Spec], get: Callable[[Spec], Tensor]) -> list[str]:
-    """Write ``get(spec)`` for every spec, one after the other, and sync the file to disk.
+    """Write ``get(spec)`` for every spec, one after the other, and sync the file to disk. Return the sha256 of each tensor's bytes.
 
-    Returns the sha256 of each tensor's bytes. Raises WriteError with the file's name.
+    Raises WriteError with the file's name.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -11,36 +11,38 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlhf_spmd.checkpoint.directory import Committed, check_place, committed, is_of_format_1, read_manifest, uncommitted
+from rlhf_spmd.checkpoint.directory import SavedStep, check_place, committed, is_of_format_1, read_manifest, uncommitted
 from rlhf_spmd.checkpoint.files import Spec, hash_tensor
 from rlhf_spmd.checkpoint.manifest import DTYPE_NAMES, DTYPES, PARAM, CheckpointError, Manifest, StoredBox
-from rlhf_spmd.checkpoint.save import RoleState, agree
+from rlhf_spmd.checkpoint.save import RoleState, run_and_agree
 from rlhf_spmd.parallel.boxes import Box, cover, whole_shard
 from rlhf_spmd.parallel.collectives import Group
 
 
 @dataclass(frozen=True)
 class Resumable:
-    """The newest undamaged checkpoint; None if there is none.
+    """What a run can resume from.
 
-    ``damaged``: newer ones that are damaged. ``warnings``: about these, and about others without a readable COMMIT file.
+    - directory: the newest undamaged checkpoint; None if there is none
+    - damaged: newer checkpoints, which are damaged
+    - warnings: lines about these, and about checkpoints without a readable COMMIT file
     """
 
     directory: Path | None
-    damaged: tuple[Committed, ...] = ()
+    damaged: tuple[SavedStep, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
 def read_pieces(directory: Path, pieces: Sequence[StoredBox]) -> Iterator[tuple[StoredBox, Tensor]]:
-    """Yield the boxes one after the other, file by file, each verified. Raises CheckpointError that names file and box."""
+    """Yield the stored boxes and their values, file by file, each verified. Raises CheckpointError that names file and box."""
     by_file: dict[str, list[StoredBox]] = {}
     for piece in pieces:
         by_file.setdefault(piece.file, []).append(piece)
-    for name, wanted in by_file.items():
+    for name, pieces_in_file in by_file.items():
         path = Path(directory) / name
         try:
             with safe_open(path, framework="pt") as file:
-                for piece in wanted:
+                for piece in pieces_in_file:
                     tensor = file.get_tensor(piece.key)
                     if tuple(tensor.shape) != piece.size or DTYPE_NAMES.get(tensor.dtype) != piece.dtype:
                         raise CheckpointError(f"{path}: piece {piece.key} has another shape or dtype than in the manifest")
@@ -59,13 +61,13 @@ def read_whole(directory: Path, pieces: Sequence[StoredBox], spec: Spec) -> Tens
     return tensor.to(spec.dtype)
 
 
-def fill(directory: Path, wanted: Sequence[tuple[str, Tensor, Box, Sequence[StoredBox]]]) -> None:
+def fill(directory: Path, targets: Sequence[tuple[str, Tensor, Box, Sequence[StoredBox]]]) -> None:
     """Fill boxes of local tensors from stored boxes. Raises CheckpointError.
 
-    ``wanted``: for each box a label for messages, the local tensor, the box in it, and the stored boxes to fill it from.
+    ``targets``: for each box a label for messages, the local tensor, the box in it, and the stored boxes to fill it from.
     """
     copies: dict[StoredBox, list[tuple[Tensor, Box]]] = {}  # stored box -> the views that receive its parts, and these parts
-    for label, tensor, box, pieces in wanted:
+    for label, tensor, box, pieces in targets:
         parts, missing = cover(box, [piece.box for piece in pieces])
         if missing:
             raise CheckpointError(f"{label} lacks the part from {missing[0].start} of size {missing[0].size}")
@@ -78,7 +80,7 @@ def fill(directory: Path, wanted: Sequence[tuple[str, Tensor, Box, Sequence[Stor
 
 @torch.no_grad()
 def read_role(directory: Path, manifest: Manifest, role: str, target: RoleState) -> set[str]:
-    """Fill this rank's tensors in place. Returns the names of the role's tensors in the checkpoint. No communication.
+    """Fill this rank's tensors in place. Return the names of the role's tensors in the checkpoint. No communication.
 
     Raises CheckpointError if a tensor is missing, incomplete, or has another shape or dtype.
     """
@@ -87,28 +89,30 @@ def read_role(directory: Path, manifest: Manifest, role: str, target: RoleState)
     names: set[str] = set()
     for kind, tensors in target.kinds().items():
         pieces = manifest.pieces_of(role, kind) if tensors or kind == PARAM else {}
-        names, wanted = names | pieces.keys(), []
+        names |= pieces.keys()
+        targets = []
         for parameter, tensor in tensors.items():
             for box in target.shards[parameter].boxes:
-                stored, what = pieces.get(box.name, []), f"{where}: {kind} of {box.name}"
+                stored = pieces.get(box.name, [])
+                label = f"{where}: {kind} of {box.name}"
                 for piece in stored:
                     if piece.shape != box.shape:
-                        raise CheckpointError(f"{what} is {piece.shape}, the model's is {box.shape}")
+                        raise CheckpointError(f"{label} is {piece.shape}, the model's is {box.shape}")
                     if piece.dtype != DTYPE_NAMES.get(tensor.dtype):
                         raise CheckpointError(
-                            f"{what} is {piece.dtype}, the model's is {DTYPE_NAMES.get(tensor.dtype)}; "
+                            f"{label} is {piece.dtype}, the model's is {DTYPE_NAMES.get(tensor.dtype)}; "
                             f"resume with the dtype of the run that saved it"
                         )
-                wanted.append((what, tensor, box, stored))
-        fill(directory, wanted)
+                targets.append((label, tensor, box, stored))
+        fill(directory, targets)
     return names
 
 
 def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group, without: frozenset[str] = frozenset()) -> None:
     """Fill the tensors of ``target`` in place from a checkpoint of any layout.
 
-    Together the ranks must take every tensor of the role in the checkpoint, except those in ``without``. Kinds that ``target.optim``
-    does not name are not read. Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
+    Every tensor of the role in the checkpoint must be in some rank's ``target``, except those in ``without``. Kinds that
+    ``target.optim`` does not name are not read. Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
 
     Collective over ``group`` (the role's pool): every rank of it must call, in program order.
     """
@@ -119,13 +123,13 @@ def load_checkpoint(directory: Path, role: str, target: RoleState, group: Group,
         filled = {box.name for shard in target.shards.values() for box in shard.boxes}
         return sorted(names - filled - without)
 
-    def compare(left_by_rank: list[list[str]]) -> None:
-        if surplus := sorted(set(left_by_rank[0]).intersection(*left_by_rank)):
+    def compare(unread_by_rank: list[list[str]]) -> None:
+        if surplus := sorted(set(unread_by_rank[0]).intersection(*unread_by_rank)):
             raise CheckpointError(
                 f"{directory}: role '{role}' has {len(surplus)} tensors that the model lacks, such as {surplus[0]}"
             )
 
-    agree(group, read, compare)
+    run_and_agree(group, read, compare)
 
 
 def verify_checkpoint(directory: Path, group: Group, check: Callable[[Manifest], None] = lambda manifest: None) -> None:
@@ -138,13 +142,14 @@ def verify_checkpoint(directory: Path, group: Group, check: Callable[[Manifest],
         manifest = read_manifest(directory)
         check(manifest)
         keys = sorted(manifest.lines)  # each rank gets equally many of a role and kind
-        num = max(1, len(keys))
-        first, sharing = group.rank % num, len(range(group.rank % num, group.size, num))  # how many ranks share a line
+        num_lines = max(1, len(keys))
+        first = group.rank % num_lines
+        ranks_per_line = len(range(first, group.size, num_lines))
         for key in keys[first :: group.size]:
-            for _ in read_pieces(directory, manifest.pieces_in(key)[group.rank // num :: sharing]):
+            for _ in read_pieces(directory, manifest.pieces_in(key)[group.rank // num_lines :: ranks_per_line]):
                 pass
 
-    agree(group, read)
+    run_and_agree(group, read)
 
 
 def find_resumable(run_dir: Path, group: Group, check: Callable[[Manifest], None] = lambda manifest: None) -> Resumable:
@@ -153,22 +158,22 @@ def find_resumable(run_dir: Path, group: Group, check: Callable[[Manifest], None
     ``check``: raises CheckpointError for a state that the run cannot resume.
 
     Damaged checkpoints are skipped with a warning, remains of an interrupted save silently. Raises CheckpointError if the next
-    candidate has format 1, if no save could succeed, or if all are damaged: a new run beside them would eventually delete them.
+    candidate has format 1, if no save could succeed, or if all are damaged: a new run would in time delete them.
 
     Collective over the group: every rank of it must call, in program order.
     """
 
-    def look(everyone: list[None]) -> Any:
+    def list_checkpoints(_: list[None]) -> Any:
         try:
             check_place(run_dir)
-            checkpoints = [[str(mark.path), mark.step, mark.serial] for mark in committed(run_dir)]
+            checkpoints = [[str(each.path), each.step, each.serial] for each in committed(run_dir)]
             return checkpoints, [f"passing over {path}: {why}" for path, why in uncommitted(run_dir).items()]
         except OSError as error:
             raise CheckpointError(f"{error.filename or run_dir}: {error.strerror}") from error
 
     run_dir = Path(run_dir)
-    checkpoints, warnings = agree(group, lambda: None, look)
-    candidates = [Committed(Path(path), step, serial) for path, step, serial in checkpoints]
+    checkpoints, warnings = run_and_agree(group, lambda: None, list_checkpoints)
+    candidates = [SavedStep(Path(path), step, serial) for path, step, serial in checkpoints]
     for number, candidate in enumerate(candidates):
         if is_of_format_1(candidate.path):
             raise CheckpointError(

@@ -48,7 +48,7 @@ class CheckpointError(RuntimeError):
 
 
 class StoredBox(NamedTuple):
-    """``name[start : start + size]`` of a global tensor of ``shape``, in ``file``; ``dtype`` by safetensors' name."""
+    """The box ``name[start : start + size]`` of a global tensor of ``shape``, in ``file``. ``dtype`` is safetensors' name."""
 
     role: str
     kind: str
@@ -62,12 +62,12 @@ class StoredBox(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name in its file."""
+        """Return the name in its file."""
         return piece_key(self.kind, self.box)
 
     @property
     def box(self) -> Box:
-        """The box, located at the origin of the stored tensor."""
+        """Return the box, which lies at the origin of the stored tensor."""
         return Box(self.name, self.shape, self.start, self.size, (0,) * len(self.shape))
 
 
@@ -81,9 +81,11 @@ def piece_lines(pieces: Iterable[StoredBox]) -> dict[LineKey, str]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """``files``: file -> its size in bytes. ``state``: the caller's plain JSON (loader position, counters).
+    """The contents of ``manifest.jsonl``.
 
-    ``lines``: as in the file. They are parsed when somebody asks for their boxes, of which there may be millions.
+    - files: file -> its size in bytes
+    - lines: the lines of boxes as in the file. They are parsed when somebody asks for their boxes, of which there may be millions
+    - state: the caller's plain JSON (loader position, counters)
     """
 
     step: int
@@ -125,16 +127,16 @@ class Manifest:
         return [key for key in self.lines if key[:2] == (role, kind)]
 
     def pieces_in(self, key: LineKey) -> list[StoredBox]:
-        """The boxes of one line, at least one, every field checked. Raises CheckpointError."""
+        """Return the boxes of one line, at least one, every field checked. Raises CheckpointError."""
         RECORDER.tick()
         where = f"manifest of step {self.step}, line of '{key[1]}' in {key[2]}"
         try:
-            *stated, rows = json.loads(self.lines[key])
+            *key_in_line, rows = json.loads(self.lines[key])
             pieces = [_read_piece(key, *row) for row in rows]
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{where}: not a line of boxes ({error})") from error
-        if tuple(stated) != key or not pieces:
-            raise CheckpointError(f"{where}: it has {len(pieces)} boxes of {stated}")
+        if tuple(key_in_line) != key or not pieces:
+            raise CheckpointError(f"{where}: it has {len(pieces)} boxes of {key_in_line}")
         return pieces
 
     def to_bytes(self) -> bytes:
@@ -143,7 +145,7 @@ class Manifest:
 
     @staticmethod
     def from_lines(lines: Sequence[bytes], where: str) -> Manifest:
-        """Parse and check the first line only. Raises CheckpointError that names the file ``where``."""
+        """Return the manifest. Only the first line is parsed and checked. Raises CheckpointError that names the file ``where``."""
         try:
             head = parse_json(lines[0])
             if head["format"] != FORMAT_VERSION:
@@ -159,7 +161,7 @@ class Manifest:
 
 
 def _read_piece(key: LineKey, name: Any, shape: Any, start: Any, size: Any, dtype: Any, sha256: Any) -> StoredBox:
-    """Check the fields of a stored box. Raises TypeError or ValueError."""
+    """Return a stored box of these fields, once they are checked. Raises TypeError or ValueError."""
     shape, start, size = (tuple([int(n) for n in numbers]) for numbers in (shape, start, size))
     piece = StoredBox(*key, str(name), shape, start, size, str(dtype), str(sha256))
     inside = all(a >= 0 and n > 0 and a + n <= extent for a, n, extent in zip(start, size, shape, strict=True))

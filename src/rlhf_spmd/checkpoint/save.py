@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_spmd.checkpoint.directory import Committed, commit, draft_directory, drop_draft, prepare_draft, step_directory
+from rlhf_spmd.checkpoint.directory import SavedStep, commit, draft_directory, drop_draft, prepare_draft, step_directory
 from rlhf_spmd.checkpoint.files import Spec, write_safetensors
 from rlhf_spmd.checkpoint.manifest import (
     DTYPE_NAMES,
@@ -40,9 +40,10 @@ LABEL = "checkpoint"
 class RoleState:
     """What one rank holds of one role.
 
-    - ``shards``: local parameter name -> its boxes. ``tensors``: the same names -> local values of the shard's shape.
-    - ``optim``: the same names -> kind ("exp_avg", "exp_avg_sq", "master", ...) -> tensor of the same shape. Parameters may be
-      absent or have different kinds (frozen parameters have no moments).
+    - shards: local parameter name -> its boxes
+    - tensors: local parameter name -> local values of the shard's shape
+    - optim: local parameter name -> kind ("exp_avg", "exp_avg_sq", "master", ...) -> tensor of the same shape. Parameters may be
+      absent or have different kinds (frozen parameters have no moments)
     """
 
     shards: Mapping[str, ParamShard]
@@ -69,16 +70,17 @@ class RoleState:
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint whose boxes have been dealt out.
+    """A checkpoint whose boxes have been assigned to ranks, and which is not yet written.
 
-    ``pieces``: by role, what this rank writes: (kind, box, values). ``wait``: returns when the values are complete.
+    - pieces: role -> the boxes that this rank writes, as (kind, box, values)
+    - wait: returns when the values are complete
     """
 
     run_dir: Path
     step: int
     state: Mapping[str, Any]
     keep: int | None
-    damaged: Collection[Committed]
+    damaged: Collection[SavedStep]
     pieces: Mapping[str, Sequence[tuple[str, Box, Tensor]]]
     wait: Callable[[], object] = lambda: None
 
@@ -89,12 +91,12 @@ class Draft:
         The next step may then change the tensors while the draft is written.
         """
         copies, wait = copy_to_host([values for boxes in self.pieces.values() for *_, values in boxes])
-        left = iter(copies)
-        pieces = {role: [(kind, box, next(left)) for kind, box, _ in boxes] for role, boxes in self.pieces.items()}
+        remaining = iter(copies)
+        pieces = {role: [(kind, box, next(remaining)) for kind, box, _ in boxes] for role, boxes in self.pieces.items()}
         return replace(self, pieces=pieces, wait=wait)
 
     def write(self, group: Group) -> Path:
-        """Write this rank's boxes; the first rank commits when all have. Returns the checkpoint's path.
+        """Write this rank's boxes; the first rank commits when all have. Return the checkpoint's path.
 
         Raises CheckpointError on every rank if any rank fails. Earlier checkpoints are then untouched.
 
@@ -111,7 +113,7 @@ class Draft:
                 files = {file: (draft / file).stat().st_size for *_, file in lines}
             return [files, [[*key, line] for key, line in lines.items()]]
 
-        def complete(written: list[Any]) -> None:
+        def commit_all(written: list[Any]) -> None:
             files = {name: size for sizes, _ in written for name, size in sizes.items()}
             lines = {(role, kind, file): line.encode() for _, rows in written for role, kind, file, line in rows}
             with _explained(draft):
@@ -119,7 +121,7 @@ class Draft:
                 commit(self.run_dir, manifest, self.keep, self.damaged)
 
         try:
-            agree(group, write, complete)
+            run_and_agree(group, write, commit_all)
         except CheckpointError:
             if group.rank == 0:
                 drop_draft(self.run_dir, self.step)
@@ -134,21 +136,23 @@ def prepare_checkpoint(
     state: Mapping[str, Any],
     group: Group,
     keep: int | None = 2,
-    damaged: Collection[Committed] = (),
+    damaged: Collection[SavedStep] = (),
 ) -> Draft:
-    """Make the directory of a checkpoint, and deal out who writes which box.
+    """Make the directory of a checkpoint, and decide which rank writes which box.
 
-    ``role_states``: of the roles of which this rank is a member. ``state``: plain JSON; the one of the group's first rank is stored.
-    The ``keep`` newest checkpoints stay (at least 2; None: all), and that of the step ``state["best"]["step"]``, if given;
-    ``damaged`` ones do not count.
-    Raises CheckpointError on every rank if any rank fails. Drafts of earlier saves are removed, so they must have been written.
+    - role_states: the states of the roles of which this rank is a member
+    - state: plain JSON; that of the group's first rank is stored
+    - keep: number of newest checkpoints that stay (at least 2; None: all), beside that of the step ``state["best"]["step"]``;
+      ``damaged`` ones do not count
+
+    Drafts of earlier saves are removed, so they must have been written. Raises CheckpointError on every rank if any rank fails.
 
     Collective over ``group`` (the world): every rank of it must call, in program order.
     """
     if keep is not None and keep < 2:
         raise ValueError(f"keep={keep} must be at least 2: one checkpoint to fall back to")
-    kept_state = json.loads(json.dumps(state))  # a copy, which nobody changes while it is written
-    if kept_state != state:
+    state_copy = json.loads(json.dumps(state))  # nobody changes it while it is written
+    if state_copy != state:
         raise ValueError("checkpoint state must be plain JSON (string keys, lists instead of tuples)")
     for role, role_state in role_states.items():
         if not re.fullmatch(r"\w+", role):
@@ -158,34 +162,36 @@ def prepare_checkpoint(
     boxes = {role: distinct_boxes(role_state.shards) for role, role_state in role_states.items()}
     writes = _assign(run_dir, step, {role: list(keys) for role, keys in boxes.items()}, group, damaged)
     pieces = {role: _pieces(role_states[role], [boxes[role][key] for key in keys]) for role, keys in writes.items()}
-    return Draft(run_dir, step, kept_state, keep, damaged, pieces)
+    return Draft(run_dir, step, state_copy, keep, damaged, pieces)
 
 
 def _assign(
-    run_dir: Path, step: int, boxes: dict[str, list[BoxKey]], group: Group, damaged: Collection[Committed]
+    run_dir: Path, step: int, boxes: dict[str, list[BoxKey]], group: Group, damaged: Collection[SavedStep]
 ) -> dict[str, list[BoxKey]]:
-    """Return the boxes that this rank writes, per role. The first rank also prepares the directory.
+    """Return role -> the boxes that this rank writes. The first rank also prepares the directory.
 
     Collective over the group: every rank of it must call, in program order.
     """
 
-    def plan_shares(everyone: list[dict[str, Any]]) -> dict[str, list[list[int]]]:
-        plan = {}
+    def plan_shares(boxes_by_rank: list[dict[str, Any]]) -> dict[str, list[list[int]]]:
         with _explained(draft_directory(run_dir, step)):
             prepare_draft(run_dir, step, damaged)
-        for role in sorted({role for rank in everyone for role in rank}):
-            lists = [[(name, tuple(start), tuple(size)) for name, start, size in rank.get(role, ())] for rank in everyone]
-            # sent back as positions in each rank's own list: a few bytes per box
-            positions = [{key: i for i, key in enumerate(keys)} for keys in lists]
-            plan[role] = [[positions[rank][key] for key in keys] for rank, keys in enumerate(plan_writes(lists))]
+        plan = {}
+        for role in sorted({role for each in boxes_by_rank for role in each}):
+            rank_keys = [
+                [(name, tuple(start), tuple(size)) for name, start, size in each.get(role, ())] for each in boxes_by_rank
+            ]
+            # sent back as positions in each rank's list: a few bytes per box
+            positions = [{key: i for i, key in enumerate(keys)} for keys in rank_keys]
+            plan[role] = [[positions[rank][key] for key in keys] for rank, keys in enumerate(plan_writes(rank_keys))]
         return plan
 
-    plan = agree(group, lambda: boxes, plan_shares)
+    plan = run_and_agree(group, lambda: boxes, plan_shares)
     return {role: [boxes[role][i] for i in plan[role][group.rank]] for role in sorted(boxes)}
 
 
 def _pieces(state: RoleState, boxes: Sequence[tuple[str, Box]]) -> list[tuple[str, Box, Tensor]]:
-    """Return the values of all kinds in these boxes of local parameters, as views."""
+    """Return (kind, box, values) for all kinds in these boxes of local parameters. Values are views."""
     kinds = state.kinds()
     return [
         (kind, box, tensors[parameter][box.local_slices])
@@ -196,7 +202,7 @@ def _pieces(state: RoleState, boxes: Sequence[tuple[str, Box]]) -> list[tuple[st
 
 
 def _write_role(draft: Path, role: str, rank: int, pieces: Sequence[tuple[str, Box, Tensor]]) -> list[StoredBox]:
-    """Write boxes of one role to one file; returns them."""
+    """Write boxes of one role to one file, and return what the manifest says of them."""
     views = {Spec(piece_key(kind, box), values.dtype, tuple(values.shape)): values for kind, box, values in pieces}
     path = draft / f"{role}.rank_{rank:05d}.safetensors"
     with torch.no_grad():
@@ -223,18 +229,19 @@ def _explained(path: Path) -> Iterator[None]:
         ) from failure
 
 
-def agree(group: Group, work: Callable[[], Any], decide: Callable[[list[Any]], Any] = lambda everyone: None) -> Any:
-    """Run ``work`` on every rank and ``decide`` on group index 0, with the values of all. Returns its decision on every rank (JSON).
+def run_and_agree(group: Group, work: Callable[[], Any], decide: Callable[[list[Any]], Any] = lambda results: None) -> Any:
+    """Run ``work`` on every rank, then ``decide`` on group index 0 with all results. Return its decision (JSON) on every rank.
 
-    If ``work`` or ``decide`` raises CheckpointError on any rank, every rank raises it: that of the lowest rank, named in the message.
+    If ``work`` or ``decide`` raises CheckpointError on any rank, every rank raises that of the lowest rank, which the message names.
+
     Collective over the group: every rank of it must call, in program order.
     """
-    mine = error = value = None
+    result = error = decision = None
     try:
-        mine = work()
+        result = work()
     except CheckpointError as failure:
         error = str(failure)
-    outcomes = group.gather_json([error, mine], LABEL)
+    outcomes = group.gather_json([error, result], LABEL)
     if outcomes is not None:
         failed = [(rank, error) for rank, (error, _) in zip(group.ranks, outcomes, strict=True) if error]
         if failed:
@@ -242,10 +249,10 @@ def agree(group: Group, work: Callable[[], Any], decide: Callable[[list[Any]], A
             error = f"rank {failed[0][0]}: {failed[0][1]}{more}"
         else:
             try:
-                value = decide([part for _, part in outcomes])
+                decision = decide([result for _, result in outcomes])
             except CheckpointError as failure:
                 error = str(failure)
-    value, error = group.broadcast_json([value, error], LABEL)
+    decision, error = group.broadcast_json([decision, error], LABEL)
     if error:
         raise CheckpointError(error)
-    return value
+    return decision

@@ -39,19 +39,19 @@ class ForeignSettings(dict[str, Any]):
 class Conversion:
     """A conversion under way.
 
-    - theirs: the other project's settings
+    - source: the other project's settings
     - settings: ours, by dotted key
-    - left: a reason for each of their keys that is not carried over as it is
-    - dropped: a reason for each of our keys that is not set after all
+    - left_out: by key of the source that is not carried over as it is, the reason
+    - dropped: by key of ours that is not set after all, the reason
     """
 
-    theirs: ForeignSettings
+    source: ForeignSettings
     settings: dict[str, Any] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
 
-    def fill(self, settings: Mapping[str, Any]) -> None:
-        """Set what is not set yet."""
+    def set_missing(self, settings: Mapping[str, Any]) -> None:
+        """Set those of ``settings`` that are not set yet."""
         self.settings = {**settings, **self.settings}
 
     def drop(self, key: str, why: str) -> None:
@@ -60,31 +60,31 @@ class Conversion:
             del self.settings[key]
             self.dropped[key] = why
 
-    def drop_below(self, prefix: str, why: str) -> None:
-        """Leave out the settings whose keys begin so."""
+    def drop_with_prefix(self, prefix: str, why: str) -> None:
+        """Leave out the settings of ours whose keys begin so, and say why."""
         for key in [key for key in self.settings if key.startswith(prefix)]:
             self.drop(key, why)
 
     def keep_checkpoints(self, key: str) -> None:
         """Set how many checkpoints are kept, by their ``key``: at least 2, null for all. Numbers below 1 are no limit."""
-        limit = self.theirs[key]
+        limit = self.source[key]
         if limit == 1:
-            self.left[key] = "the one before the newest is kept too, in case that is damaged"
+            self.left_out[key] = "the one before the newest is kept too, in case that is damaged"
         self.settings["run.keep_checkpoints"] = None if limit is None or limit < 1 else max(2, limit)
 
-    def finish(
-        self, ours: Callable[[str], str | None], why: Callable[[str, str | None], str]
+    def result(
+        self, our_name: Callable[[str], str | None], reason: Callable[[str, str | None], str]
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the settings, and a reason for each key that was written, is set by no name of ours, and was not read.
 
-        ``ours``: what stands for a key. ``why``: the reason for a key and what stands for it.
+        ``our_name``: returns what stands for a key, or None. ``reason``: returns it for a key and what stands for that.
         """
         reasons = {}
-        for key in self.theirs.written:
-            name = ours(key)
-            if key not in self.theirs.read if name is None else name not in self.settings:
-                reasons[key] = self.dropped.get(name or "") or why(key, name)
-        return self.settings, {**reasons, **self.left}
+        for key in self.source.written:
+            name = our_name(key)
+            if key not in self.source.read if name is None else name not in self.settings:
+                reasons[key] = self.dropped.get(name or "") or reason(key, name)
+        return self.settings, {**reasons, **self.left_out}
 
 
 @cache

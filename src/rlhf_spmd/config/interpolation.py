@@ -1,4 +1,4 @@
-"""OmegaConf's interpolations. A value from the environment may be secret, so what is written out has its reference instead."""
+"""OmegaConf's interpolations. A value from the environment may be secret, so configurations are written out with its reference."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_spmd.config.written import resolve
+from rlhf_spmd.config.plain_yaml import resolve
 
-RESOLVER = "rlhf_spmd.reference"  # stands for ``oc.env`` where references are kept
-KEPT = re.compile("rlhf_spmd_reference_([0-9a-f]+)_end")  # a reference, in a form that is no interpolation
+RESOLVER = "rlhf_spmd.reference"  # replaces ``oc.env``; returns a placeholder for the reference
+PLACEHOLDER = re.compile("rlhf_spmd_reference_([0-9a-f]+)_end")  # stands for a reference, and is no interpolation
 
 
 class FromEnvironment(str):
-    """Text with a value from the environment in it. ``written``: the same text with ``${oc.env:NAME}`` in place of that value."""
+    """Text that contains a value from the environment.
 
-    written: str
+    - reference_text: the same text with ``${oc.env:NAME}`` in place of the value
+    """
 
-    def __new__(cls, value: str, written: str = "") -> FromEnvironment:
+    reference_text: str
+
+    def __new__(cls, value: str, reference_text: str = "") -> FromEnvironment:
         self = super().__new__(cls, value)
-        self.written = written
+        self.reference_text = reference_text
         return self
 
     def __repr__(self) -> str:
-        return repr(self.written)
+        return repr(self.reference_text)
 
 
 def interpolate(tree: Any) -> Any:
@@ -44,23 +47,23 @@ def interpolate(tree: Any) -> Any:
         return resolved
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # OmegaConf 2.4 has a newer name for this, which 2.3 has not
-        OmegaConf.register_new_resolver(RESOLVER, _kept_reference, replace=True)
+        OmegaConf.register_new_resolver(RESOLVER, _placeholder, replace=True)
     try:
-        with_references = OmegaConf.to_container(OmegaConf.create(_with_kept_references(tree)), resolve=True)
+        with_references = OmegaConf.to_container(OmegaConf.create(_with_placeholders(tree)), resolve=True)
     except OmegaConfBaseException as error:
         error.args = ("${oc.env:...} may stand for a value or for a part of one, and not for the name of a key",)
         raise
-    return _marked(resolved, with_references)
+    return _join_references(resolved, with_references)
 
 
-def written(text: str) -> str:
-    """Return ``text`` as YAML should have it: references for values from the environment, and every other ``${`` escaped."""
-    return text.written if isinstance(text, FromEnvironment) else escaped(text)
+def as_yaml_text(text: str) -> str:
+    """Return the text to write into YAML: references for values from the environment, and every other ``${`` escaped."""
+    return text.reference_text if isinstance(text, FromEnvironment) else escaped(text)
 
 
-def compared(text: str) -> str:
-    """Return ``text`` for people who compare two texts. A value from the environment appears as its reference and a digest."""
-    return f"{text.written} (sha256 {digest(text)})" if isinstance(text, FromEnvironment) else text
+def comparable_text(text: str) -> str:
+    """Return a text that differs where ``text`` does. A value from the environment appears as its reference and a digest."""
+    return f"{text.reference_text} (sha256 {digest(text)})" if isinstance(text, FromEnvironment) else text
 
 
 def select(tree: Any, key: str) -> Any:
@@ -68,7 +71,7 @@ def select(tree: Any, key: str) -> Any:
     return OmegaConf.select(OmegaConf.create(resolve(tree)), key)
 
 
-def _kept_reference(*arguments: Any) -> str:
+def _placeholder(*arguments: Any) -> str:
     return f"rlhf_spmd_reference_{','.join(map(_argument, arguments)).encode().hex()}_end"
 
 
@@ -80,34 +83,34 @@ def _argument(value: Any) -> str:
     return value if is_word else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _with_kept_references(tree: Any) -> Any:
+def _with_placeholders(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {key: _with_kept_references(value) for key, value in tree.items()}
+        return {key: _with_placeholders(value) for key, value in tree.items()}
     if isinstance(tree, list):
-        return list(map(_with_kept_references, tree))
+        return list(map(_with_placeholders, tree))
     return re.sub(r"\$\{\s*oc\.env\s*:", f"${{{RESOLVER}:", tree) if isinstance(tree, str) else tree
 
 
-def _marked(resolved: Any, reference: Any) -> Any:
-    """Return ``resolved`` with a FromEnvironment where the same tree with references in place of values has one."""
+def _join_references(resolved: Any, reference: Any) -> Any:
+    """Return ``resolved`` with a FromEnvironment where ``reference``, the same tree with placeholders, has a placeholder."""
     if isinstance(resolved, dict) and isinstance(reference, dict):
-        return {key: _marked(value, reference.get(key)) for key, value in resolved.items()}
+        return {key: _join_references(value, reference.get(key)) for key, value in resolved.items()}
     if isinstance(resolved, list) and isinstance(reference, Sequence) and len(resolved) == len(reference):
-        return list(map(_marked, resolved, reference))
-    if isinstance(resolved, str) and isinstance(reference, str) and KEPT.search(reference):
-        return FromEnvironment(resolved, _restored(escaped(reference)))
+        return list(map(_join_references, resolved, reference))
+    if isinstance(resolved, str) and isinstance(reference, str) and PLACEHOLDER.search(reference):
+        return FromEnvironment(resolved, _fill_placeholders(escaped(reference)))
     return resolved
 
 
-def _restored(text: str) -> str:
-    """Undo :func:`_kept_reference`, also for a reference that is the default of another one."""
-    while KEPT.search(text):
-        text = KEPT.sub(lambda match: f"${{oc.env:{bytes.fromhex(match[1]).decode()}}}", text)
+def _fill_placeholders(text: str) -> str:
+    """Return ``text`` with references for placeholders, also for a reference that is the default of another one."""
+    while PLACEHOLDER.search(text):
+        text = PLACEHOLDER.sub(lambda match: f"${{oc.env:{bytes.fromhex(match[1]).decode()}}}", text)
     return text
 
 
 def digest(text: str) -> str:
-    """Return a short digest: equal values have equal digests, and the value cannot be found from it."""
+    """Return a short digest, equal for equal texts, from which the text cannot be recovered."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

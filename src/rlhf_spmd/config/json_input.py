@@ -5,25 +5,26 @@ from __future__ import annotations
 import json
 from typing import Any
 
-MOST_LEVELS = 100  # whoever walks through the value, here or in another package, may recurse
+MAX_LEVELS = 100  # so that code which walks through the value may recurse
 
 
 def parse_json(text: str | bytes, unique_keys: bool = False) -> Any:
-    """Return the value of a JSON text. Raises ValueError, one line; json.JSONDecodeError where the text is no JSON.
+    """Return the value of a JSON text. Raises ValueError, one line; json.JSONDecodeError if the text is no JSON.
 
-    ``unique_keys``: an object with a key twice is an error; otherwise the last value counts.
+    ``unique_keys``: refuse an object that has a key twice; otherwise its last value counts.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
+        value = json.loads(text, object_pairs_hook=_unique_dict if unique_keys else None)
     except RecursionError:
-        raise ValueError(f"nested more than {MOST_LEVELS} levels deep") from None
+        raise ValueError(f"nested more than {MAX_LEVELS} levels deep") from None
     opening = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
-    if sum(map(text.count, opening)) > MOST_LEVELS and _is_deeper(value, MOST_LEVELS):  # type: ignore[arg-type]
-        raise ValueError(f"nested more than {MOST_LEVELS} levels deep")
+    if sum(map(text.count, opening)) > MAX_LEVELS and _is_deeper(value, MAX_LEVELS):  # type: ignore[arg-type]
+        raise ValueError(f"nested more than {MAX_LEVELS} levels deep")
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a dict. Raises ValueError if a key occurs twice."""
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -33,10 +34,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _is_deeper(value: Any, levels: int) -> bool:
     """Return True if lists and objects are nested more than ``levels`` deep."""
-    inside = [value]
+    level = [value]
     for _ in range(levels + 1):
-        containers = [each.values() if isinstance(each, dict) else each for each in inside if isinstance(each, dict | list)]
+        containers = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
         if not containers:
             return False
-        inside = [child for children in containers for child in children]
+        level = [child for children in containers for child in children]
     return True

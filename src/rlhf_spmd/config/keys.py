@@ -1,8 +1,8 @@
-"""Every key of a configuration with its type, default and meaning, for people: ``--help``, completion, the documents.
+"""Every key of a configuration with its type, default and meaning, for ``--help``, completion and the documents.
 
 The docstring of a dataclass says what its keys mean, as ``- key: text`` or ``- key, other: text``, with further lines indented. A
-derived class may say it in words of its own. The text is Markdown, whose links are those of a page in ``docs/``. What a dataclass
-refuses by its ``rules`` and ``needs`` belongs to the first key that it names.
+derived class may replace the text. The text is Markdown, whose links are relative to ``docs/``. What a dataclass refuses by its
+``rules`` and ``needs`` is printed with the first key that the refusal names.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple, get_args, get_origin
 
-from rlhf_spmd.config.constraints import needs_of
+from rlhf_spmd.config.constraints import describe, field_default, full_type_hints, needs_of
 from rlhf_spmd.config.rules import rules_of
-from rlhf_spmd.config.schema import describe, full_type_hints, is_inline
+from rlhf_spmd.config.schema import is_inline
 
-ENTRIES = {"models": "role", "calls": "method"}  # what the entries of a mapping are called; those of others: name
+ENTRY_NAMES = {"models": "role", "calls": "method"}  # what the keys of a mapping are called; of any other: name
 
 
 class SectionRefusal(NamedTuple):
@@ -33,9 +33,13 @@ class SectionRefusal(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key. ``refusals``: what its section refuses, of which this is the first key.
+    """A key of a configuration.
 
-    ``default``: as JSON; None: must be given. ``kind``: its type in words. ``text``: its meaning, or empty.
+    - name: its dotted name
+    - default: its default as JSON; None: it must be given
+    - kind: its type in words
+    - text: its meaning, or empty
+    - refusals: those of its section that name this key first
     """
 
     name: str
@@ -67,61 +71,67 @@ def _indented(text: str, width: int) -> str:
     return textwrap.indent(textwrap.fill(text, width - 6), " " * 6)
 
 
-def list_keys(schema: type, replaced: Mapping[str, type]) -> Iterator[Key]:
-    """Yield every key below the dataclass ``schema``, in its order. A section that may be missing, and a mapping to sections, count as
-    keys too.
+def list_keys(schema: type, type_overrides: Mapping[str, type]) -> Iterator[Key]:
+    """Yield every key below the dataclass ``schema``, in its order. Entries of a mapping to dataclasses are called ``<name>``.
 
-    ``replaced``: dataclasses that describe keys in place of their annotation; the keys need not be in ``schema``. Entries of a mapping
-    to dataclasses are called ``<name>``.
+    A section that may be missing, and a mapping to sections, are keys too. ``type_overrides``: dataclasses in place of the types of
+    fields; the fields need not be in ``schema``.
     """
-    return _keys_below(schema, replaced, "", None, {})
+    return _keys_below(schema, type_overrides, "", None, {})
+
+
+SectionRefusals = dict[str, tuple[SectionRefusal, ...]]  # refusals of a section and of those around it, by first key
 
 
 def _keys_below(
-    schema: type, replaced: Mapping[str, type], where: str, default: Any, refusals: dict[str, tuple[SectionRefusal, ...]]
+    schema: type, type_overrides: Mapping[str, type], where: str, defaults: Any, refusals: SectionRefusals
 ) -> Iterator[Key]:
-    """Yield the keys of :func:`list_keys` in the section ``where``.
-
-    ``default``: an instance whose values are the defaults. ``refusals``: those of the sections around it, by first key.
-    """
+    """Yield the keys of :func:`list_keys` in the section ``where``. ``defaults``: an instance whose values are the defaults."""
     for refusal in refusals_of(schema, where):
-        first = refusal.keys.partition(",")[0]
-        refusals[first] = (*refusals.get(first, ()), refusal)
+        key = refusal.keys.partition(",")[0]
+        refusals[key] = (*refusals.get(key, ()), refusal)
     fields = {field.name: field for field in dataclasses.fields(schema)}
-    annotations = {name: kind for name, kind in full_type_hints(schema).items() if name in fields} | dict(replaced)
+    annotations = {name: kind for name, kind in full_type_hints(schema).items() if name in fields} | dict(type_overrides)
     texts = key_texts(schema)
     for name, annotation in annotations.items():
-        if name in fields and is_inline(fields[name]):
-            build: Any = fields[name].default_factory
-            piece = getattr(default, name, None) or build()
-            yield from _keys_below(type(piece), {}, where, piece, refusals)
+        field = fields.get(name)
+        default = None if field is None else getattr(defaults, name, field_default(field))
+        if field is not None and is_inline(field):
+            yield from _keys_below(type(default), {}, where, default, refusals)
             continue
-        key, is_mapping = f"{where}{name}", get_origin(annotation) is dict
-        parts = () if get_origin(annotation) is list else (annotation, *get_args(annotation))
-        section = next((part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part)), None)
+        key = f"{where}{name}"
+        section = _section_in(annotation)
+        is_mapping = get_origin(annotation) is dict
         if section is None or name in texts:
             kind = describe(annotation) if section is None else "sections by name" if is_mapping else "a section"
-            yield Key(key, _default(fields[name], default), kind, texts.get(name, ""), refusals.get(key, ()))
-        if isinstance(section, type):
-            factory: Any = fields[name].default_factory if name in fields else None
-            value = getattr(default, name, None) or (factory() if callable(factory) else None)  # MISSING is not
-            value = value if dataclasses.is_dataclass(value) else None  # a mapping of sections is not
-            below = f"{key}.<{ENTRIES.get(name, 'name')}>." if is_mapping else f"{key}."
-            yield from _keys_below(section, {}, below, value, refusals)
+            yield Key(key, _as_json(default), kind, texts.get(name, ""), refusals.get(key, ()))
+        if section is not None:
+            entry = f".<{ENTRY_NAMES.get(name, 'name')}>" if is_mapping else ""
+            instance = default if dataclasses.is_dataclass(default) else None  # a mapping of sections is no instance
+            yield from _keys_below(section, {}, f"{key}{entry}.", instance, refusals)
+
+
+def _section_in(annotation: Any) -> type | None:
+    """Return the dataclass of a section, of a section that may be missing, or of a mapping to sections; None for other types."""
+    parts = () if get_origin(annotation) is list else (annotation, *get_args(annotation))
+    return next((part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part)), None)
 
 
 def refusals_of(section: type, where: str = "") -> Iterator[SectionRefusal]:
-    """Yield what a dataclass refuses by its rules, then which settings do nothing without another. ``where``: before its keys."""
+    """Yield what a dataclass refuses by its rules, then which settings do nothing without another.
+
+    ``where``: the beginning of its keys, with a dot at the end.
+    """
     for rule in rules_of(section):
         yield SectionRefusal(", ".join(where + key for key in rule.general_keys()), rule.general())
-    for needed, keys in needs_of(section):
-        why = f"{'does' if len(keys) == 1 else 'do'} nothing without {needed}"
+    for condition, keys in needs_of(section):
+        why = f"{'does' if len(keys) == 1 else 'do'} nothing without {condition}"
         yield SectionRefusal(", ".join(where + key for key in keys), why)
 
 
 @cache
 def key_texts(schema: type) -> dict[str, str]:
-    """Return the meaning of each key from the docstrings of a dataclass and its bases; the nearest one counts."""
+    """Return the meaning of each key, from the docstrings of a dataclass and its bases. The most derived class counts."""
     texts: dict[str, str] = {}
     for base in reversed(schema.__mro__):
         docstring = inspect.cleandoc(vars(base).get("__doc__") or "")
@@ -130,7 +140,6 @@ def key_texts(schema: type) -> dict[str, str]:
     return texts
 
 
-def _default(field: dataclasses.Field[Any], default: Any) -> str | None:
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    value = getattr(default, field.name, value)
-    return None if value is dataclasses.MISSING else json.dumps(value, default=str)
+def _as_json(default: Any) -> str | None:
+    """Return a default as JSON; None if the key must be given."""
+    return None if default is dataclasses.MISSING else json.dumps(default, default=str)

@@ -1,8 +1,11 @@
 """YAML and dotted overrides into frozen dataclasses, strictly. Every mistake is one line that names key, value and remedy.
 
-The order: the YAML file; overrides; ``sections``, whose schema depends on what was read (as ``algorithm`` does); keys and types;
-OmegaConf's interpolations; the types of interpolated values. Until its type is known, a value is the text that was written
-(:mod:`rlhf_spmd.config.written`).
+:func:`load` works in this order:
+
+1. the YAML file, then the overrides, whose values stay text until the types of their keys are known (``plain_yaml``);
+2. ``sections``: the dataclasses of sections whose schema depends on what was read, as that of ``algorithm`` does;
+3. keys and types of all values that have no interpolation (``schema``);
+4. OmegaConf's interpolations (``interpolation``), and the types of the interpolated values.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import yaml
 from omegaconf import OmegaConf
@@ -22,52 +25,62 @@ from yaml import MarkedYAMLError, YAMLError
 
 from rlhf_spmd.config.constraints import idle_settings
 from rlhf_spmd.config.foreign import foreign_hint
-from rlhf_spmd.config.interpolation import FromEnvironment, interpolate, select, written
-from rlhf_spmd.config.rules import check_section, shown
-from rlhf_spmd.config.schema import ConfigError, first_line, is_inline, leaves, read_section, section_keys
-from rlhf_spmd.config.written import parse, parse_value, to_plain
+from rlhf_spmd.config.interpolation import FromEnvironment, as_yaml_text, interpolate, select
+from rlhf_spmd.config.plain_yaml import parse, parse_value, to_plain
+from rlhf_spmd.config.rules import as_setting, check_section
+from rlhf_spmd.config.schema import ConfigError, is_inline, leaves, read_section, section_keys
+from rlhf_spmd.config.words import dotted, first_line
 
 T = TypeVar("T")
+
+
+class Revision(NamedTuple):
+    """What ``revise`` of :func:`load` returns.
+
+    - values: the values to use in place of the file's
+    - overrides_apply: False if ``values`` has the overrides already
+    """
+
+    values: dict[str, Any]
+    overrides_apply: bool = True
 
 
 def load(
     schema: type[T],
     path: str | Path | Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
-    sections: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: {},
-    revise: Callable[[dict[str, Any], Mapping[str, Any]], tuple[dict[str, Any], bool]] = lambda file, tree: (file, True),
+    sections: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw_values: {},
+    revise: Callable[[dict[str, Any], Mapping[str, Any]], Revision] = lambda file, merged: Revision(file),
 ) -> T:
-    """Return a ``schema`` instance from a YAML file (or a mapping in its place, or nothing) and overrides such as
-    ``data.train_batch_size=64``.
+    """Return a ``schema`` instance from a YAML file and overrides such as ``data.train_batch_size=64``.
 
-    ``sections``: takes what was read, before interpolation, and returns the dataclasses of top-level keys that ``schema`` leaves open
-    (``Any``). None stands for a section that may exist and does not.
-    ``revise``: takes the file's values and those with the overrides. It returns values to use in place of the file's, and whether the
-    overrides still apply to them.
+    - path: the file, a mapping in its place, or None for overrides alone
+    - sections: takes what was read, before interpolation. It returns the dataclasses of top-level keys that ``schema`` leaves open
+      (``Any``), and None for a section that may exist and does not
+    - revise: takes the file's values, and those merged with the overrides
+
     Raises ConfigError, one line, for a file that cannot be read, an unknown key, a wrong type or a missing required key.
     """
     file = _read_source(path)
-    plain = _merge_overrides(file, overrides)
     try:
-        revised, goes_over = revise(file, plain)
-        if revised is not file or not goes_over:
-            plain = _merge_overrides(revised, overrides if goes_over else ())
-        replaced = sections(plain)
+        revision = revise(file, _merge_overrides(file, overrides))
+        raw_values = _merge_overrides(revision.values, overrides if revision.overrides_apply else ())
+        section_types = sections(raw_values)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    more = [(key, Any, None) for key in replaced if key not in typing.get_type_hints(schema)]
-    if more:
-        schema = dataclasses.make_dataclass(schema.__name__, more, bases=(schema,), frozen=True)
-    types = {key: section for key, section in replaced.items() if section is not None}
+    open_fields = [(key, Any, None) for key in section_types if key not in typing.get_type_hints(schema)]
+    if open_fields:
+        schema = dataclasses.make_dataclass(schema.__name__, open_fields, bases=(schema,), frozen=True)
+    type_overrides = {key: section for key, section in section_types.items() if section is not None}
     # a section that is not there or without content (``data:``) means the defaults, unless null is allowed there
-    kinds = {**section_keys(schema), **types}
-    plain |= {key: {} for key, kind in kinds.items() if dataclasses.is_dataclass(kind) and plain.get(key) is None}
-    resolved = to_dict(read_section(schema, plain, types, interpolated=True))
+    types = {**section_keys(schema), **type_overrides}
+    raw_values |= {key: {} for key, kind in types.items() if dataclasses.is_dataclass(kind) and raw_values.get(key) is None}
+    checked = to_dict(read_section(schema, raw_values, type_overrides, interpolated=True))
     try:
-        resolved = interpolate(resolved)
+        interpolated = interpolate(checked)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
-    return read_section(schema, resolved, types)
+    return read_section(schema, interpolated, type_overrides)
 
 
 def read_tree(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
@@ -93,25 +106,25 @@ def check_tree(config: Any, where: str = "") -> None:
                 raise
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise ConfigError(f"{path}: the check of {kind.__module__}.{kind.__qualname__} raises {reason}") from error
-        for key, value, default, needed in idle_settings(section, path):
-            plain = default if isinstance(default, str) else json.dumps(default)
-            setting = f"{key}={_masked(shown(value), section)}"
-            remedy = f"leave it out, or where a file has it give {key}={plain}"
-            raise ConfigError(f"{setting} does nothing without {needed}; {remedy}")
+        for key, value, default, condition in idle_settings(section, path):
+            default_text = default if isinstance(default, str) else json.dumps(default)
+            setting = f"{key}={_masked(as_setting(value), section)}"
+            remedy = f"leave it out, or where a file has it give {key}={default_text}"
+            raise ConfigError(f"{setting} does nothing without {condition}; {remedy}")
 
 
 def _masked(text: str, section: Any) -> str:
     """Return ``text`` with references in place of the values that the section has from the environment."""
     secrets: list[FromEnvironment] = []
 
-    def note(value: str) -> str:
+    def note_secret(value: str) -> str:
         if value and isinstance(value, FromEnvironment):
             secrets.append(value)
         return value
 
-    to_dict(section, note)
+    to_dict(section, note_secret)
     for value in sorted(secrets, key=len, reverse=True):
-        text = text.replace(value, value.written)
+        text = text.replace(value, value.reference_text)
     return text
 
 
@@ -119,26 +132,26 @@ def sections_of(config: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every dataclass in ``config`` with its dotted path, outermost first. ``where``: the path of ``config``."""
     if dataclasses.is_dataclass(config):
         yield where, config
-    inlined = {f.name for f in dataclasses.fields(config) if is_inline(f)} if dataclasses.is_dataclass(config) else ()
+    inline_fields = _inline_fields(config)
     for key, value in _members(config).items():
-        yield from sections_of(value, where if key in inlined else f"{where}.{key}" if where else str(key))
+        yield from sections_of(value, where if key in inline_fields else dotted(where, key))
 
 
-def to_dict(config: Any, text: Callable[[str], str] = lambda text: text) -> Any:
-    """Return nested dicts, lists and scalars, which json can write. ``text`` is applied to every text."""
+def to_dict(config: Any, map_text: Callable[[str], str] = lambda text: text) -> Any:
+    """Return nested dicts, lists and scalars, which json can write. ``map_text`` is applied to every text."""
     if isinstance(config, list):
-        return [to_dict(value, text) for value in config]
+        return [to_dict(value, map_text) for value in config]
     if isinstance(config, Mapping) or dataclasses.is_dataclass(config):
-        return {key: to_dict(value, text) for key, value in _keys(config).items()}
-    return text(config) if isinstance(config, str) else config
+        return {key: to_dict(value, map_text) for key, value in _keys(config).items()}
+    return map_text(config) if isinstance(config, str) else config
 
 
 def to_yaml(config: Any) -> str:
-    """Return the configuration as YAML, which :func:`load` reads into an equal object. References to the environment stay references.
+    """Return the configuration as YAML, which :func:`load` reads into an equal object.
 
-    A ``${`` in a resolved value is escaped: written plainly it would be read back as an interpolation.
+    A value from the environment is written as its reference. Every other ``${`` is escaped, or it would be read as an interpolation.
     """
-    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config, written)))
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config, as_yaml_text)))
 
 
 def flatten_yaml(text: str) -> dict[str, str]:
@@ -157,21 +170,26 @@ def flatten(tree: Any) -> dict[str, str]:
 
 def _keys(node: Any) -> Mapping[Any, Any]:
     """Return the values of a section, or of a mapping, by key. Keys of inline pieces are keys of their section."""
+    inline_fields = _inline_fields(node)
     values: dict[Any, Any] = {}
-    inlined = {f.name for f in dataclasses.fields(node) if is_inline(f)} if dataclasses.is_dataclass(node) else ()
     for key, value in _members(node).items():
-        values |= _keys(value) if key in inlined else {key: value}
+        values |= _keys(value) if key in inline_fields else {key: value}
     return values
 
 
+def _inline_fields(node: Any) -> set[str]:
+    return {f.name for f in dataclasses.fields(node) if is_inline(f)} if dataclasses.is_dataclass(node) else set()
+
+
 def _members(node: Any) -> Mapping[Any, Any]:
+    """Return the values directly in a dataclass, a mapping or a list, by name, key or position; empty for anything else."""
     if dataclasses.is_dataclass(node):
         return {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
     return node if isinstance(node, Mapping) else dict(enumerate(node)) if isinstance(node, list) else {}
 
 
 def read_file(path: str | Path, what: str = "config file") -> dict[str, Any]:
-    """Return the mapping in a YAML file, its values as they were written. ``what``: the file's name in messages.
+    """Return the mapping in a YAML file, its values as they were written. ``what``: what messages call the file.
 
     Raises ConfigError naming the file, and the line where the YAML is broken.
     """
@@ -187,15 +205,15 @@ def read_file(path: str | Path, what: str = "config file") -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, YAMLError) as error:
         raise ConfigError(f"{what} '{file}' cannot be read: {first_line(error)}") from error
     if not isinstance(tree, dict | None):
-        raise ConfigError(
-            f"{what} '{file}' must hold a mapping (key: value), not {'a list' if isinstance(tree, list) else 'text'}"
-        )
+        kind = "a list" if isinstance(tree, list) else "text"
+        raise ConfigError(f"{what} '{file}' must hold a mapping (key: value), not {kind}")
     return tree or {}
 
 
 def resolved_key(path: Path, key: str) -> Any:
-    """Return the value of a dotted key of a run's ``config.yaml``, or None if it is absent. References take this process's environment.
-    Raises ConfigError.
+    """Return the value of a dotted key of a run's ``config.yaml``, or None if it is absent.
+
+    References are resolved in this process's environment. Raises ConfigError.
     """
     try:
         return select(read_file(path, "the run's configuration"), key)
@@ -207,9 +225,9 @@ def _read_source(path: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the values of a file, or of a mapping in its place. Raises ConfigError."""
     if isinstance(path, str | Path):
         return read_file(path)
-    plain = OmegaConf.to_container(path) if OmegaConf.is_config(path) else path or {}
+    tree = OmegaConf.to_container(path) if OmegaConf.is_config(path) else path or {}
     try:
-        return cast(dict[str, Any], to_plain(plain))
+        return cast(dict[str, Any], to_plain(tree))
     except ValueError as error:
         raise ConfigError(f"the configuration cannot be read: {error}") from error
 
@@ -229,13 +247,13 @@ def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[
         if not value:
             raise ConfigError(f"override '{override}' has no value; write {key}=null, or {key}='' for an empty text")
         try:
-            _put(tree, path, parse_value(value))
+            _set_path(tree, path, parse_value(value))
         except YAMLError as error:
             why = (error.problem if isinstance(error, MarkedYAMLError) else None) or first_line(error)
-            quotes = "; ${...} needs quotes in a list or a mapping" if "${" in value else ""
+            hint = "; ${...} needs quotes in a list or a mapping" if "${" in value else ""
             if value.startswith(("{{", "{%")):
-                quotes = f"; a text that begins with {value[0]} needs quotes: '{key}=\"...\"'"
-            raise ConfigError(f"override '{override}' cannot be read: {why}{quotes}") from error
+                hint = f"; a text that begins with {value[0]} needs quotes: '{key}=\"...\"'"
+            raise ConfigError(f"override '{override}' cannot be read: {why}{hint}") from error
         except _Clash as clash:
             raise ConfigError(
                 f"override '{override}': '{clash}' is a section and has no value of its own; set '{clash}.<key>=...'"
@@ -247,13 +265,13 @@ class _Clash(Exception):
     """A dotted key is a section on one side and a value on the other; the message is the key."""
 
 
-def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set the value at ``path``. Raises _Clash."""
+def _set_path(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set the value at ``path``; null removes a section. Raises _Clash."""
     *outer, last = path
     section = tree
     for depth, name in enumerate(outer):
         inner = section.get(name)
-        inner = {} if inner is None else _own_section(tree, inner)
+        inner = {} if inner is None else _copy_of_reference(tree, inner)
         if not isinstance(inner, dict):
             raise _Clash(".".join(path[: depth + 1]))
         section[name] = inner
@@ -261,23 +279,23 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
     if value is None and isinstance(section.get(last), dict):
         del section[last]
     else:
-        _merge(section, last, value, ".".join(path))
+        _set_value(section, last, value, ".".join(path))
 
 
-def _merge(section: dict[str, Any], key: str, value: Any, where: str) -> None:
-    """Set ``section[key]``. A mapping sets only its own keys; an empty one clears the section. Raises _Clash."""
-    before = section.get(key)
-    if not isinstance(before, dict) or value == {} or (isinstance(value, str) and "${" in value):
+def _set_value(section: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Set ``section[key]``. A mapping sets only the keys that it has; an empty one clears the section. Raises _Clash."""
+    present = section.get(key)
+    if not isinstance(present, dict) or value == {} or (isinstance(value, str) and "${" in value):
         section[key] = value
     elif isinstance(value, dict):
         for inner, child in value.items():
-            _merge(before, inner, child, f"{where}.{inner}")
+            _set_value(present, inner, child, f"{where}.{inner}")
     else:
         raise _Clash(where)
 
 
-def _own_section(tree: Mapping[str, Any], value: Any) -> Any:
-    """Return ``value``, or a copy of the section of ``tree`` that it refers to, so that it can be changed by itself."""
+def _copy_of_reference(tree: Mapping[str, Any], value: Any) -> Any:
+    """Return ``value``, or if it is a reference, a copy of the section of ``tree`` that it refers to, for overrides to change."""
     reference = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
     if reference is None:
         return value
@@ -291,8 +309,8 @@ def _not_an_option(option: str, overrides: Sequence[str]) -> str:
     """Return the message for ``option``, which does not exist and may be meant as a key."""
     name, _, value = option.lstrip("-").partition("=")
     value = value or next((word for word in overrides if not word.startswith("-") and "=" not in word), "...")
-    theirs = foreign_hint([name.replace("-", "_")], by_end=True)
-    if theirs:
-        return f"there is no option {theirs} (keys are given as key=value)"
-    known = f"write {name}={value}" if "." in name else "--help lists options and keys"
-    return f"there is no option '{option}', and keys are given as key=value: {known}"
+    hint = foreign_hint([name.replace("-", "_")], by_end=True)
+    if hint:
+        return f"there is no option {hint} (keys are given as key=value)"
+    remedy = f"write {name}={value}" if "." in name else "--help lists options and keys"
+    return f"there is no option '{option}', and keys are given as key=value: {remedy}"

@@ -1,5 +1,6 @@
-"""Name = module: ``algorithm: grpo`` is the module ``rlhf_spmd.algorithms.grpo``. A dotted name is the user's own module; a name that
-ends in ``.py`` is a file. ``:function`` after either names something in it.
+"""Name = module: ``algorithm: grpo`` is the module ``rlhf_spmd.algorithms.grpo``.
+
+A dotted name is the user's own module, and a name that ends in ``.py`` is a file. ``:function`` after either names something in it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
-from rlhf_spmd.config.schema import first_line, nearest
+from rlhf_spmd.config.words import first_line, nearest
 
 IMPORT_LIMIT_S = 120.0  # for the user's own module
 
 
-def find(kind: str, package: str, name: str, exports: str, beside: Sequence[str] = ()) -> ModuleType:
+def find(kind: str, package: str, name: str, required_attribute: str, other_names: Sequence[str] = ()) -> ModuleType:
     """Return the module that ``name`` stands for: ``package.name``, or for a dotted name or a file that module itself.
 
-    ``kind``: the word for messages (``algorithm``, ``reward``). ``exports``: an attribute that such a module must have; helper modules
-    of the package lack it and are neither found nor listed. ``beside``: names that the caller handles itself.
+    - kind: what messages call it: ``algorithm``, ``reward``
+    - required_attribute: an attribute of every such module; modules of the package without it are neither returned nor listed
+    - other_names: names that the caller handles itself, for the list in messages
+
     Raises ValueError that lists what exists, nearest first.
     """
     if "." in name:
@@ -34,36 +37,37 @@ def find(kind: str, package: str, name: str, exports: str, beside: Sequence[str]
         if inner:
             raise ValueError(f"{kind} '{name}:{inner}' stands for the whole module; leave :{inner} out")
         module = _import(kind, name)
-        if not hasattr(module, exports):
-            raise ValueError(f"{kind} '{name}': module {module.__name__} has no '{exports}', which every {kind} must define")
+        if not hasattr(module, required_attribute):
+            lack = f"module {module.__name__} has no '{required_attribute}'"
+            raise ValueError(f"{kind} '{name}': {lack}, which every {kind} must define")
         return module
     if name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
         module = importlib.import_module(f"{package}.{name}")
-        if hasattr(module, exports):
+        if hasattr(module, required_attribute):
             return module
-    known = sorted([*available(package, exports), *beside])
+    known = sorted([*available(package, required_attribute), *other_names])
     hint = nearest(name.lower(), known) or ";"
-    yours = "(or your own module: its dotted name, or a file.py)"
-    raise ValueError(f"unknown {kind} '{name}'{hint} available: {', '.join(known) or 'none'} {yours}")
+    or_own = "(or your own module: its dotted name, or a file.py)"
+    raise ValueError(f"unknown {kind} '{name}'{hint} available: {', '.join(known) or 'none'} {or_own}")
 
 
-def available(package: str, exports: str) -> list[str]:
-    """Return the public modules of a package that define ``exports``, sorted. Imports all of them."""
+def available(package: str, required_attribute: str) -> list[str]:
+    """Return the public modules of a package that define ``required_attribute``, sorted. Imports all of them."""
     root = importlib.import_module(package)
     names = sorted(info.name for info in pkgutil.iter_modules(root.__path__) if not info.name.startswith("_"))
-    return [name for name in names if hasattr(importlib.import_module(f"{package}.{name}"), exports)]
+    return [name for name in names if hasattr(importlib.import_module(f"{package}.{name}"), required_attribute)]
 
 
-def resolve(kind: str, package: str, name: str, exports: str) -> Callable[..., Any]:
-    """Return the function or class that ``name`` stands for: a built-in (``gsm8k``, ``gsm8k:flexible``), ``package.module:function``
-    or ``file.py:function``.
+def resolve(kind: str, package: str, name: str, required_attribute: str) -> Callable[..., Any]:
+    """Return the function or class that ``name`` stands for.
 
-    Without a function's name ``exports`` is meant. Raises ValueError that names ``kind``, the value and what exists.
+    ``name`` is a built-in one (``gsm8k``, ``gsm8k:flexible``), ``package.module:function`` or ``file.py:function``. Without a function
+    it stands for the module's ``required_attribute``. Raises ValueError that names ``kind``, the value and what exists.
     """
     module_name, function_name = split_name(name)
-    if "." not in module_name and (not function_name or module_name in available(package, exports)):
-        module_name = find(kind, package, module_name, exports).__name__
-    return resolve_function(f"{module_name}:{function_name or exports}", kind)
+    if "." not in module_name and (not function_name or module_name in available(package, required_attribute)):
+        module_name = find(kind, package, module_name, required_attribute).__name__
+    return resolve_function(f"{module_name}:{function_name or required_attribute}", kind)
 
 
 def resolve_function(name: str, kind: str = "function") -> Callable[..., Any]:
@@ -85,17 +89,19 @@ def resolve_function(name: str, kind: str = "function") -> Callable[..., Any]:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split ``module:function`` into the module's name or file, and the function's name, which may be empty. A file's path may contain
-    colons.
+    """Split ``module:function`` into the module's name or file, and the function's name, which may be empty.
+
+    A file's path may contain colons.
     """
     module, _, function = name.rpartition(":")
     return (module, function) if module and not name.endswith(".py") else (name, "")
 
 
 @contextmanager
-def located(kind: str, name: str, module: ModuleType) -> Iterator[None]:
-    """Add to an exception from the user's ``module`` a note with the line of its file. Its SystemExit becomes a RuntimeError: it does
-    not end a run.
+def noting_user_line(kind: str, name: str, module: ModuleType) -> Iterator[None]:
+    """Add the line of its file as a note to an exception from the user's ``module``.
+
+    A SystemExit from there becomes a RuntimeError, since the user's module must not end a run. ``kind``, ``name``: for the note.
     """
     try:
         yield
@@ -132,10 +138,10 @@ def _check_file(kind: str, name: str) -> None:
     path = Path(name).expanduser()
     if path.is_file():
         return
-    beside = [str(Path(name).with_name(file.name)) for file in path.parent.glob("*.py")]
-    there = "is a directory" if path.is_dir() else "does not exist"
-    looked = "" if path.is_absolute() else f" in {Path.cwd()}"
-    raise ValueError(f"{kind} '{name}': the file {there}{looked}{nearest(str(Path(name)), beside)}")
+    neighbours = [str(Path(name).with_name(file.name)) for file in path.parent.glob("*.py")]
+    state = "is a directory" if path.is_dir() else "does not exist"
+    directory = "" if path.is_absolute() else f" in {Path.cwd()}"
+    raise ValueError(f"{kind} '{name}': the file {state}{directory}{nearest(str(Path(name)), neighbours)}")
 
 
 @contextmanager
@@ -152,11 +158,11 @@ def _time_limit(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"it has not ended after {seconds:g} s")
 
     handler = signal.signal(signal.SIGALRM, interrupt)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, left, interval)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
 
 
@@ -167,9 +173,9 @@ def forget_files() -> None:
 
 
 def _import_file(name: str) -> ModuleType:
-    """Import the module in a file, once per path. Its name contains a character that no module on the path can have."""
+    """Import the module in a file, once per path."""
     path = Path(name).expanduser().resolve()
-    full_name = f"{path.stem}@{path}"
+    full_name = f"{path.stem}@{path}"  # no module on sys.path has an @ in its name
     if full_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(full_name, path)
         assert spec is not None and spec.loader is not None, "a .py file has a loader"

@@ -28,16 +28,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_spmd.config.schema import ConfigError, check_fields, dotted, is_inline
+from rlhf_spmd.config.constraints import check_fields
+from rlhf_spmd.config.schema import ConfigError, is_inline
+from rlhf_spmd.config.words import dotted
 
 
 class TextFormatter(string.Formatter):
-    """``str.format``, with the entries of a list beside each other."""
+    """``str.format``, with commas between the entries of a list."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        listed = isinstance(value, list | tuple)
-        text: str = ", ".join(map(str, value)) if listed else super().format_field(value, format_spec)
-        return text
+        is_list = isinstance(value, list | tuple)
+        return ", ".join(map(str, value)) if is_list else str(super().format_field(value, format_spec))
 
 
 TEXT = TextFormatter()
@@ -47,11 +48,11 @@ TEXT = TextFormatter()
 class Rule:
     """Settings that cannot be together.
 
-    - keys: dotted settings of the subject. The line names each with its value, first the one to change
+    - keys: dotted settings of the subject, first the one to change. The refusal names each with its value
     - when: returns True for a subject that breaks the rule
-    - why: the reason. ``{s.name}`` is an attribute of the subject, so that both sides of an equation can be written; a brace that is
-      text is doubled
-    - remedy: what to set instead; may have such attributes too
+    - why: the reason. ``{s.name}`` stands for an attribute of the subject, as for both sides of an equation. A brace that is text is
+      doubled
+    - remedy: what to set instead; it may have such attributes too
     """
 
     keys: tuple[str, ...]
@@ -60,17 +61,17 @@ class Rule:
     remedy: str
 
     def line(self, subject: Any, where: str = "") -> str:
-        """Return the refusal, as in ``sampling.temperature=0, sampling.n=4: why; remedy``. ``where``: the subject's dotted path."""
+        """Return the refusal, as ``sampling.temperature=0, sampling.n=4: why; remedy``. ``where``: the subject's dotted path."""
         keys = [key.format(s=subject) for key in self.keys]
-        settings = ", ".join(f"{dotted(where, key)}={shown(value_at(subject, key))}" for key in keys)
+        settings = ", ".join(f"{dotted(where, key)}={as_setting(value_at(subject, key))}" for key in keys)
         return TEXT.format(f"{settings.replace('{', '{{').replace('}', '}}')}: {self.why}; {self.remedy}", s=subject)
 
     def general(self) -> str:
-        """Return why and remedy for any subject, as ``--help`` and the page of keys print them."""
+        """Return reason and remedy without a subject, as ``--help`` and the page of keys print them."""
         return _general(f"{self.why}; {self.remedy}")
 
     def general_keys(self) -> list[str]:
-        """Return the keys for any subject."""
+        """Return the keys without a subject."""
         return [_general(key) for key in self.keys]
 
 
@@ -112,7 +113,7 @@ def rules_of(section: Any) -> Rules:
 
 
 def value_at(subject: Any, key: str) -> Any:
-    """Return the value of a dotted key. Keys of inline pieces are keys of their section, entries of mappings are keys as well."""
+    """Return the value of a dotted key, whose parts are fields, fields of inline pieces, or keys of mappings."""
     for name in key.split("."):
         subject = subject[name] if isinstance(subject, dict) else _attribute(subject, name)
     return subject
@@ -126,7 +127,7 @@ def _attribute(section: Any, name: str) -> Any:
     return getattr(section, name)
 
 
-def shown(value: Any) -> str:
+def as_setting(value: Any) -> str:
     """Return a value as a user would write it on the command line."""
     if value is None:
         return "null"

@@ -1,4 +1,4 @@
-"""What ``trl grpo --config FILE`` and TRL's other commands read, as this project's settings, where several of theirs make one of ours.
+"""Settings of ``trl grpo --config FILE`` and TRL's other commands, where several of them make one of ours.
 
 Source of names, defaults and meanings: TRL 1.16, ``trl/scripts`` and ``trl/trainer``, and transformers' ``TrainingArguments``.
 """
@@ -17,17 +17,17 @@ NO_BOUND = 1e6  # of a ratio
 
 
 def _table(name: str) -> dict[str, Any]:
-    table: dict[str, Any] = foreign_names()["TRL"][name]
-    return table
+    return foreign_names()["TRL"][name]
 
 
 def trainer_of(trl: ForeignSettings) -> tuple[str, str]:
     """Return TRL's trainer by its command's name, and the field that tells it. Raises ConfigError, one line."""
-    asked, trainers = trl.get("trainer"), _table("trainers")
-    if asked is not None and asked not in trainers:
-        raise ConfigError(f"trainer={asked}: of TRL's trainers {', '.join(trainers)} can be converted")
-    if asked is not None:
-        return asked, ""
+    trainer = trl.get("trainer")
+    trainers = _table("trainers")
+    if trainer is not None and trainer not in trainers:
+        raise ConfigError(f"trainer={trainer}: of TRL's trainers {', '.join(trainers)} can be converted")
+    if trainer is not None:
+        return trainer, ""
     for name, marks in _table("marks").items():
         for mark in marks.split():
             if mark in trl.written:
@@ -51,9 +51,9 @@ def set_trl(conversion: Conversion, trainer: str) -> None:
 
 def _set_sizes(conversion: Conversion, samples: bool, usual_n: int) -> None:
     """Set batch sizes, the run's length, and how often it saves and validates. TRL's steps are optimizer steps, ours batches."""
-    trl, settings, left = conversion.theirs, conversion.settings, conversion.left
+    trl, settings, left_out = conversion.source, conversion.settings, conversion.left_out
     if "num_processes" not in trl.written:
-        left["num_processes"] = "so 1 is taken: TRL's batch sizes are of one process; add num_processes=8 for 8"
+        left_out["num_processes"] = "so 1 is taken: TRL's batch sizes are of one process; add num_processes=8 for 8"
     rows = trl["per_device_train_batch_size"] * trl.get("num_processes", 1)
     batch = step = rows * trl["gradient_accumulation_steps"]
     updates = 1
@@ -68,11 +68,8 @@ def _set_sizes(conversion: Conversion, samples: bool, usual_n: int) -> None:
                 f"must be a multiple of num_generations={n}, whose responses stay together here, and divide the {batch} of a batch"
             )
         updates = batch // step * trl.get("num_iterations", 1)
-        settings |= {
-            "sampling.n": n,
-            "algorithm.ppo_mini_batch_size": step // n,
-            "algorithm.ppo_epochs": trl.get("num_iterations", 1),
-        }
+        settings |= {"sampling.n": n, "algorithm.ppo_mini_batch_size": step // n}
+        settings["algorithm.ppo_epochs"] = trl.get("num_iterations", 1)
         batch //= n
     settings["data.train_batch_size"] = batch
     if trl["max_steps"] > 0:
@@ -80,23 +77,22 @@ def _set_sizes(conversion: Conversion, samples: bool, usual_n: int) -> None:
     else:
         settings |= {"data.epochs": trl["num_train_epochs"], "run.steps": None}
     for kind, ours, usual in (("save", "run.save_freq", 500), ("eval", "run.test_freq", trl.written.get("logging_steps", 10))):
-        strategy = (
-            trl.get("evaluation_strategy") if kind == "eval" and "evaluation_strategy" in trl else trl[f"{kind}_strategy"]
-        )
+        has_old_name = kind == "eval" and "evaluation_strategy" in trl
+        strategy = trl.get("evaluation_strategy" if has_old_name else f"{kind}_strategy")
         settings[ours] = 0
         if strategy == "steps":
             every = trl.get(f"{kind}_steps") or usual
             if every < 1:
-                left[f"{kind}_steps"] = f"{every} is a share of the run; here {ours} is a number of steps"
+                left_out[f"{kind}_steps"] = f"{every} is a share of the run; here {ours} is a number of steps"
             else:
                 settings[ours] = math.ceil(every / updates)
         elif strategy not in ("no", False):
-            left[f"{kind}_strategy"] = f"{strategy}; here {ours} is a number of steps"
+            left_out[f"{kind}_strategy"] = f"{strategy}; here {ours} is a number of steps"
     conversion.keep_checkpoints("save_total_limit")
 
 
 def _set_data(conversion: Conversion, trainer: str) -> None:
-    trl, settings, left = conversion.theirs, conversion.settings, conversion.left
+    trl, settings, left_out = conversion.source, conversion.settings, conversion.left_out
     if mixed := trl.get("datasets"):
         trl.get("dataset_name")  # which TRL does not read either
         if not isinstance(mixed, list) or not all(isinstance(dataset, dict) and "path" in dataset for dataset in mixed):
@@ -108,11 +104,9 @@ def _set_data(conversion: Conversion, trainer: str) -> None:
             if len(values) == 1 and all(theirs in dataset for dataset in mixed):
                 settings[ours] = values[0]
             elif values:
-                left[f"datasets.{theirs}"] = (
-                    f"{', '.join(sorted(values))}: all paths of {ours.partition('.')[0]}.path share {ours}"
-                )
+                left_out[f"datasets.{theirs}"] = f"{', '.join(sorted(values))}: all paths of data.path share {ours}"
         for key in sorted({key for dataset in mixed for key in dataset} - {"path", "name", "split"}):
-            left[f"datasets.{key}"] = "write such rows into a file; data.path takes weights, as a mapping"
+            left_out[f"datasets.{key}"] = "write such rows into a file; data.path takes weights, as a mapping"
     if trl.get("evaluation_strategy", trl["eval_strategy"]) not in ("no", False):
         settings["data.val_path"] = settings.get("data.path", trl.written.get("dataset_name"))
         settings["data.val_split"] = trl.get("dataset_test_split", "test")
@@ -121,7 +115,7 @@ def _set_data(conversion: Conversion, trainer: str) -> None:
         if longest is not None:
             settings["data.max_prompt_length"] = longest - trl.written.get("max_completion_length", 512)
         elif "max_prompt_length" not in trl:
-            left["max_prompt_length"] = "so longer prompts than data.max_prompt_length=512 are dropped, and counted"
+            left_out["max_prompt_length"] = "so longer prompts than data.max_prompt_length=512 are dropped, and counted"
         return
     limit = trl.get("max_length")
     settings["data.max_length"] = NO_LIMIT if limit is None else limit
@@ -132,12 +126,12 @@ def _set_data(conversion: Conversion, trainer: str) -> None:
         side = sides[mode]
         settings |= {"data.filter_overlong": False, "data.truncation": side}
     elif trainer != "reward":
-        left["truncation_mode"] = "longer rows than data.max_length are dropped, and counted"
+        left_out["truncation_mode"] = "longer rows than data.max_length are dropped, and counted"
 
 
 def _set_model(conversion: Conversion, trainer: str) -> None:
     """Set dtype, memory, optimizer and adapters of the trained role."""
-    trl, settings, left = conversion.theirs, conversion.settings, conversion.left
+    trl, settings, left_out = conversion.source, conversion.settings, conversion.left_out
     actor = "models.actor."
     wanted = trl.get("dtype", trl.get("torch_dtype", "auto"))
     if trl.get("bf16") or trl.get("fp16") or wanted == "bfloat16":
@@ -145,14 +139,14 @@ def _set_model(conversion: Conversion, trainer: str) -> None:
     elif "bf16" in trl.written or wanted == "float32":
         settings[f"{actor}dtype"] = "float32"
     if trl.get("fp16") or wanted == "float16":
-        left["fp16"] = "bfloat16 is taken; there is no loss scaling"
+        left_out["fp16"] = "bfloat16 is taken; there is no loss scaling"
     if "gradient_checkpointing" in trl.written:
         settings[f"{actor}activation_checkpointing"] = "full" if trl["gradient_checkpointing"] else "none"
     settings[f"{actor}optim.lr"] = trl.get("learning_rate", _table("rates").get(trainer, 1e-6))
     optimizer, schedule = str(trl.get("optim", "adamw_torch")), str(trl["lr_scheduler_type"])
     name = _table("optimizers").get(optimizer)
     if name is None:
-        left["optim"] = f"there is no {optimizer}; adamw takes its place"
+        left_out["optim"] = f"there is no {optimizer}; adamw takes its place"
     elif name != "adamw":
         settings[f"{actor}optim.name"] = name
     schedules = _table("schedules")
@@ -162,17 +156,16 @@ def _set_model(conversion: Conversion, trainer: str) -> None:
         settings[f"{actor}optim.min_lr_ratio"] = rest
     if schedule not in schedules and not (schedule == "cosine_with_min_lr" and rest is not None):
         schedule_here = settings[f"{actor}optim.lr_scheduler_type"]
-        left["lr_scheduler_type"] = f"there is no {schedule}; {schedule_here} takes its place"
+        left_out["lr_scheduler_type"] = f"there is no {schedule}; {schedule_here} takes its place"
     if (warmup := trl.get("warmup_steps", 0)) > 0:
         settings[f"{actor}optim.lr_warmup_steps{'_ratio' if warmup < 1 else ''}"] = warmup
     if {"adam_beta1", "adam_beta2"} & trl.written.keys():
         settings[f"{actor}optim.betas"] = [trl.get("adam_beta1", 0.9), trl.get("adam_beta2", 0.999)]
     if trl.get("use_peft"):
-        settings |= {
-            f"{actor}lora.{ours}": trl[f"lora_{name}"] for name, ours in (("r", "rank"), ("alpha",) * 2, ("dropout",) * 2)
-        }
+        for name, our_name in (("r", "rank"), ("alpha",) * 2, ("dropout",) * 2):
+            settings[f"{actor}lora.{our_name}"] = trl[f"lora_{name}"]
         if (targets := trl.get("lora_target_modules")) is None:
-            left["lora_target_modules"] = "so all-linear is taken; PEFT's choice depends on the model"
+            left_out["lora_target_modules"] = "so all-linear is taken; PEFT's choice depends on the model"
         else:
             settings[f"{actor}lora.target_modules"] = targets[0] if targets == ["all-linear"] else targets
         if bits := 4 if trl.get("load_in_4bit") else 8 if trl.get("load_in_8bit") else None:
@@ -180,18 +173,16 @@ def _set_model(conversion: Conversion, trainer: str) -> None:
 
 
 def _set_grpo(conversion: Conversion) -> None:
-    trl, settings, left = conversion.theirs, conversion.settings, conversion.left
-    kind, level, losses = (
-        str(trl.get("loss_type", "dapo")),
-        trl.get("importance_sampling_level", "token"),
-        _table("grpo_losses"),
-    )
+    trl, settings, left_out = conversion.source, conversion.settings, conversion.left_out
+    kind = str(trl.get("loss_type", "dapo"))
+    level = trl.get("importance_sampling_level", "token")
+    losses = _table("grpo_losses")
     if kind not in losses:
         raise ConfigError(f"loss_type={kind}: of GRPO's losses here are {', '.join(losses)}")
     agg, mode = losses[kind]
     if level == "sequence" and mode == "vanilla":
         if kind != "grpo":
-            left["loss_type"] = f"{kind}; with ratios of whole responses the loss is their mean"
+            left_out["loss_type"] = f"{kind}; with ratios of whole responses the loss is their mean"
         agg, mode = "seq-mean-token-mean", "gspo"
     settings |= {"algorithm.loss_agg_mode": agg, "algorithm.loss_mode": mode}
     low = trl.get("epsilon", 0.2)
@@ -210,23 +201,23 @@ def _set_grpo(conversion: Conversion) -> None:
     if scale not in (True, False, "group", "batch", "none"):
         raise ConfigError(f"scale_rewards={scale} must be group, batch or none")
     if scale == "batch":
-        left["scale_rewards"] = "batch; advantages are divided by the standard deviation of their group"
+        left_out["scale_rewards"] = "batch; advantages are divided by the standard deviation of their group"
     settings["algorithm.norm_adv_by_std_in_grpo"] = scale not in (False, "none")
 
 
 def _set_rloo(conversion: Conversion) -> None:
-    trl, settings, left = conversion.theirs, conversion.settings, conversion.left
+    trl, settings, left_out = conversion.source, conversion.settings, conversion.left_out
     low, beta = trl.get("epsilon", 0.2), trl.get("beta", 0.05)
     settings |= {"algorithm.loss_agg_mode": "seq-mean-token-sum", "algorithm.clip_ratio_low": low}
     settings |= {"algorithm.clip_ratio_high": trl.get("epsilon_high") or low, "algorithm.clip_ratio_c": NO_BOUND}
     settings |= {"algorithm.use_kl_in_reward": bool(beta)} | ({"algorithm.kl_ctrl.kl_coef": beta} if beta else {})
     is_reused = trl.written.get("num_iterations", 1) > 1
     if is_reused or {"steps_per_generation", "generation_batch_size"} & trl.written.keys():
-        left["epsilon"] = "bounds the ratio of each token here, of the whole response there"
+        left_out["epsilon"] = "bounds the ratio of each token here, of the whole response there"
 
 
 def _set_dpo(conversion: Conversion) -> None:
-    trl, settings, left = conversion.theirs, conversion.settings, conversion.left
+    trl, settings, left_out = conversion.source, conversion.settings, conversion.left_out
     losses = _table("dpo_losses")
     kinds = trl.get("loss_type", "sigmoid")
     kind = kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else kinds
@@ -239,28 +230,28 @@ def _set_dpo(conversion: Conversion) -> None:
     if kind == "robust":
         settings["algorithm.label_smoothing"] = trl.get("label_smoothing", 0.0)
     elif trl.get("label_smoothing"):
-        left["label_smoothing"] = f"TRL does not read it with loss_type={kind}; here it is conservative DPO's"
+        left_out["label_smoothing"] = f"TRL does not read it with loss_type={kind}; here it is conservative DPO's"
 
 
 def _set_kto(conversion: Conversion) -> None:
-    trl = conversion.theirs
+    trl = conversion.source
     if (kind := trl.get("loss_type", "kto")) != "kto":
         raise ConfigError(f"loss_type={kind}: of KTO's losses here is kto")
     conversion.settings["algorithm.beta"] = trl.get("beta", 0.1)
 
 
 def _set_sft(conversion: Conversion) -> None:
-    trl = conversion.theirs
+    trl = conversion.source
     if (kind := trl.get("loss_type")) not in (None, "nll", "chunked_nll"):
         raise ConfigError(f"loss_type={kind}: of SFT's losses here is nll")
     if not trl.get("assistant_only_loss"):
         why = "so TRL learns all turns of a conversation; here the assistant's alone are learnt"
-        conversion.left["assistant_only_loss"] = why
+        conversion.left_out["assistant_only_loss"] = why
 
 
 def _set_rewards(conversion: Conversion) -> None:
     """Set the reward model and ``rewards.<name>`` for TRL's list of functions, each with its weight."""
-    trl, settings = conversion.theirs, conversion.settings
+    trl, settings = conversion.source, conversion.settings
     names, weights = trl.get("reward_funcs", []), trl.get("reward_weights", [])
     if not isinstance(names, list) or not isinstance(weights, list):
         raise ConfigError(f"reward_funcs={names} and reward_weights={weights} must be lists")
@@ -270,7 +261,7 @@ def _set_rewards(conversion: Conversion) -> None:
     count = len(names) + (model is not None)
     if not count:
         why = "so there is no reward: give rewards.<name>.function for each that the script passes"
-        conversion.left["reward_funcs"] = why
+        conversion.left_out["reward_funcs"] = why
         return
     if weights and len(weights) != count:
         raise ConfigError(f"reward_weights={weights}: there are {count} rewards, the reward model first")

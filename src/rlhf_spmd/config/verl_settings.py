@@ -56,16 +56,16 @@ def teacher_of(verl: Mapping[str, Any]) -> str | None:
 
 def set_router_replay(conversion: Conversion) -> None:
     """Set ``models.actor.router_replay`` where updates take the experts of an earlier pass."""
-    verl = conversion.theirs
+    verl = conversion.source
     for key in (key for key in verl if re.fullmatch(r"actor_rollout_ref\.actor\.(\w+\.)?router_replay\.mode", key)):
         if verl[key] in ("R2", "R3"):
             conversion.settings["models.actor.router_replay"] = verl[key]
             records = ROLLOUT + "enable_rollout_routing_replay"
             if verl[key] == "R3" and not verl.get(records, True):
-                conversion.left[records] = "R3 takes the experts of generation"
+                conversion.left_out[records] = "R3 takes the experts of generation"
             return
         if verl[key] != "disabled":
-            conversion.left[key] = f"there is no {verl[key]}; models.actor.router_replay has R2 and R3"
+            conversion.left_out[key] = f"there is no {verl[key]}; models.actor.router_replay has R2 and R3"
             return
 
 
@@ -75,7 +75,7 @@ def set_expert_ranks(conversion: Conversion) -> None:
     Here tp always cuts an expert, so ep is as much smaller. A rank holds as many numbers of experts.
     """
     ranks = {}
-    for key, etp in conversion.theirs.items():
+    for key, etp in conversion.source.items():
         section = PARALLEL_EXPERTS.fullmatch(key)
         if section is not None and etp:
             role = {"actor_rollout_ref.ref.": "reference", "critic.": "critic"}.get(section[1], "actor")
@@ -90,23 +90,23 @@ def set_whole_experts(conversion: Conversion) -> None:
     verl shares them among tp * data_parallel_size ranks; here the ranks of tp do, and each replica has all.
     """
     key = ROLLOUT + "expert_parallel_size"
-    ranks, tp = conversion.theirs.get(key), conversion.settings.get("models.actor.generation.tp", 1)
+    ranks, tp = conversion.source.get(key), conversion.settings.get("models.actor.generation.tp", 1)
     if ranks in (None, 1):
         return
     if tp > 1:
         conversion.settings["models.actor.generation.ep"] = tp
     if tp == 1:
-        conversion.left[key] = "generation shares experts among the ranks of generation.tp, and that is 1"
+        conversion.left_out[key] = "generation shares experts among the ranks of generation.tp, and that is 1"
     elif ranks != tp:
-        conversion.left[key] = f"the {tp} ranks of generation.tp share them"
+        conversion.left_out[key] = f"the {tp} ranks of generation.tp share them"
 
 
 def set_optimizer(conversion: Conversion, section: str, role: str) -> None:
     """Set ``models.<role>.optim.name`` where ``<section>.optimizer`` asks for another than AdamW."""
-    asked = str(conversion.theirs.get(f"{section}.optimizer", "AdamW"))
-    name = foreign_names()["verl"]["optimizers"].get(asked.lower())
+    optimizer = str(conversion.source.get(f"{section}.optimizer", "AdamW"))
+    name = foreign_names()["verl"]["optimizers"].get(optimizer.lower())
     if name is None:
-        conversion.left[f"{section}.optimizer"] = f"there is no {asked}; adamw takes its place"
+        conversion.left_out[f"{section}.optimizer"] = f"there is no {optimizer}; adamw takes its place"
     elif name != "adamw":
         conversion.settings[f"models.{role}.optim.name"] = name
 
@@ -120,7 +120,7 @@ def shard_for_generation(conversion: Conversion) -> None:
     for axis in ("tp", "pp"):
         if (settings.get(f"{actor}layout.{axis}") or 1) % (settings.get(f"{actor}generation.{axis}") or 1):
             settings[f"{actor}layout.zero"] = 3
-            conversion.left["actor_rollout_ref.actor.megatron"] = GATHERED
+            conversion.left_out["actor_rollout_ref.actor.megatron"] = GATHERED
 
 
 def split_bounds(verl: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,10 +164,10 @@ def sft_name(key: str) -> str | None:
     return our_name(names["keys"], key) if lora is None else f"models.actor.lora.{lora}"
 
 
-def why_left(key: str, ours: str | None) -> str:
-    """Return why a key that is not carried over is not needed, or that it is not known."""
-    if ours is not None:
-        is_lora = ours.startswith("models.actor.lora.")
+def sft_reason(key: str, our_key: str | None) -> str:
+    """Return why a key is not carried over. ``our_key``: what stands for it, if anything does."""
+    if our_key is not None:
+        is_lora = our_key.startswith("models.actor.lora.")
         return "there are no adapters" if is_lora else "it is none, or all ranks, as here without it"
     unknown = "not known: look it up" if "." in key else "it chooses among verl's defaults"
     return not_needed(sft_names(), key) or unknown
@@ -175,20 +175,20 @@ def why_left(key: str, ours: str | None) -> str:
 
 def set_sft(conversion: Conversion) -> None:
     """Set what verl's SFT trainer has in place of settings of ours. Raises ConfigError, one line."""
-    verl, settings = conversion.theirs, conversion.settings
+    verl, settings = conversion.source, conversion.settings
     settings |= {"algorithm.name": "sft", "data.filter_overlong": False, "data.truncation": verl["data.truncation"]}
     has_adapters = bool(verl.get("model.lora_rank", 0))
     for key, value in verl.items():
-        ours = sft_name(key)
-        if ours is not None and _is_set(key, value) and (has_adapters or key not in sft_names()["lora"]):
-            settings[ours] = value
+        our_key = sft_name(key)
+        if our_key is not None and _is_set(key, value) and (has_adapters or key not in sft_names()["lora"]):
+            settings[our_key] = value
     set_optimizer(conversion, "optim", "actor")
     set_expert_ranks(conversion)
     if verl.get("optim.min_lr"):
         settings["models.actor.optim.min_lr_ratio"] = verl["optim.min_lr"] / verl["optim.lr"]
     for key in ("run.save_freq", "run.test_freq"):
         if isinstance(settings[key], str):
-            conversion.left[f"trainer.{key[4:]}"] = f"{settings[key]!r}; here it is a number of steps"
+            conversion.left_out[f"trainer.{key[4:]}"] = f"{settings[key]!r}; here it is a number of steps"
         settings[key] = 0 if isinstance(settings[key], str) else max(0, settings[key])
     conversion.keep_checkpoints("trainer.max_ckpt_to_keep")
     if verl.get("model.enable_gradient_checkpointing", True):
@@ -205,7 +205,7 @@ def set_sft(conversion: Conversion) -> None:
         if not isinstance(inner, list) or not all(isinstance(key, str) for key in inner):
             raise ConfigError(f"data.{side}_dict_keys={inner} must be a list of names")
         if len(inner) > 1:
-            conversion.left[f"data.{side}_dict_keys"] = f"one column is taken, {inner[0]}, and not {', '.join(inner[1:])}"
+            conversion.left_out[f"data.{side}_dict_keys"] = f"one column is taken, {inner[0]}, and not {', '.join(inner[1:])}"
         settings[f"data.{side}_key"] = ".".join([verl[f"data.{side}_key"], *inner[:1]])
 
 

@@ -28,17 +28,28 @@ Words:
   rank that has a part's results after the call.
 - *mini-batch*: the groups of one optimizer step. *chunk*: the groups that leave generation together, while the rest are generated.
 
-Files in reading order. They import each other in this direction only:
+Files in reading order. They import each other in this direction only.
+
+Which rank computes what:
 
 - ``protocols``: pools; which part of a call's rows each member computes
 - ``rows``: which row is in which part and mini-batch
+
+What the script says:
+
 - ``signature``: what a method takes and makes
 - ``call``: the record of a call: its inputs, its data; the graph of a script
 - ``reference``: operations on rows and fields that touch no data
 - ``versions``: which weights a generate call takes
+
+How data move:
+
 - ``transport``: messages between ranks
 - ``data_router``: what is pushed or pulled, from whom to whom
 - ``streaming``: calls on rows that are still being generated
+
+What runs:
+
 - ``controller``: traces and runs a script; opens with the rules that hold
 - ``worker``: ``@register``, which makes a method a call
 

@@ -27,29 +27,32 @@ _serial = count()
 class Role:
     """What the controller knows about a role: its pool, its shape, and hooks around its calls. Every rank has the same object.
 
-    - ``members(protocol)``: which of its ranks compute which part of a call's rows, and which hold them after it.
-    - ``unused``: optional input fields that this role does not take. ``absent``: optional output fields that it does not make.
-    - ``weight_sources``: ranks that send it weights before each call.
-    - ``prefetches``: True if :meth:`prefetch` does anything.
-    - ``streams_rollouts``: True if its generate calls send rows before all have ended (``controller.rollout_streamer``).
+    - members(protocol): which of its ranks compute which part of a call's rows, and which hold them after it
+    - ignored_inputs: optional input fields that this role does not take
+    - omitted_outputs: optional output fields that it does not make
+    - weight_sources: ranks that send it weights before each call
+    - prefetches: True if :meth:`prefetch` does anything
+    - streams_rollouts: True if its generate calls send rows before all have ended (``controller.rollout_streamer``)
     """
 
-    unused: frozenset[str] = frozenset()
-    absent: frozenset[str] = frozenset()
+    ignored_inputs: frozenset[str] = frozenset()
+    omitted_outputs: frozenset[str] = frozenset()
     weight_sources: tuple[int, ...] = ()
     prefetches = False
     streams_rollouts = False
 
     def __init__(self, name: str, pool: ResourcePool, shape: GroupShape, speeds: Sequence[float] = ()) -> None:
         assert shape.size == len(pool.ranks), f"{name}: layout of {shape.size} ranks on pool '{pool.name}' of {len(pool.ranks)}"
-        self.name, self.pool, self.shape = name, pool, shape
+        self.name = name
+        self.pool = pool
+        self.shape = shape
         self.members: Callable[[Protocol], ProtocolRanks] = cache(lambda protocol: ProtocolRanks(protocol, shape, pool, speeds))
 
     def enter(self, call: CallRecord) -> None:
-        """Runs before each call of this role: on every rank of the world, in program order."""
+        """Prepare for a call of this role. Runs before each: on every rank of the world, in program order."""
 
     def leave(self, call: CallRecord) -> None:
-        """Runs after each call of this role: on every rank of the world, in program order."""
+        """Clean up after a call of this role. Runs after each: on every rank of the world, in program order."""
 
     def prefetch(self) -> None:
         """Start to bring the model back to the device. Runs on members, one call before this role's next one on this rank."""
@@ -61,10 +64,11 @@ class Role:
         """
         return False
 
-    def start_early(self, rows: Batch, ranks: int) -> None:
-        """Start, on these whole groups, the next call of a method that :meth:`starts_early`. ``ranks`` ranks share the rows.
+    def start_early(self, rows: Batch, num_ranks: int) -> None:
+        """Start, on these whole groups, the next call of a method that :meth:`starts_early`.
 
-        It runs between generation steps, so it must return at once. So must :meth:`continue_early`, which runs after each step.
+        ``num_ranks``: the number of ranks that share the rows. It runs between generation steps, so it must return at once. So must
+        :meth:`continue_early`, which runs after each step.
         """
 
     def continue_early(self) -> None:
@@ -104,18 +108,19 @@ class FieldShard:
     def same(self, other: FieldShard) -> bool:
         """Return True if both are the same data, under whatever name."""
         pairs = (self.positions, other.positions), (self.ids, other.ids)
-        is_one = self.producer is other.producer and self.name == other.name
-        return is_one and all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in pairs)
+        is_one_field = self.producer is other.producer and self.name == other.name
+        return is_one_field and all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in pairs)
 
 
 @dataclass(eq=False)
 class CallInput:
     """What a call takes from one reference: ``fields`` (name -> shards) of ``rows``, partitioned by ``partition_spec``.
 
-    - ``tokens``: the token fields whose lengths balance the parts.
-    - ``sources``: what comes from each producer for the same rows, in program order: a shard, and the names of its fields (name here ->
-      name at the producer).
-    - ``counts_key``: identifies the token counts. ``length_producers``: the calls whose token counts the partition needs.
+    - tokens: the token fields whose lengths balance the parts
+    - sources: what comes from each producer for the same rows, in program order: a shard, and the names of its fields (name here ->
+      name at the producer)
+    - counts_key: identifies the token counts
+    - length_producers: the calls whose token counts the partition needs
     """
 
     rows: RowIndex
@@ -137,7 +142,7 @@ class CallInput:
 
     @property
     def partition(self) -> Partition:
-        """The partition of the rows. May wait for token counts that other ranks send."""
+        """Return the partition of the rows. May wait for token counts that other ranks send."""
         if self._partition is None:
             self._partition = self.rows.partition(self.partition_spec, self.counts_key, self._count)
         return self._partition
@@ -189,11 +194,16 @@ def _sources(fields: Mapping[str, tuple[FieldShard, ...]]) -> list[tuple[FieldSh
 class CallRecord:
     """One call: its inputs and results, and on the ranks that hold them, the data.
 
-    - ``seq``: the call's number in the run, the same on every rank; -1 in a trace. ``node``: its place in the graph of its script.
-    - ``version``: of the role's weights: the number of calls that have trained it.
-    - ``read_lengths``: returns the token counts that the call made, possibly after waiting for other ranks.
-    - ``lengths_sent_to``: the ranks to which its token counts were sent. ``row_lengths``: the counts, once this rank knows them.
-    - ``site``: in a trace, the line of the script (``ppo.py:31``). ``in_chunks``: it can take its rows while they are generated.
+    - seq: the call's number in the run, the same on every rank; -1 in a trace
+    - node: its place in the graph of its script
+    - version: the version of the role's weights: the number of calls that have trained it
+    - read_lengths: returns the token counts that the call made, possibly after waiting for other ranks
+    - data: the rows that this rank holds
+    - values: the value that the body returned on this rank, for ``Controller.get``
+    - lengths_sent_to: the ranks to which its token counts were sent
+    - row_lengths: the token counts, once this rank knows them
+    - site: in a trace, the line of the script (``ppo.py:31``)
+    - in_chunks: it can take its rows while they are generated
     """
 
     seq: int
@@ -223,32 +233,39 @@ class CallRecord:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of all references together."""
+        """Return the number of rows of all references together."""
         return sum(len(call_input.rows) for call_input in self.inputs)
 
     @property
     def num_mini_batches(self) -> int:
-        """The number of mini-batches, and so of optimizer steps, in each epoch of a train call."""
+        """Return the number of mini-batches, and so of optimizer steps, in each epoch of a train call."""
         return self.inputs[0].partition_spec.num_mini_batches if self.inputs else 1
 
     @property
     def epochs(self) -> int:
         return self.inputs[0].partition_spec.epochs if self.inputs else 1
 
-    def keep(self, result: Any, index: int, rank: int) -> None:
+    def store_result(self, result: Any, index: int, rank: int) -> None:
         """Store what the body returned on ``rank`` for part ``index``."""
         data, self.values = result if isinstance(result, tuple) else (result, None)
         if isinstance(data, Batch):
-            part, ids = self.inputs[0].part(index), data.row_ids
-            missing = set(self.outputs) - set(data.fields)
-            is_holder = bool(missing) and rank in self.members.holders(index)
-            assert not (is_holder and len(data)), f"{self.name} declares {sorted(missing)}, but did not return it"
-            same = ids is part.row_ids or torch.equal(ids, part.row_ids)
-            some = self.spec.kind == "generate" and bool(torch.isin(ids, part.row_ids).all()) and bool((ids.diff() > 0).all())
-            assert same or some, f"{self.name} returned other rows than it got, or in another order"
+            self._check_result(data, index, rank)
             self.data = data
         elif data is not None:
             self.values = data
+
+    def _check_result(self, data: Batch, index: int, rank: int) -> None:
+        """Assert that the body returned the declared fields of the rows of part ``index``, or in a generate call of some of them."""
+        missing = set(self.outputs) - set(data.fields)
+        is_holder = bool(missing) and rank in self.members.holders(index)
+        assert not (is_holder and len(data)), f"{self.name} declares {sorted(missing)}, but did not return it"
+        ids = data.row_ids
+        part_ids = self.inputs[0].part(index).row_ids
+        if not (ids is part_ids or torch.equal(ids, part_ids)):
+            is_subset = bool(torch.isin(ids, part_ids).all()) and bool((ids.diff() > 0).all())
+            assert self.spec.kind == "generate" and is_subset, (
+                f"{self.name} returned other rows than it got, or in another order"
+            )
 
     def lengths(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Return the number of tokens in field ``name`` for each of the rows ``ids``. May wait for the ranks that made them."""
@@ -273,7 +290,7 @@ def _values_at(row_ids: np.ndarray, values: np.ndarray, ids: np.ndarray) -> np.n
 
 
 class CallStats(NamedTuple):
-    """The size of a call that a script has made. ``num_rows``: of all its references together."""
+    """The size of a call that a script has made. ``num_rows``: the rows of all its references together."""
 
     role: str
     kind: str

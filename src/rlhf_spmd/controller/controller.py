@@ -6,7 +6,8 @@ These rules hold in all of this package:
    body runs on members of its role. Other ranks may send inputs of the call.
 2. A script is traced before it runs: the same function is called, and its calls only record nodes. ``node`` is a call's place in that
    graph. Calls that the trace did not contain (a loop's second round, calls outside :meth:`Controller.run`) have the node UNTRACED.
-3. Rows are found by id. No two references need the same rows in the same order. Each field of a row is on the ranks whose call made it.
+3. Rows are found by id. Two references need not have the same rows, nor the same order. Each field of a row is on the ranks whose call
+   made it.
 4. A producer pushes data as soon as they exist to the consumers in the graph, if the trace knew their rows. Otherwise consumers pull:
    the data are sent when the consumer is called. That happens with filtered rows, untraced calls and results of earlier scripts. If a
    call does not take what was pushed to it, its ranks receive and drop that, all of them alike.
@@ -34,7 +35,7 @@ from rlhf_spmd.controller.call import CallRecord, CallStats, Graph, ReplicatedBa
 from rlhf_spmd.controller.data_router import DataRouter, pick_rows, rows_sent_by
 from rlhf_spmd.controller.reference import Reference, call_inputs, made_by, source
 from rlhf_spmd.controller.signature import MethodSpec, Signature
-from rlhf_spmd.controller.streaming import RolloutStreamer, Streaming, WaitingCall, one_result, stay_or_stream
+from rlhf_spmd.controller.streaming import RolloutStreamer, Streaming, WaitingCall, choose_arrival, one_result
 from rlhf_spmd.controller.transport import REPORTS, UNTRACED
 from rlhf_spmd.controller.versions import Versions
 from rlhf_spmd.parallel.collectives import Group, wait_all
@@ -46,10 +47,11 @@ from rlhf_spmd.telemetry.trace import Argument, Timeline
 class Controller:
     """Runs an algorithm's script on this rank.
 
-    - ``seed``: shuffles mini-batches. ``ahead``: see :class:`Versions`.
-    - ``speeds``: of each rank of the world. Ranks get tokens in this proportion; empty: all are equal.
-    - ``num_chunks``: messages in which a replica's rows leave a generate call that streams them; 1: all at once.
-    - ``limits``: tokens and rows of a micro-batch, which balancing respects; 0: no limit.
+    - seed: shuffles mini-batches
+    - ahead: see :class:`Versions`
+    - speeds: the speed of each rank of the world. Ranks get tokens in this proportion; empty: all are equal
+    - num_chunks: messages in which a replica's rows leave a generate call that streams them; 1: all at once
+    - limits: tokens and rows of a micro-batch, which balancing respects; 0: no limit
     """
 
     def __init__(
@@ -67,7 +69,10 @@ class Controller:
         self.rank = world.ranks[world.rank]
         self.board = board
         self.timeline = timeline or Timeline(self.rank)
-        self.seed, self.speeds, self.num_chunks, self.limits = seed, speeds, num_chunks, limits
+        self.seed = seed
+        self.speeds = speeds
+        self.num_chunks = num_chunks
+        self.limits = limits
         self.span: dict[str, Argument] = {}  # what the timeline says of the last call; a worker may add to it
         self.graph = Graph()  # of the last script
         self.call_stats: list[CallStats] = []  # the calls since the last script began
@@ -75,13 +80,13 @@ class Controller:
         self.router = DataRouter(world, num_chunks)
         self.versions = Versions(ahead)
         self._streaming = Streaming(self.router)
-        self._own_reports: deque[bytes] = deque()
+        self._local_reports: deque[bytes] = deque()
         self._seq = 1  # on the error board, 0 is the time before the first call
         self._last_site = ""  # of the last call
         self._tracing = False
         # (name, site) -> the traced calls that this script has not made yet
         self._nodes: dict[tuple[str, str], deque[CallRecord]] = defaultdict(deque)
-        self._next: dict[int, Role] = {}  # node -> the role to prefetch, whose call is the next one on this rank
+        self._prefetch_after: dict[int, Role] = {}  # node -> the role to prefetch: that of this rank's next call
 
     # For scripts
 
@@ -98,7 +103,7 @@ class Controller:
             self._nodes[node.name, node.site].append(node)
             if self.rank in node.members.part_of:
                 if computed and node.role.prefetches and node.role is not computed[-1].role:
-                    self._next[computed[-1].node] = node.role
+                    self._prefetch_after[computed[-1].node] = node.role
                 computed.append(node)
         result = script(*args)
         # a rank whose script has fewer calls must not wait here for messages while others wait for its next call
@@ -108,7 +113,7 @@ class Controller:
         return result
 
     def run_step(self, global_step: int, script: Callable[[], Any]) -> Any:
-        """:meth:`run` the script of training step ``global_step``, in which generation may be ahead of training.
+        """Run the script of training step ``global_step``, in which generation may be ahead of training, as :meth:`run` does.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -120,27 +125,27 @@ class Controller:
 
     def trace(self, script: Callable[..., Any], *args: Any) -> Graph:
         """Return the script's dataflow graph. Nothing is computed or sent."""
-        outer, versions = self.graph, self.versions
-        self.graph, self.versions, self._tracing = Graph(), versions.copy(), True
+        outer_graph, outer_versions = self.graph, self.versions
+        self.graph, self.versions, self._tracing = Graph(), outer_versions.copy(), True
         try:
             returned = script(*args)
             calls = returned if isinstance(returned, list) else []
             self.graph.returned = [each.call for each in calls if isinstance(each, Reference) and each.call is not None]
             return self.graph
         finally:
-            self.graph, self.versions, self._tracing = outer, versions, False
+            self.graph, self.versions, self._tracing = outer_graph, outer_versions, False
 
-    def settle(self, spare: int = 0) -> None:
+    def settle(self, num_unfinished_scripts: int = 0) -> None:
         """End a script: receive what was sent to this rank and not used, and wait for its own sends.
 
-        It does not wait for the sends of the last ``spare`` scripts, and only for ranks with which it exchanged data.
+        It waits only for ranks with which it exchanged data, and not for the sends of the last ``num_unfinished_scripts`` scripts.
 
         Collective over the world: every rank of it must call, in program order.
         """
         self._run_waiting()
-        self.router.settle(spare)
+        self.router.settle(num_unfinished_scripts)
         self._nodes.clear()
-        self._next.clear()
+        self._prefetch_after.clear()
 
     def get(self, *references: Reference) -> list[Any]:
         """Return for each reference the list of its call's collected values, the same on every rank; empty lists while tracing.
@@ -161,7 +166,7 @@ class Controller:
         if self._tracing:
             return numbers
         self._run_waiting()
-        mine = []
+        entries = []
         for shard in reference.select(name).fields[name]:
             data, sent = rows_sent_by(shard, self.rank)
             if data is None or not len(sent):
@@ -170,38 +175,38 @@ class Controller:
             if isinstance(shard.producer, ReplicatedBatch):  # every rank has it
                 numbers[shard.positions[sent]] = values
             else:
-                mine.append([shard.positions[sent].tolist(), values.tolist()])
-        for positions, values in (entry for part in self._from_all("controller.get_field", mine) for entry in part):
+                entries.append([shard.positions[sent].tolist(), values.tolist()])
+        for positions, values in (entry for part in self._from_all("controller.get_field", entries) for entry in part):
             numbers[positions] = torch.tensor(values, dtype=torch.float64)
         return numbers
 
-    def any_rank(self, wish: bool) -> bool:
-        """True on every rank if any rank passes true. A script may branch on what one rank knows only through this.
+    def any_rank(self, value: bool) -> bool:
+        """Return True on every rank if ``value`` is True on any rank. A script may branch on what one rank knows only through this.
 
         Collective over the world: every rank of it must call, in program order.
         """
         if self._tracing:
             return False
         self._enter("controller.any_rank", _site(sys._getframe(1)))
-        result = bool(self.world.all_reduce(torch.tensor([int(wish)]), "control", "max"))
+        result = bool(self.world.all_reduce(torch.tensor([int(value)]), "control", "max"))
         self._leave()
         return result
 
-    def any_async(self, wish: bool) -> Callable[[], bool]:
-        """As :meth:`any_rank`, without waiting: returns a function that waits for the answer.
+    def any_async(self, value: bool) -> Callable[[], bool]:
+        """Start an :meth:`any_rank`, and return a function that waits for the result.
 
         Collective over the world: every rank of it must call, in program order.
         """
         self._enter("controller.any_async", _site(sys._getframe(1)))
-        result = torch.tensor([int(wish)])
+        result = torch.tensor([int(value)])
         work = self.world.start_all_reduce(result, "control", "max")
         self._leave()
 
-        def answer() -> bool:
+        def wait() -> bool:
             wait_all([work])
             return bool(result)
 
-        return answer
+        return wait
 
     def log(self, line: str) -> None:
         """Print a line on the first rank. Does nothing while tracing."""
@@ -209,37 +214,37 @@ class Controller:
             say(line)
 
     def send_report(self, report: Any) -> None:
-        """Send JSON to the first rank of the world; returns while the message is in flight."""
+        """Send JSON to the first rank of the world. Return while the message is in flight."""
         data = json.dumps(report).encode()
         if self.world.rank == 0:
-            self._own_reports.append(data)
+            self._local_reports.append(data)
         else:
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             self.router.transport.send(payload, self.world.ranks[:1], 0, REPORTS, "report")
 
     def receive_reports(self) -> list[Any]:
-        """Return the next report of each rank, in rank order; waits for them. Only for the first rank of the world."""
+        """Return the next report of each rank, in rank order, once they are there. Only for the first rank of the world."""
         others = self.router.transport.receive(self.world.ranks[1:], 0, REPORTS, "report")
-        return [json.loads(report) for report in (self._own_reports.popleft(), *(bytes(report.numpy()) for report in others))]
+        return [json.loads(report) for report in (self._local_reports.popleft(), *(bytes(report.numpy()) for report in others))]
 
     def values(self, *references: Reference) -> list[list[Any]]:
         """Return what this rank contributes to :meth:`get`: a list of [index of the reference, position in its list, value]."""
-        mine = []
+        entries = []
         for i, call in enumerate(reference.call for reference in references):
             if call is None:  # nothing was computed for it
                 continue
             for position, index in enumerate(call.spec.protocol.collect(call.role.shape)):
                 if call.role.pool.ranks[index] == self.rank:
-                    mine.append([i, position, call.values])
-        return mine
+                    entries.append([i, position, call.values])
+        return entries
 
-    def _from_all(self, name: str, mine: Any) -> list[Any]:
-        """Return the JSON of every rank, on every rank.
+    def _from_all(self, name: str, value: Any) -> list[Any]:
+        """Return every rank's JSON ``value``, on every rank.
 
         Collective over the world: every rank of it must call, in program order.
         """
         self._enter(name, _site(sys._getframe(2)))
-        result: list[Any] = self.world.broadcast_json(self.world.gather_json(mine, "control"), "control")
+        result: list[Any] = self.world.broadcast_json(self.world.gather_json(value, "control"), "control")
         self._leave()
         return result
 
@@ -299,11 +304,11 @@ class Controller:
         index = call.members.part_of.get(self.rank)
         if index is not None:
             inputs = self._inputs(call, batch, index)
-            if call.node in self._next:
-                self._next.pop(call.node).prefetch()
+            if call.node in self._prefetch_after:
+                self._prefetch_after.pop(call.node).prefetch()
             with self.timeline.span(call.name, category="compute", call=call.seq) as self.span:
                 result = one_result(call, inputs, [call.spec.body(call.role, *inputs, *args, **kwargs)])
-            call.keep(result, index, self.rank)
+            call.store_result(result, index, self.rank)
         if self.rollout_streamer is not None:
             self.rollout_streamer.finish(call.data)
             self.rollout_streamer = None
@@ -315,26 +320,26 @@ class Controller:
         Collective over the world: every rank of it must call, in program order.
         """
         waiting, self._streaming.waiting = self._streaming.waiting, []
-        mine = [(call, call.record.members.part_of[self.rank]) for call in waiting if self.rank in call.record.members.part_of]
+        local = [(call, call.record.members.part_of[self.rank]) for call in waiting if self.rank in call.record.members.part_of]
         for call in waiting:
             call.record.role.enter(call.record)
             self._streaming.drop_stale(call.record)
-        for number in range(self.num_chunks if mine else 0):
-            for call, index in mine:
+        for number in range(self.num_chunks if local else 0):
+            for call, index in local:
                 self._run_chunk(call, index, number)
-        for call, index in mine:
+        for call, index in local:
             with self.timeline.span(call.record.name, category="compute", call=call.record.seq) as self.span:
                 result = one_result(call.record, call.batches, call.results)
-            call.record.keep(result, index, self.rank)
+            call.record.store_result(result, index, self.rank)
         for call in waiting:
             self._end(call.record)
 
     def _run_chunk(self, call: WaitingCall, index: int, number: int) -> None:
         record = call.record
-        noted: dict[str, Argument] = {"call": record.seq, "chunk": number}
-        with self.timeline.span(f"{record.name}: inputs", category="wait", **noted):
+        span_arguments: dict[str, Argument] = {"call": record.seq, "chunk": number}
+        with self.timeline.span(f"{record.name}: inputs", category="wait", **span_arguments):
             batch = self._streaming.receive(record, index)
-        with self.timeline.span(record.name, category="compute", rows=len(batch), **noted) as self.span:
+        with self.timeline.span(record.name, category="compute", rows=len(batch), **span_arguments) as self.span:
             call.results.append(record.spec.body(record.role, batch, *call.args, **call.kwargs))
         call.batches.append(batch)
 
@@ -354,11 +359,11 @@ class Controller:
         version = (self.versions.generating if spec.kind == "generate" else self.versions.newest)(role.name)
         call = CallRecord(-1, UNTRACED, role, spec, name, signature.outputs, [], args, version, self.router.read_lengths)
         call.inputs = call_inputs(call, references, signature, self.seed, self.limits, self._tracing)
-        stay_or_stream(call, self.num_chunks)
+        choose_arrival(call, self.num_chunks)
         return call
 
     def _inputs(self, call: CallRecord, batch: Any, index: int) -> list[Any]:
-        """Return the body's arguments before those of the call: the rows of part ``index``, in row order; none if it takes no rows."""
+        """Return the body's first arguments: the rows of part ``index``, in row order. The call's own arguments follow them."""
         if batch is None:
             return []
         if not call.inputs:
@@ -368,10 +373,8 @@ class Controller:
         if call.spec.kind != "train":
             return batches
         updates = [call_input.part(index).updates for call_input in call.inputs]
-        steps = zip(
-            *([part.take(positions) for positions in rows] for part, rows in zip(batches, updates, strict=True)), strict=True
-        )
-        return [[list(step) for step in steps]]
+        batches_of_steps = [[batch.take(rows) for rows in steps] for batch, steps in zip(batches, updates, strict=True)]
+        return [[list(step) for step in zip(*batches_of_steps, strict=True)]]
 
 
 def ordered_values(parts: Sequence[Any], num_references: int) -> list[list[Any]]:
@@ -389,8 +392,8 @@ def _result(call: CallRecord) -> Reference:
 def _references(batch: Any) -> list[Reference]:
     if batch is None or isinstance(batch, Reference):  # nearly all calls: these two lines save them two microseconds
         return [] if batch is None else [batch]
-    several = isinstance(batch, list | tuple) and all(isinstance(entry, Reference) for entry in batch)
-    return list(batch) if several else []
+    is_references = isinstance(batch, list | tuple) and all(isinstance(entry, Reference) for entry in batch)
+    return list(batch) if is_references else []
 
 
 def _site(caller: FrameType) -> str:

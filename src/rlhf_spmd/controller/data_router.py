@@ -21,7 +21,7 @@ from rlhf_spmd.parallel.collectives import Group
 
 
 class FieldTransfer(NamedTuple):
-    """What a producer makes for one input of a consumer: a shard, and its fields, name at the consumer -> name at the producer."""
+    """What a producer makes for one input of a consumer: a shard, and ``names``, field at the consumer -> field at the producer."""
 
     input: CallInput
     shard: FieldShard
@@ -33,14 +33,14 @@ class DataRouter:
 
     Each call of a script exists twice: the trace records it, then the run makes the actual call in its place. Say a script makes ::
 
-        made = actor.generate_sequences(prompts)                                        # node 0
-        scores = reward.compute_reward(made)                                            # node 1
-        actor.update(made.take(models.controller.get_field(scores, "scores") > 0))      # node 2
+        responses = actor.generate_sequences(prompts)                                    # node 0
+        scores = reward.compute_reward(responses)                                        # node 1
+        actor.update(responses.take(models.controller.get_field(scores, "scores") > 0))  # node 2
 
     ``_traced`` has all three. The trace cannot know the third call's rows, because they depend on scores. When the run makes a call on
-    the rows that its trace has, it is also in ``_actual``: here nodes 0 and 1. So the actor's ranks push responses to node 1 as soon as
-    they exist, and the reward's ranks expect them. The third call has other rows than its trace, so it is not in ``_actual``. Its
-    inputs are sent when it is made, and its own results when another call asks for them.
+    the rows that its trace has, the call is also in ``_run_calls``: here nodes 0 and 1. So the actor's ranks push responses to node 1
+    as soon as they exist, and the reward's ranks expect them. The third call has other rows than its trace, so it is not in
+    ``_run_calls``. Its inputs are sent when it is made, and its own results when another call asks for them.
     """
 
     def __init__(self, world: Group, num_chunks: int = 1) -> None:
@@ -50,7 +50,7 @@ class DataRouter:
         self._consumers: dict[int, list[CallRecord]] = {}  # node -> the traced calls that read what it makes
         self._length_readers: dict[int, frozenset[int]] = {}  # node -> the ranks that need its token counts
         self._traced: dict[int, CallRecord] = {}  # node -> the call in the trace
-        self._actual: dict[int, CallRecord] = {}  # node -> the call that the run made there, if it has the traced rows
+        self._run_calls: dict[int, CallRecord] = {}  # node -> the call that the run made there, if it has the traced rows
         self._counted: list[CallRecord] = []  # calls whose token counts were sent in this script
         # (seq, consumer's node) -> the traced consumer, and what was pushed to it that the actual call has not taken yet
         self._pushed: dict[tuple[int, int], tuple[CallRecord, list[FieldTransfer]]] = {}
@@ -69,15 +69,15 @@ class DataRouter:
             else:  # a call of an earlier script: results made from its rows may be pushed at once
                 self._send_lengths(producer, ranks)
 
-    def settle(self, spare: int = 0) -> None:
-        """Receive what was sent to this rank and not used. Wait for its sends, except those of the last ``spare`` scripts."""
+    def settle(self, num_unfinished_scripts: int = 0) -> None:
+        """Receive what was sent to this rank and not used, and wait for its sends as :meth:`Transport.finish` does."""
         for producer in self._counted:
             if self.rank in producer.lengths_sent_to:
                 self.read_lengths(producer)
         for key in list(self._pushed):
             self._drop(*key)
-        self.transport.finish(spare)
-        for records in (self._consumers, self._length_readers, self._traced, self._actual, self._counted):
+        self.transport.finish(num_unfinished_scripts)
+        for records in (self._consumers, self._length_readers, self._traced, self._run_calls, self._counted):
             records.clear()
 
     # Receiving
@@ -94,22 +94,22 @@ class DataRouter:
         fields: dict[str, Field] = {}
         pieces: dict[str, list[tuple[np.ndarray, Batch]]] = defaultdict(list)
         for shard, names in call_input.sources:
-            local = self._own_part(shard.producer, index) if _same_parts(shard, call_input) else None
+            local = self._local_part(shard.producer, index) if _same_parts(shard, call_input) else None
             if local is not None:
                 fields |= {here: local[there] for here, there in names.items()}
                 continue
-            inside, ids = _within(shard, part.positions, len(call_input.rows))
+            positions, ids = _within(shard, part.positions, len(call_input.rows))
             if len(ids):
                 if arrived is not None and isinstance(shard.producer, CallRecord):
                     data = pick_rows(arrived, torch.from_numpy(ids))
                 else:
                     data = self._fetch(shard.producer, consumer, ids, list(names.values()))
                 for here, there in names.items():
-                    pieces[here].append((inside, data.select([there])))
-        fields |= {name: _joined(name, some, len(part.positions)) for name, some in pieces.items()}
+                    pieces[here].append((positions, data.select([there])))
+        fields |= {name: _joined(name, pieces_of_field, len(part.positions)) for name, pieces_of_field in pieces.items()}
         return Batch(part.row_ids, part.group_ids, fields)
 
-    def _own_part(self, producer: ReplicatedBatch | CallRecord, index: int) -> Batch | None:
+    def _local_part(self, producer: ReplicatedBatch | CallRecord, index: int) -> Batch | None:
         """Return the rows of part ``index`` of a call, or None if this rank does not hold all of them."""
         if isinstance(producer, ReplicatedBatch) or self.rank not in producer.members.holders(index) or producer.data is None:
             return None
@@ -139,7 +139,7 @@ class DataRouter:
         """Send the inputs of a call, except what was already pushed for exactly these rows."""
         traced = self._traced.get(consumer.node)
         if traced is not None and _same_rows(traced, consumer):
-            self._actual[consumer.node] = consumer
+            self._run_calls[consumer.node] = consumer
         for producer, ranks in length_readers(consumer).items():
             self._send_lengths(producer, ranks)
         by_producer: dict[int, tuple[CallRecord, list[FieldTransfer]]] = {}
@@ -168,14 +168,14 @@ class DataRouter:
         for traced in self.traced_consumers(producer):
             if traced.in_chunks:
                 continue  # the streamer has sent these rows
-            inputs = [known for call_input in traced.inputs if (known := self._resolved(call_input)) is not None]
+            inputs = [resolved for each in traced.inputs if (resolved := self._resolved(each)) is not None]
             if len(inputs) < len(traced.inputs):
                 continue  # a later call decides which rows it takes, or makes the token counts that balance them
             for transfer in self._announce(producer, traced, inputs):
                 self._send(producer, traced, transfer)
 
     def _announce(self, producer: CallRecord, traced: CallRecord, inputs: Sequence[CallInput]) -> list[FieldTransfer]:
-        """Note that ``producer`` pushes to a traced call. Returns the transfers to send; none if every consumer rank holds its rows."""
+        """Note that ``producer`` pushes to a traced call. Return the transfers to send; none if every consumer rank holds its rows."""
         transfers = [
             FieldTransfer(call_input, FieldShard(producer, shard.name, shard.positions, shard.ids), names)
             for call_input in inputs
@@ -197,10 +197,10 @@ class DataRouter:
 
     def traced_consumers(self, producer: CallRecord) -> Sequence[CallRecord]:
         """Return the traced consumers of a call; none if the call differs from its trace, because then its consumers pull."""
-        return self._consumers.get(producer.node, ()) if self._actual.get(producer.node) is producer else ()
+        return self._consumers.get(producer.node, ()) if self._run_calls.get(producer.node) is producer else ()
 
     def announce_chunks(self, producer: CallRecord) -> list[tuple[CallRecord, FieldTransfer]]:
-        """Note, before a generate call, to which traced calls it sends rows in chunks. Returns these calls with what it sends."""
+        """Note, before a generate call, to which traced calls it sends rows in chunks. Return these calls with what it sends."""
         calls = [call for call in self.traced_consumers(producer) if call.in_chunks]
         return [(call, transfer) for call in calls for transfer in self._announce(producer, call, call.inputs)]
 
@@ -223,16 +223,13 @@ class DataRouter:
         for shard in call_input.tokens:
             producer = shard.producer
             if isinstance(producer, CallRecord) and producer.seq < 0:
-                if producer.node not in self._actual:
+                if producer.node not in self._run_calls:
                     return None
-                shard = FieldShard(self._actual[producer.node], shard.name, shard.positions, shard.ids)
+                shard = FieldShard(self._run_calls[producer.node], shard.name, shard.positions, shard.ids)
             tokens.append(shard)
-        same = tokens == [*call_input.tokens]  # no call of this script made token counts
-        return (
-            call_input
-            if same
-            else CallInput(call_input.rows, call_input.fields, tuple(tokens), call_input.partition_spec, call_input.sources)
-        )
+        if tokens == [*call_input.tokens]:  # no call of this script made token counts
+            return call_input
+        return CallInput(call_input.rows, call_input.fields, tuple(tokens), call_input.partition_spec, call_input.sources)
 
     def _send(self, producer: CallRecord, consumer: CallRecord, transfer: FieldTransfer) -> None:
         """Send the rows of a transfer that this rank has to send."""
@@ -245,7 +242,7 @@ class DataRouter:
     def outgoing(
         self, producer: CallRecord, consumer: CallRecord, transfer: FieldTransfer
     ) -> Iterator[tuple[list[int], np.ndarray]]:
-        """Yields ranks, and the ids of the rows that this rank sends to them. It sends rows of which it is the first holder."""
+        """Yield ranks, and the ids of the rows that this rank sends to them: rows of which it is the first holder."""
         call_input, shard, _ = transfer
         index = producer.members.part_sent_by(self.rank)
         if index is None:
@@ -253,14 +250,14 @@ class DataRouter:
         holders = producer.members.holders(index)
         if all(rank in holders for rank in consumer.members.part_of):
             return
-        alike = _same_parts(shard, call_input)
-        if alike and consumer.members.are_holders(producer.members):
+        has_same_parts = _same_parts(shard, call_input)
+        if has_same_parts and consumer.members.are_holders(producer.members):
             return
         parts = call_input.partition.parts[:, shard.positions]
-        mine = parts[0] == index if alike else producer.parts_of(shard.ids) == index
-        for wanted in [index] if alike else distinct(parts[:, mine]):
-            ranks = [rank for rank in consumer.members.workers(wanted) if rank not in holders]
-            if ranks and len(row_ids := np.unique(shard.ids[mine & (parts == wanted).any(0)])):
+        is_local = parts[0] == index if has_same_parts else producer.parts_of(shard.ids) == index
+        for part in [index] if has_same_parts else distinct(parts[:, is_local]):
+            ranks = [rank for rank in consumer.members.workers(part) if rank not in holders]
+            if ranks and len(row_ids := np.unique(shard.ids[is_local & (parts == part).any(0)])):
                 yield ranks, row_ids
 
     def _drop(self, seq: int, node: int) -> None:
@@ -279,17 +276,17 @@ class DataRouter:
 
     def _send_lengths(self, producer: CallRecord, ranks: Iterable[int]) -> None:
         """Send the token counts of the rows that this rank made to those of ``ranks`` that do not have them yet."""
-        new = set(ranks) - producer.lengths_sent_to
-        if not new:
+        new_ranks = set(ranks) - producer.lengths_sent_to
+        if not new_ranks:
             return
-        producer.lengths_sent_to |= new
+        producer.lengths_sent_to |= new_ranks
         self._counted.append(producer)
         index = producer.members.part_sent_by(self.rank)
         if index is not None and len(producer.inputs[0].part(index).positions):
-            counts = torch.from_numpy(self._own_lengths(producer, index))
-            self.transport.send(counts.view(torch.uint8), sorted(new - {self.rank}), producer.seq, LENGTHS, "lengths")
+            counts = torch.from_numpy(self._local_lengths(producer, index))
+            self.transport.send(counts.view(torch.uint8), sorted(new_ranks - {self.rank}), producer.seq, LENGTHS, "lengths")
 
-    def _own_lengths(self, producer: CallRecord, index: int) -> np.ndarray:
+    def _local_lengths(self, producer: CallRecord, index: int) -> np.ndarray:
         """Return the token count of each row of the part; 0 for rows that the call did not return."""
         assert producer.data is not None, f"{producer.name} has made no data here"
         part = producer.inputs[0].part(index)
@@ -301,19 +298,19 @@ class DataRouter:
         return counts.numpy()
 
     def read_lengths(self, producer: CallRecord) -> np.ndarray:
-        """Return the token counts that a call made, int64 [rows]; waits for other ranks. Only ranks that get them may ask."""
+        """Return the token counts that a call made, int64 [rows], once they are there. Only for ranks that get them."""
         if producer.row_lengths is None:
             assert self.rank in producer.lengths_sent_to, f"rank {self.rank} does not get the token counts of {producer.name}"
             counts = np.zeros(len(producer.inputs[0].rows), dtype=np.int64)
-            elsewhere: dict[int, np.ndarray] = {}  # first holder -> positions
+            positions_at: dict[int, np.ndarray] = {}  # another rank, the first holder -> positions
             for index, positions in producer.inputs[0].partition.positions():
                 first = producer.members.holders(index)[0]
                 if first == self.rank:
-                    counts[positions] = self._own_lengths(producer, index)
+                    counts[positions] = self._local_lengths(producer, index)
                 else:
-                    elsewhere[first] = positions
-            payloads = self.transport.receive(list(elsewhere), producer.seq, LENGTHS, "lengths")
-            for positions, payload in zip(elsewhere.values(), payloads, strict=True):
+                    positions_at[first] = positions
+            payloads = self.transport.receive(list(positions_at), producer.seq, LENGTHS, "lengths")
+            for positions, payload in zip(positions_at.values(), payloads, strict=True):
                 counts[positions] = payload.view(torch.int64).numpy()
             producer.row_lengths = counts
         return producer.row_lengths
@@ -326,29 +323,28 @@ def length_readers(consumer: CallRecord) -> dict[CallRecord, frozenset[int]]:
     rows. A rank that needs a call's counts also needs the counts that partitioned that call's rows.
     """
     readers: dict[CallRecord, frozenset[int]] = {}
-    senders = dict.fromkeys(
-        producer for call_input in consumer.inputs for producer, _ in call_input.producing_calls()
-    )  # in program order
+    # in program order
+    senders = dict.fromkeys(producer for call_input in consumer.inputs for producer, _ in call_input.producing_calls())
     if not any(call_input.length_producers for call in (consumer, *senders) for call_input in call.inputs):
         return readers
 
-    def note(call_input: CallInput, ranks: frozenset[int]) -> None:
+    def add_readers(call_input: CallInput, ranks: frozenset[int]) -> None:
         for producer in call_input.length_producers:
             if not ranks <= readers.get(producer, frozenset()):
                 readers[producer] = readers.get(producer, frozenset()) | ranks
-                note(producer.inputs[0], ranks)
+                add_readers(producer.inputs[0], ranks)
 
     members = frozenset(consumer.role.pool.ranks)
-    everyone = members.union(*(sender.role.pool.ranks for sender in senders))
+    all_ranks = members.union(*(sender.role.pool.ranks for sender in senders))
     for call_input in consumer.inputs:
-        note(call_input, everyone)
+        add_readers(call_input, all_ranks)
     for sender in senders:
-        note(sender.inputs[0], members)
+        add_readers(sender.inputs[0], members)
     return readers
 
 
 def _same_transfers(pushed: list[FieldTransfer], transfers: list[FieldTransfer]) -> bool:
-    """True if what was pushed is what the call takes: the same rows and fields in the same parts."""
+    """Return True if what was pushed is what the call takes: the same rows and fields in the same parts."""
     return len(pushed) == len(transfers) and all(
         a.input.rows.same(b.input.rows)
         and (a.input.partition_spec, a.input.counts_key) == (b.input.partition_spec, b.input.counts_key)

@@ -34,9 +34,9 @@ class ResourcePool:
             raise ValueError(f"pool '{self.name}': ranks {list(self.ranks)} must ascend without repeats")
 
     def __str__(self) -> str:
-        mine = set(self.ranks)
-        starts = [rank for rank in self.ranks if rank - 1 not in mine]
-        ends = [rank for rank in self.ranks if rank + 1 not in mine]
+        members = set(self.ranks)
+        starts = [rank for rank in self.ranks if rank - 1 not in members]
+        ends = [rank for rank in self.ranks if rank + 1 not in members]
         runs = (f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True))
         return f"{self.name} [{', '.join(runs)}]"
 
@@ -54,13 +54,13 @@ class GroupShape:
 
     @cached_property
     def generating(self) -> GenerationLayout:
-        """The generation layout; without one, the replicas of the training layout generate."""
+        """Return the generation layout. Without one, the replicas of the training layout generate."""
         return self.generation or GenerationLayout(self.layout, self.layout.pp, self.layout.tp)
 
 
 @dataclass(frozen=True, eq=False)
 class Protocol:
-    """The functions are described above.
+    """How a call's rows reach the members of a role, and which members hold results. The module describes the functions.
 
     ``per_member``: an argument that is not a reference has one entry for each member. Otherwise all members get the same argument.
     """
@@ -80,11 +80,11 @@ class Protocol:
 class ProtocolRanks:
     """A protocol on a role's pool, in global ranks. Answers are cached, because every step asks the same questions.
 
-    - ``part_of``: rank -> the part it computes, for every rank that runs.
-    - ``workers(part)``: the ranks that compute its rows.
-    - ``holders(part)``: the ranks that hold its rows after the call. Other ranks fetch them from the first one.
-    - ``are_holders(producers)``: True if every rank that computes a part already holds that part of what ``producers`` made.
-    - ``speeds``: the speed of each part; empty if all are equal.
+    - part_of: rank -> the part that it computes, for every rank that runs
+    - workers(part): the ranks that compute its rows
+    - holders(part): the ranks that hold its rows after the call. Other ranks fetch them from the first one
+    - are_holders(producers): True if every rank that computes a part already holds that part of what ``producers`` made
+    - speeds: the speed of each part; empty if all are equal
 
     ``rank_speeds``: the speed of each rank of the world; empty: all are equal. A part runs at the speed of its slowest rank, because
     tensor slices wait for each other in every layer, and stages in every micro-batch.
@@ -113,12 +113,15 @@ class ProtocolRanks:
         )
 
 
-def _everyone(shape: GroupShape) -> list[int]:
+def _all_members(shape: GroupShape) -> list[int]:
     return list(range(shape.size))
 
 
 def _by_replica(name: str, grid: Callable[[GroupShape], Layout | GenerationLayout]) -> Protocol:
-    """Each replica of a grid gets its own rows, the same on its pp * cp * tp ranks. Results come from its last stage."""
+    """Return a protocol by which each replica of a grid gets its own rows, the same on its pp * cp * tp ranks.
+
+    Results come from its last stage.
+    """
 
     def last_stage(shape: GroupShape, dp: int) -> list[int]:
         layout = grid(shape)
@@ -138,14 +141,14 @@ ONE_TO_ALL = Protocol(  # same input for all, results from all: building models,
     "ONE_TO_ALL",
     parts=lambda shape: 1,
     distribute=lambda shape, index: 0,
-    collect=_everyone,
-    replicas=lambda shape, part: _everyone(shape),
+    collect=_all_members,
+    replicas=lambda shape, part: _all_members(shape),
 )
 ALL_TO_ALL = Protocol(  # the caller passes one argument per member: debugging
     "ALL_TO_ALL",
     parts=lambda shape: shape.size,
     distribute=lambda shape, index: index,
-    collect=_everyone,
+    collect=_all_members,
     per_member=True,
 )
 RANK_ZERO = Protocol(  # only the first member runs

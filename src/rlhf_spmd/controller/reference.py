@@ -36,9 +36,10 @@ class Reference:
 
     def union(self, *others: Reference) -> Reference:
         """Return the fields of all references. Raises ValueError if rows differ, or if one name has different data in two of them."""
-        rows, fields, call = self.rows, dict(self.fields), self.call
+        fields = dict(self.fields)
+        call = self.call
         for other in others:
-            if rows is None or other.rows is None or not rows.same(other.rows):
+            if self.rows is None or other.rows is None or not self.rows.same(other.rows):
                 raise ValueError(
                     f"union of references to different rows: {len(self)} and {len(other)}; take() those of both first"
                 )
@@ -47,7 +48,7 @@ class Reference:
                     raise ValueError(f"union: both references have a field {name!r}; rename() one of them or select() fields")
                 fields[name] = shards
             call = other.call
-        return Reference(rows, fields, call)
+        return Reference(self.rows, fields, call)
 
     def select(self, *names: str) -> Reference:
         """Return only these fields. Raises ValueError for a name that the reference does not have."""
@@ -58,23 +59,23 @@ class Reference:
         """``rename(scores="costs")`` returns the same data under another name. Raises ValueError for an unknown name or one in use."""
         self._check(names)
         renamed = [names.get(name, name) for name in self.fields]
-        double = next((new for new in names.values() if renamed.count(new) > 1), None)
-        if double is not None:
-            raise ValueError(f"rename: the reference would have two fields {double!r}")
+        duplicate = next((new for new in names.values() if renamed.count(new) > 1), None)
+        if duplicate is not None:
+            raise ValueError(f"rename: the reference would have two fields {duplicate!r}")
         return Reference(self.rows, dict(zip(renamed, self.fields.values(), strict=True)), self.call)
 
-    def take(self, which: Reference | np.ndarray | Tensor | Sequence[int]) -> Reference:
+    def take(self, rows: Reference | np.ndarray | Tensor | Sequence[int]) -> Reference:
         """Return some of the rows: those of another reference, those where a mask (bool [rows]) is true, or those with given ids.
 
         Masks and ids must be the same on every rank (:meth:`Controller.get_field`). Raises ValueError for unknown ids.
         """
         assert self.rows is not None, "take() of a reference without rows"
         mine = self.rows
-        if isinstance(which, Reference):
-            theirs = RowIndex(mine.row_ids[:0], mine.group_ids[:0]) if which.rows is None else which.rows
+        if isinstance(rows, Reference):
+            theirs = RowIndex(mine.row_ids[:0], mine.group_ids[:0]) if rows.rows is None else rows.rows
             ids, groups, data_dependent = theirs.row_ids, theirs.group_ids, theirs.data_dependent
         else:
-            chosen = np.asarray(which)
+            chosen = np.asarray(rows)
             assert chosen.dtype.kind in "bi" or not chosen.size, (
                 f"take() of {chosen.dtype}: it takes a mask or ids, such as get_field(...) > 0"
             )
@@ -121,14 +122,14 @@ class Reference:
             raise ValueError("concat: a row is in two of the references; copy() gives rows other ids, copy(2) yet others")
         rows = RowIndex(ids[order], groups[order], any(part.data_dependent for part in sets))
         starts = np.cumsum([0, *(len(part) for part in parts)])
-        where = np.empty_like(order)
-        where[order] = np.arange(len(order))
+        new_positions = np.empty_like(order)
+        new_positions[order] = np.arange(len(order))
         fields: dict[str, list[FieldShard]] = {name: [] for name in self.fields if all(name in other for other in others)}
         for part, start in zip(parts, starts, strict=False):
             moved: dict[int, np.ndarray] = {}  # shards that share rows keep sharing them
             for name, shards in fields.items():
                 for shard in part.fields[name]:
-                    positions = moved.setdefault(id(shard.positions), where[start + shard.positions])
+                    positions = moved.setdefault(id(shard.positions), new_positions[start + shard.positions])
                     shards.append(FieldShard(shard.producer, shard.name, positions, shard.ids))
         return Reference(rows, {name: tuple(shards) for name, shards in fields.items()})
 
@@ -147,16 +148,16 @@ class Reference:
                 else RowIndex(ids, self.rows.group_ids, data_dependent, self.rows.fixed_parts)
             )
             return Reference(rows, self.fields, self.call)
-        moved: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        moved: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}  # positions and ids of a shard -> those after it
 
         def move(shard: FieldShard) -> FieldShard:
             key = id(shard.positions), id(shard.ids)
             if key not in moved:
-                line = np.full(len(self), -1)
-                line[shard.positions] = np.arange(len(shard.positions))
-                lines = line[index]
-                kept = np.flatnonzero(lines >= 0)
-                moved[key] = kept, shard.ids[lines[kept]]
+                shard_index = np.full(len(self), -1)  # of each row; -1: the shard lacks it
+                shard_index[shard.positions] = np.arange(len(shard.positions))
+                shard_indices = shard_index[index]
+                positions = np.flatnonzero(shard_indices >= 0)
+                moved[key] = positions, shard.ids[shard_indices[positions]]
             return FieldShard(shard.producer, shard.name, *moved[key])
 
         fields = {
@@ -198,7 +199,9 @@ def call_inputs(
     limits: tuple[int, int],
     tracing: bool,
 ) -> list[CallInput]:
-    """Return what a call takes from its references, and how it partitions their rows. ``limits``: see :class:`PartitionSpec`.
+    """Return what a call takes from its references, and how it partitions their rows.
+
+    ``limits``: see :class:`PartitionSpec`.
 
     Raises ValueError for missing fields, and for a train call without rows or with more mini-batches than groups.
     """
@@ -207,10 +210,10 @@ def call_inputs(
     for reference, spec in zip(references, signature.inputs, strict=False):
         rows = reference.rows
         assert rows is not None, f"{call.name}: a reference without rows"
-        wanted = spec.wanted(reference.fields, call.name, call.role.unused)
+        names = spec.fields_to_take(reference.fields, call.name, call.role.ignored_inputs)
         tokens = tuple([shard for token in call.spec.tokens for shard in reference.fields.get(token, ())])
-        own_limits = (0, 0) if spec.keep_groups else limits  # with whole groups the limits change nothing
-        partition_spec = PartitionSpec(call.members.num_parts, spec.keep_groups, speeds=call.members.speeds, limits=own_limits)
+        spec_limits = (0, 0) if spec.keep_groups else limits  # with whole groups the limits change nothing
+        partition_spec = PartitionSpec(call.members.num_parts, spec.keep_groups, speeds=call.members.speeds, limits=spec_limits)
         if call.spec.kind == "train":
             if not (len(rows) or tracing):
                 raise ValueError(f"{call.name}: no rows to train on; a script that filters its rows may branch on len(rows)")
@@ -222,5 +225,5 @@ def call_inputs(
                     f"{call.name}: {rows.num_groups} groups of rows cannot be cut into {num_mini_batches} mini-batches"
                 )
             partition_spec = partition_spec._replace(num_mini_batches=num_mini_batches, epochs=signature.epochs, seed=seed)
-        inputs.append(CallInput(rows, {field: reference.fields[field] for field in wanted}, tokens, partition_spec))
+        inputs.append(CallInput(rows, {name: reference.fields[name] for name in names}, tokens, partition_spec))
     return inputs

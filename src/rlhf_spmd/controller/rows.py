@@ -24,13 +24,13 @@ MAX_PARTITIONS = 32  # of one RowIndex: more than a script needs; rows that outl
 class PartitionSpec(NamedTuple):
     """How to partition rows into ``num_parts`` parts.
 
-    - ``keep_groups``: the rows of a group go to one part.
-    - ``num_mini_batches``: mini-batches of about equally many groups (train calls). Each of ``epochs`` forms them anew, in an order
-      that depends on (``seed``, epoch, group id).
-    - ``speeds``: each part gets tokens in proportion to its speed; empty: all equal.
-    - ``follows``: set if rows stay where an earlier call made them: that call's partition, its token counts, and for each of its parts
-      the part here.
-    - ``limits``: tokens and rows of a micro-batch; 0: no limit.
+    - keep_groups: the rows of a group go to one part
+    - num_mini_batches: mini-batches of about equally many groups (train calls). Each of ``epochs`` forms them anew, in an order that
+      depends on (``seed``, epoch, group id)
+    - speeds: each part gets tokens in proportion to its speed; empty: all are equal
+    - follows: set if rows stay where an earlier call made them: that call's partition spec, the key of its token counts, and for each
+      of its parts the part here
+    - limits: tokens and rows of a micro-batch; 0: no limit
     """
 
     num_parts: int
@@ -77,15 +77,15 @@ class Partition:
 
     def part(self, index: int) -> RowPart:
         if index not in self._parts:
-            mine = self.parts == index
-            positions = np.flatnonzero(mine.any(0))
+            in_part = self.parts == index
+            positions = np.flatnonzero(in_part.any(0))
             updates = [
-                np.flatnonzero((mine[epoch] & (self.mini_batches[epoch] == mini_batch))[positions])
-                for epoch in range(len(mine))
+                np.flatnonzero((in_part[epoch] & (self.mini_batches[epoch] == mini_batch))[positions])
+                for epoch in range(len(in_part))
                 for mini_batch in range(self.spec.num_mini_batches)
             ]
             ids, groups = (torch.from_numpy(x[positions]) for x in (self.rows.row_ids, self.rows.group_ids))
-            self._parts[index] = RowPart(positions, ids, groups, updates * (self.spec.epochs // len(mine)))
+            self._parts[index] = RowPart(positions, ids, groups, updates * (self.spec.epochs // len(in_part)))
         return self._parts[index]
 
 
@@ -115,7 +115,7 @@ class RowIndex:
 
     @cached_property
     def digest(self) -> str:
-        """How many rows, and a hash of their ids: equal on all ranks, or a script has filtered rows by what only one rank knows."""
+        """Return the number of rows and a hash of their ids. Ranks differ if a script has filtered rows by what only one rank knows."""
         return f"{len(self)} rows (their ids: {zlib.crc32(self.row_ids.tobytes()):08x})"
 
     @cached_property
@@ -128,7 +128,7 @@ class RowIndex:
         return self is other or all(mine is theirs or np.array_equal(mine, theirs) for mine, theirs in pairs)
 
     def partition(self, spec: PartitionSpec, counts_key: Hashable, tokens: Callable[[], np.ndarray]) -> Partition:
-        """Partition the rows, or return the partition of an earlier call with the same ``spec`` and ``counts_key``.
+        """Return a partition of the rows, that of an earlier call if ``spec`` and ``counts_key`` are the same.
 
         ``tokens()`` int64 [2, rows]: the tokens that balance the parts, and how many of them a row shares with its group.
         """
@@ -161,22 +161,21 @@ def assign_rows(spec: PartitionSpec, group_ids: np.ndarray, tokens: np.ndarray) 
     mini_batches = np.zeros((epochs, len(group_ids)), dtype=np.int64)
     if spec.num_mini_batches > 1:
         groups, group_of = np.unique(group_ids, return_inverse=True)
-        bounds = (
-            np.arange(len(groups)) * spec.num_mini_batches // max(len(groups), 1)
-        )  # equal runs of groups, or one group more
+        # equal runs of groups, or one group more
+        mini_batch_of_place = np.arange(len(groups)) * spec.num_mini_batches // max(len(groups), 1)
         for epoch in range(epochs):
             order = np.argsort(_scrambled(groups, spec.seed, epoch), kind="stable")
-            mini_batch_of = np.empty_like(bounds)
-            mini_batch_of[order] = bounds
+            mini_batch_of = np.empty_like(mini_batch_of_place)
+            mini_batch_of[order] = mini_batch_of_place
             mini_batches[epoch] = mini_batch_of[group_of]
     parts = np.zeros_like(mini_batches)
     if spec.num_parts > 1:
         for epoch in range(epochs):
             for mini_batch in range(spec.num_mini_batches):
                 rows = np.flatnonzero(mini_batches[epoch] == mini_batch)
-                lengths, common = tokens[:, rows]
+                lengths, prefix_lengths = tokens[:, rows]
                 options = spec.num_parts, spec.keep_groups, spec.speeds, spec.limits
-                parts[epoch, rows] = partition_with_prefixes(lengths, common, group_ids[rows], *options)
+                parts[epoch, rows] = partition_with_prefixes(lengths, prefix_lengths, group_ids[rows], *options)
     return parts, mini_batches
 
 

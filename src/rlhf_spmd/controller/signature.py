@@ -27,15 +27,15 @@ class InputSpec:
 
     @cached_property
     def _named(self) -> list[tuple[str, bool]]:
-        """Each field, and whether it is optional."""
+        """Return each field, and whether it is optional."""
         return [(name.removesuffix("?"), name.endswith("?")) for name in dict.fromkeys(self.fields)]
 
-    def wanted(self, available: Collection[str], call: str, unused: frozenset[str]) -> list[str]:
-        """Return the fields to take: those ``available``, without optional ones in ``unused``. Raises ValueError if one is missing."""
+    def fields_to_take(self, available: Collection[str], call: str, ignored: frozenset[str]) -> list[str]:
+        """Return the ``available`` fields, without optional ones in ``ignored``. Raises ValueError if one is missing."""
         names = []
         for name, optional in self._named:
             if name in available:
-                if not (optional and name in unused):
+                if not (optional and name in ignored):
                     names.append(name)
             elif not optional:
                 raise ValueError(f"{call} needs field {name!r}; the batch has {', '.join(sorted(available)) or 'none'}")

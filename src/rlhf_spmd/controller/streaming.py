@@ -3,7 +3,7 @@
 A generate call ends when its longest row ends. Other calls can start before that, in one of two ways:
 
 - *Early*, on the ranks that generate: a call without a model, such as a reward function, takes the rows that were made on its own rank
-  (:func:`staying_input`). It starts on each group as it ends (``Role.start_early``).
+  (:func:`local_input`). It starts on each group as it ends (``Role.start_early``).
 - *In chunks*, on other ranks: a generate call sends the rows of each replica in a fixed number of chunks of whole groups. A call whose
   rows all come from it runs its body on each chunk. Its rows are partitioned by the lengths of prompts, which every rank knows before,
   because final lengths are not known yet. Several such calls wait together: each chunk goes through all of them before the next one.
@@ -26,15 +26,16 @@ from rlhf_spmd.controller.transport import Transport
 from rlhf_spmd.data.batch import Batch, concat, pack
 
 
-def stay_or_stream(call: CallRecord, num_chunks: int) -> None:
-    """Let a planned call take its rows where one generate call makes them, or in chunks, if either is possible."""
+def choose_arrival(call: CallRecord, num_chunks: int) -> None:
+    """Decide how the rows of a planned call arrive: on the ranks where one generate call makes them, in chunks, or all at once."""
     if len(call.inputs) != 1:
         return
     (call_input,) = call.inputs
-    if (stays := staying_input(call, call_input)) is not None:
-        call.inputs = [stays]
+    if (local := local_input(call, call_input)) is not None:
+        call.inputs = [local]
     elif num_chunks > 1 and can_stream(call, call_input):
-        call.inputs, call.in_chunks = [known_before(call_input)], True
+        call.inputs = [input_by_prompt_lengths(call_input)]
+        call.in_chunks = True
 
 
 def can_stream(call: CallRecord, call_input: CallInput) -> bool:
@@ -51,22 +52,23 @@ def can_stream(call: CallRecord, call_input: CallInput) -> bool:
     )
 
 
-def staying_input(call: CallRecord, call_input: CallInput) -> CallInput | None:
+def local_input(call: CallRecord, call_input: CallInput) -> CallInput | None:
     """Return the input of a call that can start early: its rows stay on the ranks where one generate call makes them.
 
     Returns None if they cannot, or if that is not known before the script starts.
     """
     if not call.role.starts_early(call.spec.name) or call_input.rows.data_dependent:
         return None
-    producers, rows = call_input.producing_calls(), call_input.rows
+    producers = call_input.producing_calls()
     if len(producers) != 1:
         return None
+    rows = call_input.rows
     producer, ids = producers[0]
-    prompts, *others = producer.inputs
-    is_whole = producer.spec.kind == "generate" and prompts.rows.same(rows) and np.array_equal(ids, rows.row_ids)
-    if not (is_whole and producer.role.streams_rollouts and prompts.partition_spec.keep_groups):
+    prompts, *other_inputs = producer.inputs
+    has_all_rows = producer.spec.kind == "generate" and prompts.rows.same(rows) and np.array_equal(ids, rows.row_ids)
+    if not (has_all_rows and producer.role.streams_rollouts and prompts.partition_spec.keep_groups):
         return None
-    if others or prompts.length_producers:
+    if other_inputs or prompts.length_producers:
         return None
     if not {*call.role.pool.ranks} <= producer.members.part_of.keys():  # the others would have no rows
         return None
@@ -80,10 +82,10 @@ def staying_input(call: CallRecord, call_input: CallInput) -> CallInput | None:
     return replace(call_input, tokens=(), partition_spec=partition_spec)
 
 
-def known_before(call_input: CallInput) -> CallInput:
+def input_by_prompt_lengths(call_input: CallInput) -> CallInput:
     """Return the input partitioned only by token counts that every rank has before the script starts."""
-    known = [shard for shard in call_input.tokens if isinstance(shard.producer, ReplicatedBatch)]
-    return replace(call_input, tokens=tuple(known))
+    prompts = [shard for shard in call_input.tokens if isinstance(shard.producer, ReplicatedBatch)]
+    return replace(call_input, tokens=tuple(prompts))
 
 
 class Recipients(NamedTuple):
@@ -99,12 +101,12 @@ class Recipients(NamedTuple):
 class EarlyCall(NamedTuple):
     """A traced call of ``role`` that starts on rows of the current generate call.
 
-    ``inputs(rows)``: what the call takes of these rows. ``ranks``: how many ranks of the generating replica share them.
+    ``inputs(rows)``: what the call takes of these rows. ``num_ranks``: how many ranks of the generating replica share them.
     """
 
     role: Role
     inputs: Callable[[Batch], Batch]
-    ranks: int
+    num_ranks: int
 
 
 @dataclass
@@ -120,33 +122,35 @@ class RolloutStreamer:
     recipients: Sequence[Recipients]
     early: Sequence[EarlyCall]
     _num_sent: int = 0
-    _gone: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    _sent_row_ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def send(self, rows: Batch) -> None:
         """Send the next chunk; returns while the sends are in flight."""
         self._num_sent += 1
         ids = rows.row_ids.numpy()
-        self._gone = np.concatenate([self._gone, ids])
+        self._sent_row_ids = np.concatenate([self._sent_row_ids, ids])
         for to in self.recipients:
-            wanted = np.flatnonzero(np.isin(ids, to.row_ids))
-            theirs = rows.select(to.fields).take(wanted) if len(wanted) else Batch(rows.row_ids[:0], rows.group_ids[:0], {})
-            self.transport.send(pack(theirs), to.ranks, self.seq, to.node, to.name)
+            positions = np.flatnonzero(np.isin(ids, to.row_ids))
+            chunk = (
+                rows.select(to.fields).take(positions) if len(positions) else Batch(rows.row_ids[:0], rows.group_ids[:0], {})
+            )
+            self.transport.send(pack(chunk), to.ranks, self.seq, to.node, to.name)
 
     def begin(self, rows: Batch) -> None:
         """Start the early calls on whole groups that have ended."""
         for call in self.early:
-            call.role.start_early(call.inputs(rows), call.ranks)
+            call.role.start_early(call.inputs(rows), call.num_ranks)
 
     def finish(self, rows: Batch | None) -> None:
-        """Send the remaining chunks. The first of them has those of the call's ``rows`` that were not sent yet."""
+        """Send the remaining chunks. The first of them has the call's ``rows`` that were not sent yet."""
         assert rows is not None, "the call has made no data here"
         while self.recipients and self._num_sent < self.num_chunks:
-            self.send(rows.take(np.flatnonzero(~np.isin(rows.row_ids.numpy(), self._gone))))
+            self.send(rows.take(np.flatnonzero(~np.isin(rows.row_ids.numpy(), self._sent_row_ids))))
 
 
 @dataclass
 class WaitingCall:
-    """A call whose rows come in chunks. ``batches``, ``results``: what its body took and returned for each chunk on this rank."""
+    """A call whose rows come in chunks. ``batches`` and ``results``: what its body took and returned for each chunk on this rank."""
 
     record: CallRecord
     args: tuple[Any, ...]
@@ -158,13 +162,14 @@ class WaitingCall:
 class Streaming:
     """The state of streaming on this rank: calls that have started early, and calls that wait for chunks.
 
-    ``waiting``: the second kind, in the script's order. They run when another call needs their results (:func:`must_wait_for`).
+    ``waiting``: the calls that wait for chunks, in the script's order. They run when another call must follow them
+    (:meth:`must_run_waiting`).
     """
 
     def __init__(self, router: DataRouter) -> None:
         self.router = router
         self.waiting: list[WaitingCall] = []
-        self._started: dict[Role, CallRecord] = {}  # role -> the generate call on whose rows its next call has started
+        self._early_on: dict[Role, CallRecord] = {}  # role -> the generate call on whose rows its next call has started
 
     def streamer(self, call: CallRecord) -> RolloutStreamer | None:
         """Return the streamer for rows that end in ``call``, or None if this rank streams nothing. Called before the body."""
@@ -187,8 +192,8 @@ class Streaming:
             return []
         calls = []
         for consumer in self.router.traced_consumers(call):
-            if consumer.inputs[0].partition_spec.follows is not None and consumer.role not in self._started:
-                self._started[consumer.role] = call
+            if consumer.inputs[0].partition_spec.follows is not None and consumer.role not in self._early_on:
+                self._early_on[consumer.role] = call
                 inputs = partial(self._gather, consumer, consumer.members.part_of[rank])
                 ranks = {*call.members.workers(index)} & {*consumer.role.pool.ranks}
                 calls.append(EarlyCall(consumer.role, inputs, len(ranks)))
@@ -196,24 +201,37 @@ class Streaming:
 
     def drop_stale(self, call: CallRecord) -> None:
         """Drop what was started for another call of this call's role. Runs before each call, on every rank."""
-        producer = self._started.pop(call.role, None)
-        staying = [call_input for call_input in call.inputs if call_input.partition_spec.follows]
-        if producer is not None and not any(call_input.producing_calls()[0][0] is producer for call_input in staying):
+        producer = self._early_on.pop(call.role, None)
+        local = [call_input for call_input in call.inputs if call_input.partition_spec.follows]
+        if producer is not None and not any(call_input.producing_calls()[0][0] is producer for call_input in local):
             call.role.drop_early()
 
     def continue_early(self) -> None:
         """Go on with the calls that have started on this rank."""
-        for role in self._started:
+        for role in self._early_on:
             role.continue_early()
 
     def drop_early(self) -> None:
         """Drop what was started for calls that the script did not make."""
-        while self._started:
-            self._started.popitem()[0].drop_early()
+        while self._early_on:
+            self._early_on.popitem()[0].drop_early()
 
     def must_run_waiting(self, call: CallRecord, in_chunks: bool) -> bool:
-        """Return True if calls that wait must run before ``call``."""
-        return bool(self.waiting) and must_wait_for(call, [other.record for other in self.waiting], in_chunks)
+        """Return True if the calls that wait must run before ``call``: it takes their results, uses their ranks, or may change weights.
+
+        A call that gets its own rows in chunks joins them instead, if it is another role's and takes rows of the same generate call.
+        """
+        if not self.waiting:
+            return False
+        waiting = [other.record for other in self.waiting]
+        producers = [producer for call_input in call.inputs for producer, _ in call_input.producing_calls()]
+        if in_chunks:
+            return any(
+                other.inputs[0].producing_calls()[0][0] is not producers[0] or other.role is call.role for other in waiting
+            )
+        changes_weights = call.spec.kind in ("train", "control")
+        ranks = set(call.role.pool.ranks)
+        return changes_weights or any(other in producers or not ranks.isdisjoint(other.role.pool.ranks) for other in waiting)
 
     def receive(self, call: CallRecord, index: int) -> Batch:
         """Return the next chunk of part ``index``; waits for it."""
@@ -231,19 +249,6 @@ class Streaming:
         positions = np.searchsorted(rows.row_ids, ids)
         part = RowPart(positions, torch.from_numpy(ids), torch.from_numpy(rows.group_ids[positions]), [])
         return self.router.gather(call, call_input, index, part, arrived)
-
-
-def must_wait_for(call: CallRecord, waiting: Sequence[CallRecord], in_chunks: bool) -> bool:
-    """Return True if ``call`` must come after calls that wait: it takes their results, uses their ranks, or may change weights.
-
-    A call that gets its own rows in chunks joins them instead, if it is another role's and takes rows of the same generate call.
-    """
-    producers = [producer for call_input in call.inputs for producer, _ in call_input.producing_calls()]
-    if in_chunks:
-        return any(other.inputs[0].producing_calls()[0][0] is not producers[0] or other.role is call.role for other in waiting)
-    ranks = set(call.role.pool.ranks)
-    changes = call.spec.kind in ("train", "control")
-    return changes or any(other in producers or not ranks.isdisjoint(other.role.pool.ranks) for other in waiting)
 
 
 def one_result(call: CallRecord, batches: Sequence[Batch], results: Sequence[Any]) -> Any:

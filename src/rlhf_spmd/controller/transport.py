@@ -40,7 +40,7 @@ class Transport:
     def send(self, payload: Tensor, to: Sequence[int], seq: int, node: int, name: str) -> None:
         """Start to send uint8 ``payload`` of call ``seq`` to global ranks, for call ``name`` at ``node``.
 
-        Nobody may change it before :meth:`finish`.
+        The payload must not change before :meth:`finish`.
         """
         header = torch.tensor([seq, node, zlib.crc32(name.encode()), payload.numel()])
         tag = _tag(seq, node)
@@ -53,25 +53,26 @@ class Transport:
 
         All receives are posted before the first wait: one at a time, a thousand would take a second.
         """
-        headers, tag = [torch.empty(4, dtype=torch.int64) for _ in sources], _tag(seq, node)
+        tag = _tag(seq, node)
+        headers = [torch.empty(4, dtype=torch.int64) for _ in sources]
         wait_all([self.world.irecv(header, rank, _LABEL, tag) for header, rank in zip(headers, sources, strict=True)])
         payloads = []
         for header, rank in zip(headers, sources, strict=True):
-            *got, num_bytes = header.tolist()
-            if got != [seq, node, zlib.crc32(name.encode())]:
+            *sent_for, num_bytes = header.tolist()
+            if sent_for != [seq, node, zlib.crc32(name.encode())]:
                 raise CallOrderError(
-                    f"call order differs: rank {rank} sent the result of call {got[0]} to node {got[1]}, but {name} "
+                    f"call order differs: rank {rank} sent the result of call {sent_for[0]} to node {sent_for[1]}, but {name} "
                     f"(node {node}) expects call {seq}; a script may branch only on replicated values"
                 )
             payloads.append(torch.empty(num_bytes, dtype=torch.uint8))
         wait_all([self.world.irecv(payload, rank, _LABEL, tag) for payload, rank in zip(payloads, sources, strict=True)])
         return payloads
 
-    def finish(self, spare: int = 0) -> None:
-        """End a script: wait until all sends have been received, except those of the last ``spare`` scripts."""
+    def finish(self, num_unfinished_scripts: int = 0) -> None:
+        """End a script: wait until all sends have been received, except those of the last ``num_unfinished_scripts`` scripts."""
         self._earlier.append(self._pending)
         self._pending = []
-        while len(self._earlier) > spare:
+        while len(self._earlier) > num_unfinished_scripts:
             wait_all([work for work, _ in self._earlier.popleft()])
 
 

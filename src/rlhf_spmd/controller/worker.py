@@ -23,7 +23,7 @@ from rlhf_spmd.data.batch import Batch
 class Worker(Role):
     """A role on a pool. Subclasses build their part of the model if :attr:`member`; on other ranks they only describe the role.
 
-    ``method_workers``: for methods whose calls run on another pool (``models.<role>.calls``), the worker there. Same on every rank.
+    ``method_workers``: method -> the worker that runs its calls on another pool (``models.<role>.calls``). Same on every rank.
     """
 
     def __init__(self, controller: Controller, name: str, pool: ResourcePool, shape: GroupShape) -> None:
@@ -61,39 +61,39 @@ def register(
     tuple. The body of a train call gets a list instead: for each optimizer step one batch per reference. The body of a generate call
     may send rows before all have ended, by ``controller.rollout_streamer`` if that is not None (:attr:`Role.streams_rollouts`).
 
-    - ``kind``: "generate" (extends rows; may return only some of them), "infer" (row by row; does not change the role), "train"
-      (changes weights), "compute" (no model) or "control" (no rows).
-    - ``split_groups``: rows of one group may go to different ranks.
-    - ``lengths_of``: the output that is a new token field, such as the responses; its lengths balance the rows of later calls.
-    - ``tokens``: the token fields whose lengths balance the rows over members, if a reference has them.
-    - ``describe(worker, *arguments)``: the :class:`Signature` of a call whose fields depend on its arguments.
-    - ``known(worker, reference)``: a reference to the result, if it exists already; None makes the call.
-    - ``streams``: the body of an infer call may run several times, each time on some rows (whole groups unless ``split_groups``).
-    - ``report(worker, batch, made, notes)``: the call's value. ``batch``: all its rows; ``made``: what the body made of them;
-      ``notes``: what each run of the body returned beside its rows.
+    - kind: "generate" (extends rows; may return only some of them), "infer" (row by row; does not change the role), "train"
+      (changes weights), "compute" (no model) or "control" (no rows)
+    - split_groups: rows of one group may go to different ranks
+    - lengths_of: the output that is a new token field, such as the responses; its lengths balance the rows of later calls
+    - tokens: the token fields whose lengths balance the rows over members, if a reference has them
+    - describe(worker, *arguments): the :class:`Signature` of a call whose fields depend on its arguments
+    - known(worker, reference): a reference to the result, if it exists already; None makes the call
+    - streams: the body of an infer call may run several times, each time on some rows (whole groups unless ``split_groups``)
+    - report(worker, batch, result, notes): the call's value, from all its rows, what the body made of them, and what each run of the
+      body returned beside its rows
     """
     assert kind in KINDS, f"kind {kind!r}: allowed are {', '.join(KINDS)}"
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Reference]:
-        name = body.__name__
+        method = body.__name__
         input_spec = InputSpec(inputs, not split_groups)
 
         @functools.cache
-        def signature(absent: frozenset[str], mini_batch_size: int | None, epochs: int) -> Signature:
-            fields = (o.removesuffix("?") for o in outputs if not (o.endswith("?") and o[:-1] in absent))
-            return Signature(name, (input_spec,), tuple(fields), mini_batch_size, epochs)
+        def signature(omitted: frozenset[str], mini_batch_size: int | None, epochs: int) -> Signature:
+            fields = (name.removesuffix("?") for name in outputs if not (name.endswith("?") and name[:-1] in omitted))
+            return Signature(method, (input_spec,), tuple(fields), mini_batch_size, epochs)
 
         def fixed(worker: Worker, *args: Any, mini_batch_size: int | None = None, epochs: int = 1, **kwargs: Any) -> Signature:
-            return signature(worker.absent, mini_batch_size, epochs)
+            return signature(worker.omitted_outputs, mini_batch_size, epochs)
 
-        spec = MethodSpec(name, body, kind, protocol, lengths_of, tokens, describe or fixed, streams, report)
+        spec = MethodSpec(method, body, kind, protocol, lengths_of, tokens, describe or fixed, streams, report)
 
         @functools.wraps(body)
         def call(self: Worker, batch: Reference | Sequence[Any] | None = None, *args: Any, **kwargs: Any) -> Reference:
-            result = known(self, batch) if known is not None and isinstance(batch, Reference) else None
-            if result is not None:
-                return result
-            return self.controller.call(self.worker_of(name), spec, batch, args, kwargs, sys._getframe(1))
+            existing_result = known(self, batch) if known is not None and isinstance(batch, Reference) else None
+            if existing_result is not None:
+                return existing_result
+            return self.controller.call(self.worker_of(method), spec, batch, args, kwargs, sys._getframe(1))
 
         call.spec = spec  # type: ignore[attr-defined]
         return call

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -34,72 +35,82 @@ def partition_by_tokens(
     weights = np.asarray(lengths, dtype=np.int64)
     assert num_parts >= 1 and (groups is None or len(groups) == len(weights)), f"{len(weights)} rows to {num_parts} parts"
     if groups is not None:
-        _, items = np.unique(groups, return_inverse=True)
-        weights = np.bincount(items, weights).astype(np.int64)
+        _, group_index = np.unique(groups, return_inverse=True)
+        weights = np.bincount(group_index, weights).astype(np.int64)
     order = np.argsort(-weights, kind="stable")
     parts = np.empty_like(order)
-    room, extra, loads = np.full(num_parts, len(weights) // num_parts), len(weights) % num_parts, np.zeros(num_parts, np.int64)
+    room = np.full(num_parts, len(weights) // num_parts)
+    num_extra = len(weights) % num_parts if counts is None and not len(speeds) else 0
+    loads = np.zeros(num_parts, np.int64)
     if len(speeds):
         weights = np.maximum(weights, 1) * SHARE_UNITS  # rows without tokens are spread as well
-        room, extra, loads = np.full(num_parts, len(weights)), 0, -_shares(int(weights.sum()), speeds)
+        room = np.full(num_parts, len(weights))
+        loads = -_shares(int(weights.sum()), speeds)
     if counts is not None:
-        room, extra = counts, 0
-    parts[order] = _deal(weights[order].tolist(), room.tolist(), extra, loads.tolist())
-    return parts if groups is None else parts[items]
+        room = counts
+    parts[order] = _deal(weights[order].tolist(), room.tolist(), num_extra, loads.tolist())
+    return parts if groups is None else parts[group_index]
 
 
 def partition_with_prefixes(
     lengths: np.ndarray,
-    common: np.ndarray,
+    prefix_lengths: np.ndarray,
     groups: np.ndarray,
     num_parts: int,
     keep_groups: bool = False,
     speeds: Sequence[float] = (),
     limits: tuple[int, int] = (0, 0),
 ) -> np.ndarray:
-    """Return parts as :func:`partition_by_tokens`, for groups whose rows share their first ``common`` tokens [rows], such as a
-    prompt.
+    """Return parts as :func:`partition_by_tokens`, for groups whose rows begin with the same tokens, such as a prompt.
 
-    A part computes a shared prefix once for as many rows as fit into ``limits``, the tokens and rows of a micro-batch
-    (0: no limit). Whole groups or single rows are assigned, whichever gives the slowest part less work; ``keep_groups``
-    forbids single rows.
+    ``prefix_lengths`` [rows] counts these tokens. A part computes a shared prefix once for as many rows as fit into
+    ``limits``, the tokens and rows of a micro-batch (0: no limit). Whole groups or single rows are assigned, whichever
+    gives the slowest part less work; ``keep_groups`` forbids single rows.
     """
-    if common.any():
-        _, items, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    if not common.any() or not common[sizes[items] > 1].any():
+    if prefix_lengths.any():
+        _, group_index, group_sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    if not prefix_lengths.any() or not prefix_lengths[group_sizes[group_index] > 1].any():
         return partition_by_tokens(lengths, num_parts, groups if keep_groups else None, speeds)
     max_tokens, max_rows = limits
-    of_group = np.bincount(items, lengths) / sizes
-    fits = np.maximum(max_tokens // np.maximum(of_group, 1), 1) if max_tokens else sizes
-    fits = (np.minimum(fits, max_rows) if max_rows else fits)[items]
+    mean_lengths = np.bincount(group_index, lengths) / group_sizes
+    rows_that_fit = np.maximum(max_tokens // np.maximum(mean_lengths, 1), 1) if max_tokens else group_sizes
+    rows_per_prefix = (np.minimum(rows_that_fit, max_rows) if max_rows else rows_that_fit)[group_index]
 
-    def heaviest(parts: np.ndarray) -> float:
-        loads = np.bincount(parts, computed_tokens(parts, items, lengths, common, fits), num_parts)
+    def heaviest_load(parts: np.ndarray) -> float:
+        tokens = computed_tokens(parts, group_index, lengths, prefix_lengths, rows_per_prefix)
+        loads = np.bincount(parts, tokens, num_parts)
         return float(np.max(loads / speeds if len(speeds) else loads))
 
-    weights = computed_tokens(np.zeros_like(items), items, lengths, common, fits)
-    together = partition_by_tokens(weights, num_parts, groups, speeds)
-    return together if keep_groups else min(partition_by_tokens(lengths, num_parts, speeds=speeds), together, key=heaviest)
+    weights = computed_tokens(np.zeros_like(group_index), group_index, lengths, prefix_lengths, rows_per_prefix)
+    by_group = partition_by_tokens(weights, num_parts, groups, speeds)
+    if keep_groups:
+        return by_group
+    return min(partition_by_tokens(lengths, num_parts, speeds=speeds), by_group, key=heaviest_load)
 
 
 def computed_tokens(
-    parts: np.ndarray, items: np.ndarray, lengths: np.ndarray, common: np.ndarray, fits: np.ndarray | int
+    parts: np.ndarray,
+    group_index: np.ndarray,
+    lengths: np.ndarray,
+    prefix_lengths: np.ndarray,
+    rows_per_prefix: np.ndarray | int,
 ) -> np.ndarray:
     """Return the tokens that each row adds to the work of its part, int64 [rows].
 
-    If a part has several rows of one item, only every ``fits``-th row adds its ``common`` tokens.
+    If a part has several rows of a group, only the first of each ``rows_per_prefix`` adds its prefix.
     """
-    order = np.lexsort((items, parts))
+    order = np.lexsort((group_index, parts))
     begins = np.ones(len(order), dtype=bool)
-    begins[1:] = (np.diff(parts[order]) != 0) | (np.diff(items[order]) != 0)
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order)) - np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
-    return lengths - np.where(place % fits == 0, 0, common)
+    begins[1:] = (np.diff(parts[order]) != 0) | (np.diff(group_index[order]) != 0)
+    position = np.empty_like(order)  # of a row among those of its group and part
+    position[order] = np.arange(len(order)) - np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
+    return lengths - np.where(position % rows_per_prefix == 0, 0, prefix_lengths)
 
 
 def greedy_partition(sizes: Sequence[int], num_parts: int, decided: Sequence[int | None] = ()) -> list[int]:
-    """Return the part of each item: in order, each goes to the part that has least so far, unless its part is ``decided``."""
-    loads, parts = [0] * num_parts, list[int]()
+    """Return the part of each item. In order, each goes to the part with the smallest load, unless its part is ``decided``."""
+    loads = [0] * num_parts
+    parts: list[int] = []
     for size, part in itertools.zip_longest(sizes, decided):
         parts.append(loads.index(min(loads)) if part is None else part)
         loads[parts[-1]] += size
@@ -111,15 +122,15 @@ def fill_by_speed(number: int, speeds: Sequence[float] | np.ndarray, counts: np.
 
     A part that already holds more than its share gets nothing.
     """
-    lacks = _shares(number * SHARE_UNITS, speeds) - counts * SHARE_UNITS
-    parts = _deal([SHARE_UNITS] * (number - int(counts.sum())), [number] * len(counts), 0, (-lacks).tolist())
+    deficits = _shares(number * SHARE_UNITS, speeds) - counts * SHARE_UNITS
+    parts = _deal([SHARE_UNITS] * (number - int(counts.sum())), [number] * len(counts), 0, (-deficits).tolist())
     return counts + np.bincount(np.array(parts, dtype=np.int64), minlength=len(counts))
 
 
 def _shares(number: int, speeds: Sequence[float] | np.ndarray) -> np.ndarray:
     """Split ``number`` into integers proportional to ``speeds``, int64 [parts]."""
-    ends = np.cumsum(np.asarray(speeds, dtype=np.float64))
-    return np.diff(np.rint(ends / ends[-1] * number).astype(np.int64), prepend=0)
+    cumulative = np.cumsum(np.asarray(speeds, dtype=np.float64))
+    return np.diff(np.rint(cumulative / cumulative[-1] * number).astype(np.int64), prepend=0)
 
 
 def micro_batches_by_tokens(
@@ -147,10 +158,10 @@ def micro_batches_by_tokens(
         )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     bins = _first_fit(order, lengths, max_tokens)
-    wanted = len(bins) if num_micro_batches is None else num_micro_batches
-    if wanted < len(bins):
-        raise ValueError(f"num_micro_batches={wanted} is too small: {where}={max_tokens} needs {len(bins)}")
-    balanced: list[list[int]] = [[] for _ in range(min(wanted, len(lengths)))]
+    number = len(bins) if num_micro_batches is None else num_micro_batches
+    if number < len(bins):
+        raise ValueError(f"num_micro_batches={number} is too small: {where}={max_tokens} needs {len(bins)}")
+    balanced: list[list[int]] = [[] for _ in range(min(number, len(lengths)))]
     weights = [max(lengths[row], 1) for row in order]  # an empty row still weighs 1, so no list stays empty
     for row, part in zip(order, _deal(weights, [len(lengths)] * len(balanced), 0, [0] * len(balanced)), strict=True):
         balanced[part].append(row)
@@ -159,7 +170,7 @@ def micro_batches_by_tokens(
     while len(bins) < len(balanced):
         bins.append([max(bins, key=len).pop()])
     bins = sorted((sorted(rows) for rows in bins), key=lambda rows: (-sum(lengths[i] for i in rows), rows))
-    return bins + [[] for _ in range(wanted - len(bins))]
+    return bins + [[] for _ in range(number - len(bins))]
 
 
 def micro_batches_by_count(
@@ -169,15 +180,15 @@ def micro_batches_by_count(
     assert rows_per_micro_batch >= 1, f"{rows_per_micro_batch} rows per micro-batch"
     num_rows = len(lengths)
     bins = [list(range(i, min(i + rows_per_micro_batch, num_rows))) for i in range(0, num_rows, rows_per_micro_batch)]
-    wanted = len(bins) if num_micro_batches is None else num_micro_batches
-    if wanted < len(bins):
-        raise ValueError(f"num_micro_batches={wanted} is too small: {num_rows} rows by {rows_per_micro_batch} need {len(bins)}")
-    return bins + [[] for _ in range(wanted - len(bins))]
+    number = len(bins) if num_micro_batches is None else num_micro_batches
+    if number < len(bins):
+        raise ValueError(f"num_micro_batches={number} is too small: {num_rows} rows by {rows_per_micro_batch} need {len(bins)}")
+    return bins + [[] for _ in range(number - len(bins))]
 
 
 def cut_micro_batches(
     lengths: np.ndarray,
-    common: np.ndarray,
+    prefix_lengths: np.ndarray,
     groups: np.ndarray,
     max_tokens: int,
     max_rows: int | None = None,
@@ -187,40 +198,60 @@ def cut_micro_batches(
 ) -> list[list[int]]:
     """Return the rows of each micro-batch, ascending, the most expensive micro-batch first.
 
-    They are cut by ``max_rows`` rows if given, else by tokens. Rows of a group (``groups``, one id per row) share
-    ``common`` tokens, which a micro-batch computes once. ``keep_groups`` keeps groups together. Otherwise three cuts
-    are compared, and the one that computes least is used: row by row, as many rows of a group as fit, or group after
-    group until a micro-batch is full. Each micro-batch adds MICRO_BATCH of its budget to the cost. ``number`` and
-    errors are those of :func:`micro_batches_by_tokens`.
+    They are cut by ``max_rows`` rows if given, else by tokens. Rows of a group (``groups``, one id per row) begin with
+    the same ``prefix_lengths`` tokens, which a micro-batch computes once. ``keep_groups`` keeps groups together.
+    Otherwise three cuts are compared, and the one that costs least is used: row by row, as many rows of a group as fit,
+    or group after group until a micro-batch is full. Each micro-batch adds MICRO_BATCH of its budget to the cost.
+    ``number`` and errors are those of :func:`micro_batches_by_tokens`.
     """
-    _, items = np.unique(groups, return_inverse=True)
-    bounds = np.bincount(items).cumsum()[:-1]
-    group_rows = [rows.tolist() for rows in np.split(np.argsort(items, kind="stable"), bounds)] if len(items) else []
+    _, group_index = np.unique(groups, return_inverse=True)
     sizes = lengths.tolist()
-
-    def cut(way: list[list[int]], number: int | None) -> list[list[int]]:
-        weights, rows_per_run = [sum(sizes[row] for row in run) for run in way], max(map(len, way), default=1)
-        if max_rows is not None:
-            chosen = micro_batches_by_count(weights, max(max_rows // rows_per_run, 1), number)
-        else:
-            chosen = micro_batches_by_tokens(weights, max_tokens, number, where, "row" if rows_per_run == 1 else "group")
-        return [sorted(row for run in bin for row in way[run]) for bin in chosen]
-
-    def computed(bins: list[list[int]]) -> np.ndarray:
-        rows = np.fromiter(itertools.chain(*bins), dtype=np.int64)
-        of = np.repeat(np.arange(len(bins)), [len(rows) for rows in bins])
-        return np.bincount(of, computed_tokens(of, items[rows], lengths[rows], common[rows], len(rows) + 1), len(bins))
-
-    ways = [group_rows] if keep_groups else [[[row] for row in range(len(lengths))]]
-    if not keep_groups and max_rows is None and len(group_rows) < len(lengths):
-        ways += [[run for rows in group_rows for run in _runs(rows, sizes, max_tokens)]]
-        ways += [_runs([row for rows in group_rows for row in rows], sizes, max_tokens)]
-    cuts = [(way, cut(way, None)) for way in ways]
-    may = [(way, bins) for way, bins in cuts if number is None or len(bins) <= number] or cuts[:1]
-    way, bins = min(may, key=lambda pair: computed(pair[1]).sum() + len(pair[1]) * max_tokens * MICRO_BATCH)
-    bins = bins if number is None else cut(way, number)
-    ordered = sorted(zip(computed(bins).tolist(), bins, strict=True), key=lambda pair: (not pair[1], -pair[0], pair[1]))
+    cut = partial(_cut_runs, lengths=sizes, max_tokens=max_tokens, max_rows=max_rows, where=where)
+    loads = partial(_bin_tokens, group_index=group_index, lengths=lengths, prefix_lengths=prefix_lengths)
+    candidates = _candidate_runs(group_index, sizes, max_tokens, keep_groups, max_rows is None)
+    cuts = [(runs, cut(runs)) for runs in candidates]
+    allowed = [(runs, bins) for runs, bins in cuts if number is None or len(bins) <= number] or cuts[:1]
+    runs, bins = min(allowed, key=lambda pair: loads(pair[1]).sum() + len(pair[1]) * max_tokens * MICRO_BATCH)
+    bins = bins if number is None else cut(runs, number=number)
+    ordered = sorted(zip(loads(bins).tolist(), bins, strict=True), key=lambda pair: (not pair[1], -pair[0], pair[1]))
     return [rows for _, rows in ordered]
+
+
+def _candidate_runs(
+    group_index: np.ndarray, lengths: Sequence[int], max_tokens: int, keep_groups: bool, by_tokens: bool
+) -> list[list[list[int]]]:
+    """Return the ways to join rows into runs that stay together; :func:`cut_micro_batches` compares them."""
+    bounds = np.bincount(group_index).cumsum()[:-1]
+    order = np.argsort(group_index, kind="stable")
+    group_rows = [rows.tolist() for rows in np.split(order, bounds)] if len(order) else []
+    if keep_groups:
+        return [group_rows]
+    candidates = [[[row] for row in range(len(lengths))]]
+    if by_tokens and len(group_rows) < len(lengths):
+        candidates.append([run for rows in group_rows for run in _runs(rows, lengths, max_tokens)])
+        candidates.append(_runs(order.tolist(), lengths, max_tokens))
+    return candidates
+
+
+def _cut_runs(
+    runs: list[list[int]], lengths: Sequence[int], max_tokens: int, max_rows: int | None, where: str, number: int | None = None
+) -> list[list[int]]:
+    """Return the rows of each micro-batch, which has whole runs. Raises ValueError; see :func:`cut_micro_batches`."""
+    weights = [sum(lengths[row] for row in run) for run in runs]
+    rows_per_run = max(map(len, runs), default=1)
+    if max_rows is not None:
+        bins = micro_batches_by_count(weights, max(max_rows // rows_per_run, 1), number)
+    else:
+        bins = micro_batches_by_tokens(weights, max_tokens, number, where, "row" if rows_per_run == 1 else "group")
+    return [sorted(row for run in bin for row in runs[run]) for bin in bins]
+
+
+def _bin_tokens(bins: list[list[int]], group_index: np.ndarray, lengths: np.ndarray, prefix_lengths: np.ndarray) -> np.ndarray:
+    """Return the tokens that each micro-batch computes, int64 [micro-batches]."""
+    rows = np.fromiter(itertools.chain(*bins), dtype=np.int64)
+    bin_of_row = np.repeat(np.arange(len(bins)), [len(rows) for rows in bins])
+    tokens = computed_tokens(bin_of_row, group_index[rows], lengths[rows], prefix_lengths[rows], len(rows) + 1)
+    return np.bincount(bin_of_row, tokens, len(bins))
 
 
 def _runs(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -236,24 +267,26 @@ def _runs(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[
     return runs
 
 
-def _deal(weights: Sequence[int], room: list[int], extra: int, loads: Sequence[int]) -> list[int]:
-    """Return the part of each weight, heaviest given first: always the lightest part that has room, lower number first.
+def _deal(weights: Sequence[int], room: list[int], num_extra: int, loads: Sequence[int]) -> list[int]:
+    """Return the part of each of the weights, which come heaviest first: the lightest part that has room, lower number first.
 
-    Part ``i`` starts with ``held[i]`` tokens (negative: it lacks so many) and has room for ``room[i]`` weights;
-    ``extra`` parts, whichever need it first, get room for one more. A heap entry packs tokens and part into one
-    integer, because integers compare fastest and thousands of rows are assigned several times per step.
+    Part ``i`` starts with ``loads[i]`` tokens; a negative number is what it still lacks. It has room for ``room[i]``
+    weights; ``num_extra`` parts, whichever need it first, get room for one more. A heap entry packs tokens and part into
+    one integer, because integers compare fastest and thousands of rows are assigned several times per step.
     """
     bits = len(room).bit_length()
-    mask, heap, parts = (1 << bits) - 1, sorted((tokens << bits) + part for part, tokens in enumerate(loads)), []
+    mask = (1 << bits) - 1
+    heap = sorted((tokens << bits) + part for part, tokens in enumerate(loads))
+    parts = []
     for weight in weights:
-        while room[part := heap[0] & mask] <= 0 and not extra:
+        while room[part := heap[0] & mask] <= 0 and not num_extra:
             heapq.heappop(heap)
         parts.append(part)
         room[part] -= 1
         if room[part] >= 0:
             heapq.heapreplace(heap, heap[0] + (weight << bits))
         else:
-            extra -= 1
+            num_extra -= 1
             heapq.heappop(heap)
     return parts
 
@@ -263,9 +296,9 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) ->
     free = np.full(len(order), max_tokens)
     bins: list[list[int]] = []
     for row in order:
-        home = int(np.argmax(free[: len(bins) + 1] >= lengths[row]))
-        if home == len(bins):
+        index = int(np.argmax(free[: len(bins) + 1] >= lengths[row]))
+        if index == len(bins):
             bins.append([])
-        bins[home].append(row)
-        free[home] -= lengths[row]
+        bins[index].append(row)
+        free[index] -= lengths[row]
     return bins

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _ALIGN = 16  # bytes: tensors of a packed batch start at multiples, so the receiver can view them in place
-LONG = 32  # mean entries per row from which slices are faster than an index
+MIN_SLICED_LENGTH = 32  # mean entries per row from which slices are faster than an index
 _PADDING = torch.zeros(_ALIGN, dtype=torch.uint8)
 
 
@@ -40,27 +40,27 @@ class Ragged:
         """Return the rows at ``index`` (int64 [n], on the CPU), in that order; a row may be taken more than once."""
         lengths = self.lengths[index]
         starts = self.offsets[:-1][index]
-        if len(index) and int(lengths.sum()) >= LONG * len(index):
+        if len(index) and int(lengths.sum()) >= MIN_SLICED_LENGTH * len(index):
             runs = zip(starts.tolist(), lengths.tolist(), strict=True)
             return Ragged(torch.cat([self.values[first : first + size] for first, size in runs]), lengths)
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         positions = (torch.repeat_interleave(starts, lengths) + within).to(self.values.device)
         return Ragged(self.values[positions], lengths)
 
-    def where(self, mask: Ragged) -> Ragged:
+    def masked(self, mask: Ragged) -> Ragged:
         """Return the entries where ``mask`` (bool, same lengths) is true."""
         return Ragged(self.values[mask.values.to(self.values.device)], mask.counts())
 
-    def spread(self, mask: Ragged) -> Ragged:
-        """Inverse of :meth:`where`: put the entries where ``mask`` is true, and 0 elsewhere."""
+    def unmasked(self, mask: Ragged) -> Ragged:
+        """Invert :meth:`masked`: put the entries where ``mask`` is true, and 0 elsewhere."""
         values = self.values.new_zeros(len(mask.values))
         values[mask.values.to(values.device)] = self.values
         return Ragged(values, mask.lengths)
 
     def counts(self) -> Tensor:
         """Return the number of true entries of each row of a mask, int64 [rows]."""
-        ends = torch.cat([self.lengths.new_zeros(1), self.values.long().cumsum(0).cpu()])
-        return ends[self.offsets].diff()
+        cumulative = torch.cat([self.lengths.new_zeros(1), self.values.long().cumsum(0).cpu()])
+        return cumulative[self.offsets].diff()
 
 
 Field = Tensor | Ragged
@@ -79,7 +79,7 @@ def encode_json(rows: Iterable[Any]) -> Ragged:
 
 
 def decode_json(field: Ragged) -> list[Any]:
-    """Return the values that :func:`encode_json` was given, one per row."""
+    """Invert :func:`encode_json`: return the value of each row."""
     return [json.loads(bytes(row.numpy())) for row in field.rows()]
 
 
@@ -125,17 +125,16 @@ class Batch:
     def reorder(self, row_ids: Tensor) -> Batch:
         """Return rows by id, in that order."""
         order = torch.argsort(self.row_ids)
-        places = torch.searchsorted(self.row_ids[order], row_ids).clamp_(max=len(self) - 1)
-        index = order[places]
+        index = order[torch.searchsorted(self.row_ids[order], row_ids).clamp_(max=len(self) - 1)]
         assert torch.equal(self.row_ids[index], row_ids), f"reorder: ids that the batch of {len(self)} rows does not hold"
         return self.take(index)
 
     def repeat(self, n: int) -> Batch:
         """Return n rows for each row, side by side, with the same group id and the ids ``row_id * n + j``."""
         index = torch.arange(len(self)).repeat_interleave(n)
-        out = self.take(index)
+        repeated = self.take(index)
         ids = self.row_ids.repeat_interleave(n) * n + torch.arange(n).repeat(len(self))
-        return Batch(ids, out.group_ids, out.fields)
+        return Batch(ids, repeated.group_ids, repeated.fields)
 
 
 def take_rows(field: Field, index: Tensor) -> Field:
@@ -167,17 +166,17 @@ def pack(batch: Batch) -> Tensor:
             parts.append(field.lengths)
         parts.append(values.detach().cpu().contiguous())
         description.append([name, isinstance(field, Ragged), str(values.dtype).removeprefix("torch."), list(values.shape)])
-    head = json.dumps([len(batch), description]).encode()
-    flat = [torch.frombuffer(bytearray(len(head).to_bytes(8, "little") + head), dtype=torch.uint8)]
+    header = json.dumps([len(batch), description]).encode()
+    flat = [torch.frombuffer(bytearray(len(header).to_bytes(8, "little") + header), dtype=torch.uint8)]
     flat += [part.reshape(-1).view(torch.uint8) for part in parts]
     return torch.cat([piece for part in flat for piece in (part, _PADDING[: -len(part) % _ALIGN])])
 
 
 def unpack(data: Tensor) -> Batch:
     """Return the batch of :func:`pack`; the tensors are views of ``data``."""
-    head_size = int.from_bytes(bytes(data[:8].numpy()), "little")
-    num_rows, description = json.loads(bytes(data[8 : 8 + head_size].numpy()))
-    offset = _aligned(8 + head_size)
+    header_size = int.from_bytes(bytes(data[:8].numpy()), "little")
+    num_rows, description = json.loads(bytes(data[8 : 8 + header_size].numpy()))
+    offset = _aligned(8 + header_size)
 
     def take(dtype: torch.dtype, shape: list[int]) -> Tensor:
         nonlocal offset
@@ -186,7 +185,8 @@ def unpack(data: Tensor) -> Batch:
         offset = _aligned(offset + num_bytes)
         return piece
 
-    row_ids, group_ids = take(torch.int64, [num_rows]), take(torch.int64, [num_rows])
+    row_ids = take(torch.int64, [num_rows])
+    group_ids = take(torch.int64, [num_rows])
     fields: dict[str, Field] = {}
     for name, is_ragged, dtype_name, shape in description:
         lengths = take(torch.int64, [num_rows]) if is_ragged else None

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.files import DataError, Paths, Row, RowOrError, list_paths, row_or_raise, set_names, stream_rows
 
 Truncation = Literal["error", "left", "right"]  # what becomes of a row above the limit that is not dropped; verl's names
-TELLING_SHARE = 0.05  # of rows that are dropped for their length, above which there is a warning
+WARNED_SHARE = 0.05  # share of rows dropped for their length, above which there is a warning
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ class RowsConfig(EncodingConfig):
         """Return all rows. Raises DataError."""
         return list(map(row_or_raise, self.stream(validation)))
 
-    def encode(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
-        """Return some of the rows (or none) as a data set of this kind, for :func:`joined`.
+    def encode_chunk(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
+        """Return some of the rows (or none) as a data set of this kind, for :func:`concat_datasets`.
 
         The error of a row begins with the row's place.
         """
         raise AssertionError(f"{type(self).__name__} does not say what its rows are")
 
-    def tokenize(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
-        """Return the rows as a data set of this kind. Raises DataError."""
-        return joined([self.encode(rows, tokenizer)])
+    def encode_all(self, rows: Sequence[Row], tokenizer: Any) -> TokenDataset:
+        """Return the rows as a complete data set of this kind. Raises DataError."""
+        return concat_datasets([self.encode_chunk(rows, tokenizer)])
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class StoredRowsConfig(RowsConfig):
     one_chunk: ClassVar[bool] = False
 
     def checked(self, row: RowOrError) -> Row:
-        """Return the row if it looks usable before it is tokenised. Raises DataError."""
+        """Return the row if it looks usable before it is tokenised. Raises DataError if not."""
         return row_or_raise(row)
 
 
@@ -142,12 +142,13 @@ class DatasetConfig(StoredRowsConfig):
         """Yield the training rows, or the validation rows."""
         if validation:
             assert self.val_path is not None, "there are no validation rows without val_path"
-            sets = enumerate(self.sources(validation=True))
-            numbered_rows = (
-                (i, row) for i, path in sets for row in stream_rows(path, self.val_split, self.subset, self.val_max_samples)
+            rows_by_source = (
+                (source, row)
+                for source, path in enumerate(self.sources(validation=True))
+                for row in stream_rows(path, self.val_split, self.subset, self.val_max_samples)
             )
-            numbered = enumerate(numbered_rows)
-            return (replace(row, number=n, source=i) if isinstance(row, Row) else row for n, (i, row) in numbered)
+            numbered = enumerate(rows_by_source)
+            return (replace(row, number=n, source=source) if isinstance(row, Row) else row for n, (source, row) in numbered)
         rows = stream_rows(self.path, self.split, self.subset, self.train_max_samples)
         return rows if self.curriculum_key is None else map(self._ranked, rows)
 
@@ -174,9 +175,12 @@ class DatasetConfig(StoredRowsConfig):
 class RowTally:
     """Counts of a data set's rows, and the first row of each kind that is left out.
 
-    ``overlong``: the first row that is too long. ``shortest``: tokens of the shortest row. ``num_dialogues``: rows
-    whose prompt is the beginning of a dialogue. ``left_out``: counts by reason. ``bad``: the first of ``num_bad``
-    unusable rows.
+    - overlong: the first of ``num_overlong`` rows that are too long and dropped
+    - shortest: tokens of the shortest row
+    - num_cut: too long rows that are cut
+    - num_dialogues: rows whose prompt is the beginning of a dialogue
+    - left_out: number of rows by the reason why they are left out
+    - bad: the first of ``num_bad`` unusable rows
     """
 
     num_overlong: int = 0
@@ -195,81 +199,96 @@ class RowTally:
         self.num_overlong += other.num_overlong
         self.num_dialogues += other.num_dialogues
         self.num_cut += other.num_cut
-        self.overlong, self.first_left_out = self.overlong or other.overlong, self.first_left_out or other.first_left_out
+        self.overlong = self.overlong or other.overlong
+        self.first_left_out = self.first_left_out or other.first_left_out
         self.shortest = min(self.shortest, other.shortest)
         self.left_out = dict(Counter(self.left_out) + Counter(other.left_out))
 
     def describe(self) -> str:
         """Return the counts in words, with a comma before each."""
-        text = f", {self.num_dialogues} cut from whole dialogues at their last turn" if self.num_dialogues else ""
-        text += f", {self.num_overlong} over-long ones dropped" if self.num_overlong else ""
-        text += f", {self.num_cut} over-long ones cut" if self.num_cut else ""
-        text += "".join(f", {count} left out whose {reason}" for reason, count in self.left_out.items())
-        text += f" (the first is {self.first_left_out})" if self.left_out else ""
-        text += f", {self.num_duplicates} duplicate{'s' * (self.num_duplicates > 1)} left out" if self.num_duplicates else ""
-        return text + (f", {self.num_bad} bad ones left out" if self.num_bad else "")
+        parts = [f"{self.num_dialogues} cut from whole dialogues at their last turn"] if self.num_dialogues else []
+        parts += [f"{self.num_overlong} over-long ones dropped"] if self.num_overlong else []
+        parts += [f"{self.num_cut} over-long ones cut"] if self.num_cut else []
+        parts += [f"{count} left out whose {reason}" for reason, count in self.left_out.items()]
+        if self.left_out:
+            parts[-1] += f" (the first is {self.first_left_out})"
+        plural = "s" if self.num_duplicates > 1 else ""
+        parts += [f"{self.num_duplicates} duplicate{plural} left out"] if self.num_duplicates else []
+        parts += [f"{self.num_bad} bad ones left out"] if self.num_bad else []
+        return "".join(f", {part}" for part in parts)
+
+
+class LengthLimit(NamedTuple):
+    """Most tokens of a row, as ``data.<key>`` sets it; ``data.<drop_key>`` says whether a longer row is dropped or raises."""
+
+    key: str
+    tokens: int
+    drop_key: str
+    drops: bool
+
+    def __str__(self) -> str:
+        return f"data.{self.key}={self.tokens}"
 
 
 class TokenDataset:
-    """Rows as token ids. ``batch(indices, row_ids)`` has one Ragged int64 field for each of ``columns``, which are stored
-    as int32.
+    """Rows as token ids. A row whose columns together have more tokens than ``limit`` is dropped or raises.
 
-    ``numbers`` holds one number per entry; a batch then has these fields as float64 [entries], and ``entry``, the
-    entry's position. ``group_size`` entries of ``columns`` form one row of the data and a group of rows in a batch: 2
-    for pairs.
+    - columns: token ids by name, one Ragged int32 each, with an entry for each row; :meth:`batch` has them as int64
+    - group_size: entries that form one row of the data, and a group of rows in a batch; 2 for pairs
+    - numbers: numbers by name, float64 [entries]; a batch has these fields, and ``entry``, the entry's position
+    - later_numbers: numbers that :meth:`store_numbers` adds during a run
+    - row_fields: other tensors by row: always ``source`` int64 (which path) and ``rank`` float64 (of a curriculum)
+    - batch_fields: the ``row_fields`` that batches have
+    - omitted_if: a row field is left out if all its values equal this one
+    - kept_positions: positions of the rows that are not dropped
+    - can_cut: the configuration has ``truncation``
 
-    A row is dropped if the columns of an entry together have more tokens than the limit; ``kept`` holds the
-    positions of the others. ``limit`` and ``drop`` are keys of ``data`` with their values; if ``drop`` is false, a long
-    row raises.
-
-    ``row_fields`` holds other tensors by row: always ``source`` int64 (which path) and ``rank`` float64 (of a
-    curriculum). A field whose values all equal ``omitted_if`` is left out; ``batch_fields`` names those that batches
-    have. Everything is a tensor or the tally, so a file can hold it.
+    Everything is a tensor or the tally, so a file can hold it.
     """
 
     noun = "rows"
     group_size = 1
     omitted_if: ClassVar[dict[str, int]] = {}
     batch_fields: ClassVar[tuple[str, ...]] = ()
-    can_cut: ClassVar[bool] = False  # its configuration has ``truncation``
+    can_cut: ClassVar[bool] = False
     fingerprint = ""
 
     def __init__(
         self,
         rows: Sequence[Row],
         columns: Mapping[str, Sequence[Sequence[int]]],
-        limit: tuple[str, int],
-        drop: tuple[str, bool],
+        limit: LengthLimit,
         numbers: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         size = self.group_size
-        each = [sum(map(len, entries)) for entries in zip(*columns.values(), strict=True)]
-        lengths = [max(each[first : first + size]) for first in range(0, len(each), size)]
-        self.limit, self.drop, self.known = limit, drop, dict[str, Tensor]()
-        self.kept = [i for i, length in enumerate(lengths) if length <= limit[1]]
-        self.tally = RowTally(len(rows) - len(self.kept), shortest=min(lengths, default=sys.maxsize))
+        entry_lengths = [sum(map(len, entry)) for entry in zip(*columns.values(), strict=True)]
+        lengths = [max(entry_lengths[first : first + size]) for first in range(0, len(entry_lengths), size)]
+        self.limit = limit
+        self.later_numbers: dict[str, Tensor] = {}
+        self.kept_positions = [i for i, length in enumerate(lengths) if length <= limit.tokens]
+        self.tally = RowTally(len(rows) - len(self.kept_positions), shortest=min(lengths, default=sys.maxsize))
         if self.tally.num_overlong:
-            first = next(i for i, length in enumerate(lengths) if length > limit[1])
+            first = next(i for i, length in enumerate(lengths) if length > limit.tokens)
             self.tally.overlong = f"{rows[first].where}: {lengths[first]} tokens"
         self.row_fields: dict[str, Field] = {
-            "source": torch.tensor([rows[i].source for i in self.kept], dtype=torch.int64),
-            "rank": torch.tensor([rows[i].rank for i in self.kept], dtype=torch.float64),
+            "source": torch.tensor([rows[i].source for i in self.kept_positions], dtype=torch.int64),
+            "rank": torch.tensor([rows[i].rank for i in self.kept_positions], dtype=torch.float64),
         }
-        entries = [i * size + j for i in self.kept for j in range(size)]
+        entries = [i * size + j for i in self.kept_positions for j in range(size)]
         self.columns = {name: ragged([column[i] for i in entries], torch.int32) for name, column in columns.items()}
         self.numbers = {name: torch.tensor(column, dtype=torch.float64)[entries] for name, column in (numbers or {}).items()}
 
     def check(self) -> None:
         """Raise DataError if a row is too long and may not be dropped, or if no row is left."""
-        tally, limit = self.tally, f"data.{self.limit[0]}={self.limit[1]}"
-        if tally.num_overlong and not self.drop[1]:
+        tally = self.tally
+        if tally.num_overlong and not self.limit.drops:
             raise DataError(
-                f"{tally.overlong} are more than {limit}; raise it, or set data.{self.drop[0]}=true "
+                f"{tally.overlong} are more than {self.limit}; raise it, or set data.{self.limit.drop_key}=true "
                 f"({tally.num_overlong} of {len(self) + tally.num_overlong} {self.noun} are too long)"
             )
         if len(self) == 0 and tally.num_overlong:
-            all_of_them = f"all {tally.num_overlong} {self.noun}{replace(tally, num_overlong=0).describe()}"
-            raise DataError(f"{all_of_them} are longer than {limit} tokens (the shortest has {tally.shortest})")
+            rows = f"all {tally.num_overlong} {self.noun}{replace(tally, num_overlong=0).describe()}"
+            raise DataError(f"{rows} are longer than {self.limit} tokens (the shortest has {tally.shortest})")
         if len(self) == 0:
             reasons = "".join(f"; {bad}" for bad in tally.bad)
             raise DataError(
@@ -278,14 +297,15 @@ class TokenDataset:
 
     def warnings(self) -> list[str]:
         """Return a line about the bad rows, if there are any, and one if many are dropped for their length."""
-        tally, name = self.tally, f"data.{self.limit[0]}={self.limit[1]}"
+        tally = self.tally
         rows = "1 row cannot be used and is" if tally.num_bad == 1 else f"{tally.num_bad} rows cannot be used and are"
         lines = [f"{rows} left out; the first: {'; '.join(tally.bad)}"] if tally.num_bad else []
-        share = tally.num_overlong / (len(self) + tally.num_overlong)
-        if share > TELLING_SHARE:
-            of = f"{tally.num_overlong} of {len(self) + tally.num_overlong} {self.noun} ({share:.0%})"
-            remedy = f", or cut them by data.truncation with data.{self.drop[0]}=false" if self.can_cut else ""
-            lines.append(f"{name} drops {of}, which are longer; the first: {tally.overlong}. Raise it{remedy}")
+        num_read = len(self) + tally.num_overlong
+        share = tally.num_overlong / num_read
+        if share > WARNED_SHARE:
+            dropped = f"{tally.num_overlong} of {num_read} {self.noun} ({share:.0%})"
+            remedy = f", or cut them by data.truncation with data.{self.limit.drop_key}=false" if self.can_cut else ""
+            lines.append(f"{self.limit} drops {dropped}, which are longer; the first: {tally.overlong}. Raise it{remedy}")
         return lines
 
     def digest(self) -> str:
@@ -312,11 +332,11 @@ class TokenDataset:
 
     @property
     def lengths(self) -> Tensor:
-        """Return the tokens of each entry over all columns, int64 [rows * group_size]."""
+        """Return the number of tokens of each entry over all columns, int64 [rows * group_size]."""
         return torch.stack([column.lengths for column in self.columns.values()]).sum(0)
 
     def batch(self, indices: Sequence[int], row_ids: Sequence[int]) -> Batch:
-        """Return rows by index; each is its own group, whose j-th row has the id ``row_id * group_size + j``."""
+        """Return rows by index. Each is a group of its own, whose j-th row has the id ``row_id * group_size + j``."""
         groups = torch.tensor(list(row_ids), dtype=torch.int64)
         rows = torch.tensor(list(indices), dtype=torch.int64)
         fields = {name: take_rows(self.row_fields[name], rows) for name in self.batch_fields if name in self.row_fields}
@@ -324,35 +344,46 @@ class TokenDataset:
         for name, column in self.columns.items():
             tokens = column.take(entries)
             fields[name] = Ragged(tokens.values.long(), tokens.lengths)
-        numbers = {name: column[entries] for name, column in (self.numbers | self.known).items()}
+        numbers = {name: column[entries] for name, column in (self.numbers | self.later_numbers).items()}
         fields |= {name: values for name, values in numbers.items() if not values.isnan().any()}
         if self.numbers:
             fields["entry"] = entries.double()
         return Batch(ids, groups.repeat_interleave(self.group_size), fields)
 
-    def keep(self, name: str, entries: Tensor, numbers: Tensor) -> None:
-        """Store a further number for ``entries``; a batch has the field if all its rows know it."""
+    def store_numbers(self, name: str, entries: Tensor, numbers: Tensor) -> None:
+        """Store a further number for ``entries``; a batch has the field if all its rows have the number."""
         empty = torch.full((len(self) * self.group_size,), torch.nan, dtype=torch.float64)
-        self.known.setdefault(name, empty)[entries.long()] = numbers
+        self.later_numbers.setdefault(name, empty)[entries.long()] = numbers
+
+    def with_tensors(
+        self, tally: RowTally, columns: dict[str, Ragged], numbers: dict[str, Tensor], row_fields: dict[str, Field]
+    ) -> Self:
+        """Return a data set of the same kind and limit with other rows."""
+        dataset = copy.copy(self)
+        dataset.tally = tally
+        dataset.columns = columns
+        dataset.numbers = numbers
+        dataset.row_fields = row_fields
+        return dataset
 
     def summary(self) -> str:
         lengths = self.lengths
-        shortest, longest, mean = int(lengths.min()), int(lengths.max()), float(lengths.double().mean())
-        return f"{len(self)} {self.noun} of {shortest} to {longest} tokens (mean {mean:.1f}){self.tally.describe()}"
+        mean = float(lengths.double().mean())
+        return f"{len(self)} {self.noun} of {lengths.min()} to {lengths.max()} tokens (mean {mean:.1f}){self.tally.describe()}"
 
 
-def joined(parts: Sequence[TokenDataset], bad: RowTally | None = None) -> TokenDataset:
-    """Concatenate data sets. ``bad`` counts the rows that are in none of them. Raises DataError."""
-    dataset, full = copy.copy(parts[0]), [part for part in parts if len(part)] or parts[:1]
-    dataset.tally = bad or RowTally()
+def concat_datasets(parts: Sequence[TokenDataset], tally: RowTally | None = None) -> TokenDataset:
+    """Concatenate data sets. ``tally`` counts the rows that are in none of them. Raises DataError."""
+    tally = tally or RowTally()
     for part in parts:
-        dataset.tally.add(part.tally)
-    dataset.columns = {name: concat_field([part.columns[name] for part in full]) for name in full[0].columns}
-    dataset.numbers = {name: torch.cat([part.numbers[name] for part in full]) for name in full[0].numbers}
-    beside = {name: concat_field([part.row_fields[name] for part in full]) for name in full[0].row_fields}
-    dataset.row_fields = {
-        name: x for name, x in beside.items() if name not in dataset.omitted_if or not _all(x, dataset.omitted_if[name])
-    }
+        tally.add(part.tally)
+    full = [part for part in parts if len(part)] or parts[:1]
+    columns = {name: concat_field([part.columns[name] for part in full]) for name in full[0].columns}
+    numbers = {name: torch.cat([part.numbers[name] for part in full]) for name in full[0].numbers}
+    fields = {name: concat_field([part.row_fields[name] for part in full]) for name in full[0].row_fields}
+    omitted = {name for name, value in parts[0].omitted_if.items() if name in fields and _all(fields[name], value)}
+    row_fields = {name: field for name, field in fields.items() if name not in omitted}
+    dataset = parts[0].with_tensors(tally, columns, numbers, row_fields)
     dataset.check()
     dataset.fingerprint = dataset.digest()
     return dataset

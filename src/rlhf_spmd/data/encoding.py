@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from rlhf_spmd.config.rules import Rule, Rules
-from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.config.words import first_line
 from rlhf_spmd.data.files import DataError, RowError, named_row
 from rlhf_spmd.data.messages import (
     NO_OPTIONS,
@@ -90,7 +90,7 @@ class EncodingConfig:
 class PromptEncoder:
     """Renders and tokenises prompts. Raises DataError that names the row, or the tokenizer without a template.
 
-    ``section``: key of the configuration for messages, or "".
+    ``section``: the configuration's section in messages to the user, or "".
     """
 
     def __init__(self, tokenizer: Any, config: EncodingConfig, section: str = "data") -> None:
@@ -153,49 +153,48 @@ class PromptEncoder:
         prompts: Sequence[Any],
         wheres: Sequence[str],
         options: Sequence[ChatOptions] = (),
-        most_characters: int | None = None,
+        max_characters: int | None = None,
+        max_kept_tokens: int | None = None,
     ) -> list[tuple[list[int], str]]:
         """Return token ids and rendered text of each prompt; they are tokenised in batches.
 
-        ``options``: tools and variables of each prompt. A prompt that is going to be dropped for its length returns
-        only its first ids. Raises DataError before tokenising if a text is longer than ``most_characters``, because
-        tokenising takes time and memory.
+        ``options``: tools and variables of each prompt. A prompt with more than ``max_kept_tokens`` is going to be
+        dropped, so it may return its first ids only. Raises DataError before tokenising if a text is longer than
+        ``max_characters``, because tokenising takes time and memory.
         """
         rendered = []
         for prompt, where, option in zip(prompts, wheres, options or [NO_OPTIONS] * len(prompts), strict=True):
             with named_row(where):
                 rendered.append(self.render(prompt, option))
         for (text, _), where in zip(rendered, wheres, strict=True):
-            if most_characters is not None and len(text) > most_characters:
-                raise DataError(f"{where} has {len(text)} characters, and no more than {most_characters} can fit; shorten it")
-        read = [(self.first_part(text), templated) for text, templated in rendered]
-        from_template = self.tokenize([text for text, templated in read if templated], special_tokens=False)
-        from_text = self.tokenize([text for text, templated in read if not templated], special_tokens=True)
-        encoded = [(next(from_template if templated else from_text), text) for text, templated in rendered]
+            if max_characters is not None and len(text) > max_characters:
+                raise DataError(f"{where} has {len(text)} characters, and no more than {max_characters} can fit; shorten it")
+        texts = [(self._first_part(text, max_kept_tokens), is_templated) for text, is_templated in rendered]
+        from_template = self.tokenize([text for text, is_templated in texts if is_templated], special_tokens=False)
+        from_text = self.tokenize([text for text, is_templated in texts if not is_templated], special_tokens=True)
+        encoded = [(next(from_template if is_templated else from_text), text) for text, is_templated in rendered]
         for (tokens, _), where in zip(encoded, wheres, strict=True):
             if not tokens:
                 raise RowError("the prompt has no tokens", where)
         return encoded
 
-    def first_part(self, text: str) -> str:
-        """Return enough of a text to tell whether the prompt is dropped for its length: tokenising megabytes takes
-        minutes.
+    def _first_part(self, text: str, max_tokens: int | None) -> str:
+        """Return enough of a text to tell whether it has more than ``max_tokens``: tokenising megabytes takes minutes.
 
-        Returns the whole text if nothing is dropped, or if the first part has few tokens (one token may stand for many
+        This is the whole text without ``max_tokens``, or if the first part has few tokens (one token may stand for many
         characters).
         """
-        if not getattr(self.config, "filter_overlong_prompts", False):
+        if max_tokens is None:
             return text
-        limit = self.config.max_prompt_length  # type: ignore[attr-defined]  # of PromptsConfig, beside the other
-        part = text[: LONG_TOKEN * limit]
+        part = text[: LONG_TOKEN * max_tokens]
         # twice as many, because the last tokens of a part may differ from those of the whole text
-        cut = len(part) < len(text) and len(next(self.tokenize([part], special_tokens=False))) > 2 * limit
-        return part if cut else text
+        is_long = len(part) < len(text) and len(next(self.tokenize([part], special_tokens=False))) > 2 * max_tokens
+        return part if is_long else text
 
     def tokenize(self, texts: Sequence[str], special_tokens: bool) -> Iterator[list[int]]:
         """Yield the token ids of each text.
 
-        ``special_tokens`` prepends the tokenizer's own start tokens, unless the text begins with them. End tokens are
+        ``special_tokens``: prepend the tokenizer's own start tokens, unless the text begins with them. End tokens are
         never added: a prompt goes on, and a response's end has its own setting.
         """
         begin = added_ids(self.tokenizer)[0] if special_tokens else []
@@ -212,12 +211,11 @@ class PromptEncoder:
         prompt, both are tokenised separately.
         """
         prompts = dict.fromkeys(prompt for prompt, _ in pairs)
-        alone = dict(zip(prompts, self.tokenize(list(prompts), special_tokens), strict=True))
-        joint = self.tokenize([prompt + response for prompt, response in pairs], special_tokens)
-        for (prompt, response), ids in zip(pairs, joint, strict=True):
-            by_itself = alone[prompt]
-            same = shared_length(by_itself, ids)
-            yield (ids[:same], ids[same:]) if same else (by_itself, encode(self.tokenizer, response))
+        prompt_ids = dict(zip(prompts, self.tokenize(list(prompts), special_tokens), strict=True))
+        whole_texts = self.tokenize([prompt + response for prompt, response in pairs], special_tokens)
+        for (prompt, response), ids in zip(pairs, whole_texts, strict=True):
+            length = shared_length(prompt_ids[prompt], ids)
+            yield (ids[:length], ids[length:]) if length else (prompt_ids[prompt], encode(self.tokenizer, response))
 
     def between_turns(self, messages: Sequence[Any], options: ChatOptions = NO_OPTIONS) -> str:
         """Return what the template writes between two texts of the assistant, with ``messages`` in between.
@@ -225,38 +223,38 @@ class PromptEncoder:
         Raises DataError, also if the template leaves the messages out.
         """
         between = [normalise_message(message, number) for number, message in enumerate(messages)]
-        said: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+        probe: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
         try:
-            written, silent = (
-                self.apply_template([*said, *more], options=options).partition(PROBE)[2] for more in (between, [])
-            )
+            text = self.apply_template([*probe, *between], options=options).partition(PROBE)[2]
+            text_without = self.apply_template(probe, options=options).partition(PROBE)[2]
         except DataError:
             if all(message["role"] == "tool" for message in between):
                 with suppress(DataError):
                     return self._behind_calls(between, options)
             raise
-        if written == silent:
+        if text == text_without:
             roles = ", ".join(sorted({repr(message["role"]) for message in between}))
             raise RowError(f"the chat template leaves out messages of the role {roles}")
-        return written
+        return text
 
     def _behind_calls(self, results: Sequence[Message], options: ChatOptions) -> str:
-        """Return what a template that refuses ``results`` without calls writes behind the calls, with the token that ends these.
+        """Return the text from the token that ends the assistant's calls on, with ``results`` of tools behind them.
 
-        Raises DataError if the template refuses the calls too, or ends them with no added token.
+        It is for templates that refuse results without calls. Raises DataError if the template refuses the calls too,
+        or if no added token ends them.
         """
         ids = [f"call{number:05}" for number in range(len(results))]  # Mistral's templates want nine letters and digits
         functions = [{"name": result.get("name") or "tool", "arguments": {PROBE: PROBE}} for result in results]
-        calls = [{"id": name, "type": "function", "function": each} for name, each in zip(ids, functions, strict=True)]
-        said: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        calls = [{"id": name, "type": "function", "function": call} for name, call in zip(ids, functions, strict=True)]
+        probe: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
         answers = [{**result, "tool_call_id": name} for result, name in zip(results, ids, strict=True)]
-        alone = self.apply_template(said, False, options).rpartition(PROBE)[2].rstrip()
-        answered = self.apply_template([*said, *answers], options=options).rpartition(PROBE)[2]
+        text_without = self.apply_template(probe, False, options).rpartition(PROBE)[2].rstrip()
+        text = self.apply_template([*probe, *answers], options=options).rpartition(PROBE)[2]
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.content.strip()]
-        ending = max((token for token in added if alone.endswith(token)), key=len, default="")
-        if not ending or not answered.startswith(alone):
+        ending = max((token for token in added if text_without.endswith(token)), key=len, default="")
+        if not ending or not text.startswith(text_without):
             raise RowError("the end of the assistant's calls cannot be told")
-        return answered[len(alone) - len(ending) :]
+        return text[len(text_without) - len(ending) :]
 
     def source(self, options: ChatOptions) -> str:
         """Return the template for a row's tools, with ``template_date`` in it. Raises DataError if there is none."""
@@ -285,8 +283,8 @@ class PromptEncoder:
     ) -> str:
         """Return the rendered text. Raises DataError.
 
-        ``add_generation_prompt``: ends where an answer begins. ``continues``: ends where the last message ends, without
-        what closes its turn.
+        ``add_generation_prompt``: the text ends where an answer begins. ``continues``: it ends where the last message
+        ends, without what closes its turn.
         """
         ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continues}
 
@@ -316,17 +314,19 @@ class PromptEncoder:
         """Return what ``render`` returns. Arguments of calls are objects, or text if the template cannot encode them."""
         from jinja2 import TemplateError, TemplateSyntaxError
 
-        template, arguments = self.source(options), all_arguments(messages)
+        template = self.source(options)
+        arguments = all_arguments(messages)
+        variables = self._variables(options)
         if options.tools and "tools" not in template:
             raise RowError(f"the chat template does not tell the model of tools; give {self.key}, one that does")
         if arguments and "tool_calls" not in template:
             raise RowError(f"the chat template does not write 'tool_calls'; give {self.key}, one that does")
         plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-        others = [each["role"] for each in plain if each["role"] not in ROLES and each["content"].strip()]
+        other_roles = [message["role"] for message in plain if message["role"] not in ROLES and message["content"].strip()]
         refusal: Exception | None = None
         for form in (plain, with_arguments(plain, argument_text)) if arguments else (plain,):
             try:
-                text, marks = render(form, template, self._variables(options))
+                text, marks = render(form, template, variables)
             except TemplateSyntaxError as error:
                 tokenizer_template = f"the chat template of tokenizer '{self.tokenizer.name_or_path}'"
                 owner = self.key if self.template else tokenizer_template
@@ -335,13 +335,13 @@ class PromptEncoder:
                 refusal = refusal or error
                 continue
             if form is plain and any(value and repr(dict(value)) in text for value in arguments):
-                probed = render(with_arguments(plain, lambda _: ARGUMENTS_PROBE), template, self._variables(options))
+                probed = render(with_arguments(plain, lambda _: ARGUMENTS_PROBE), template, variables)
                 if repr(ARGUMENTS_PROBE) in probed[0]:  # otherwise another message has that text
                     continue
-            if others:  # templates may pass over roles that they do not know
-                asked = [{**each, "content": ROLE_PROBE} if each["role"] in others else each for each in form]
-                if render(asked, template, self._variables(options))[0].count(ROLE_PROBE) < len(others):
-                    roles = ", ".join(map(repr, dict.fromkeys(others)))
+            if other_roles:  # templates may pass over roles that they do not know
+                probes = [{**message, "content": ROLE_PROBE} if message["role"] in other_roles else message for message in form]
+                if render(probes, template, variables)[0].count(ROLE_PROBE) < len(other_roles):
+                    roles = ", ".join(map(repr, dict.fromkeys(other_roles)))
                     raise RowError(f"the chat template leaves out messages of the role {roles}")
             return text, marks
         assert refusal is not None, "arguments as text are returned as they are written"

@@ -1,5 +1,4 @@
-"""Reads rows (dicts of JSON values) from jsonl, json, parquet files or a ``datasets`` name; every error names file and
-line."""
+"""Reads rows (dicts of JSON values) from jsonl, json, parquet files or a ``datasets`` name; errors name file and line."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.config.json_input import parse_json
-from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.config.words import first_line
 from rlhf_spmd.telemetry.run_dir import json_value
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
@@ -57,9 +56,12 @@ Paths = str | list[str] | dict[str, float]  # one source, several, or sources wi
 
 @dataclass(frozen=True)
 class Row:
-    """One row and its place (``train.jsonl:17``) for messages.
+    """One row of the data.
 
-    ``number`` counts all rows, ``source`` is the index of its path, ``rank`` its place in a curriculum.
+    - where: its place for messages: ``train.jsonl:17``
+    - number: its position among all rows
+    - source: index of its path
+    - rank: its place in a curriculum
     """
 
     values: dict[str, Any]
@@ -69,8 +71,10 @@ class Row:
     rank: float = 0.0
 
     def get(self, key: str, setting: str) -> Any:
-        """Return the value of a required key; ``outer.inner`` reaches into an object. ``setting`` is the key that names
-        it."""
+        """Return the value of a required key; ``outer.inner`` reaches into an object.
+
+        ``setting``: the key of the configuration that names it.
+        """
         values = self._find(key)
         if not values:
             keys = ", ".join(_dotted(self.values)) or "none"
@@ -118,8 +122,8 @@ def set_names(paths: Sequence[str]) -> dict[str, str]:
         if len(set(names)) == len(names):
             return dict(zip(names, paths, strict=True))
     if paths:
-        twice = next(path for path, part in zip(paths, parts, strict=True) if parts.count(part) > 1)
-        raise ValueError(f"the set {twice} is given twice, or its name differs from another's in the suffix only; name them")
+        repeated = next(path for path, part in zip(paths, parts, strict=True) if parts.count(part) > 1)
+        raise ValueError(f"the set {repeated} is given twice, or its name differs from another's in the suffix only; name them")
     return {}
 
 
@@ -141,17 +145,19 @@ def row_or_raise(row: RowOrError) -> Row:
 
 
 def stream_rows(path: Paths, split: str, subset: str | None, limit: int | None = None) -> Iterator[RowOrError]:
-    """Yield the rows of :func:`read_rows`, one by one; an unreadable row is yielded as its error and counts. Raises DataError for a
-    file."""
+    """Yield the rows of :func:`read_rows`, one by one; an unreadable row is yielded as its error and counts.
+
+    Raises DataError for a file that cannot be read.
+    """
     return islice(_numbered(path, split, subset), limit)
 
 
 def local_files(path: str) -> list[Path]:
     """Return the files of ``path``, those of a directory at any depth; none for a data set on the hub."""
-    here = Path(path).expanduser()
-    if here.exists():  # even if the name looks like a pattern
-        return sorted(file for file in here.rglob("*") if file.is_file()) if here.is_dir() else [here]
-    return list(map(Path, sorted(glob.glob(str(here), recursive=True)))) if glob.has_magic(path) else []
+    location = Path(path).expanduser()
+    if location.exists():  # even if the name looks like a pattern
+        return sorted(file for file in location.rglob("*") if file.is_file()) if location.is_dir() else [location]
+    return list(map(Path, sorted(glob.glob(str(location), recursive=True)))) if glob.has_magic(path) else []
 
 
 def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[RowOrError]:
@@ -166,13 +172,13 @@ def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[RowOrErro
 
 
 def _rows(path: str, split: str, subset: str | None) -> Iterable[RowOrError]:
-    here = Path(path).expanduser()
-    if here.is_dir() and glob.has_magic(path):
+    location = Path(path).expanduser()
+    if location.is_dir() and glob.has_magic(path):
         raise DataError(
             f"data directory '{path}' cannot be read: its name would be taken for a pattern; rename it, or give its files"
         )
-    if here.is_dir():
-        yield from _dataset_rows(str(here), split, subset)
+    if location.is_dir():
+        yield from _dataset_rows(str(location), split, subset)
     elif files := local_files(path):
         yield from chain.from_iterable(map(_file_rows, files))
     elif glob.has_magic(path):
@@ -247,7 +253,8 @@ def _row(value: Any, where: str, has_escapes: bool = False) -> RowOrError:
     try:
         if isinstance(value, bytes):
             line = value.decode("utf-8-sig")  # some Windows programs begin a file with a byte order mark
-            value, has_escapes = _parse(line, where), "\\u" in line
+            value = _parse(line, where)
+            has_escapes = "\\u" in line
         if has_escapes:
             json.dumps(value, ensure_ascii=False).encode()
     except DataError as error:
@@ -269,8 +276,8 @@ def _parquet_rows(file: Path) -> Iterable[RowOrError]:
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
             names = parquet.schema_arrow.names
-            if twice := next((name for name in names if names.count(name) > 1), None):
-                raise DataError(f"data file '{file}' has two columns '{twice}'; rename one")
+            if repeated := next((name for name in names if names.count(name) > 1), None):
+                raise DataError(f"data file '{file}' has two columns '{repeated}'; rename one")
             yield from _arrow_rows(parquet.iter_batches(batch_size=ARROW_ROWS), str(file))
     except pyarrow.ArrowException as error:
         raise DataError(f"data file '{file}' is not readable parquet: {first_line(error)}") from error
@@ -291,7 +298,8 @@ def _arrow_rows(tables: Iterable[Any], source: str) -> Iterator[RowOrError]:
             raise DataError(f"{source} cannot be read: {first_line(error)}") from error
         for row in rows:
             number += 1
-            where, values = f"{source}, row {number}", _without_nulls(row, is_chat=False)
+            where = f"{source}, row {number}"
+            values = _without_nulls(row, is_chat=False)
             try:
                 decoded = {key: _decoded(values[key], kind, f"{where}: '{key}'") for key, kind in json_columns.items()}
                 yield _row({**values, **decoded}, where)
@@ -303,10 +311,10 @@ def _without_nulls(value: Any, is_chat: bool) -> Any:
     """Return the value without the nulls in its messages (objects with a role), tools and variables of templates."""
     if isinstance(value, dict):
         is_chat = is_chat or "role" in value
-        named = {key: is_chat or key in CHAT_COLUMNS for key in value}
-        return {key: _without_nulls(each, named[key]) for key, each in value.items() if each is not None or not is_chat}
+        fields = {key: field for key, field in value.items() if field is not None or not is_chat}
+        return {key: _without_nulls(field, is_chat or key in CHAT_COLUMNS) for key, field in fields.items()}
     if isinstance(value, list) and value and not isinstance(value[0], str | int | float):
-        return [_without_nulls(each, is_chat) for each in value]
+        return [_without_nulls(item, is_chat) for item in value]
     return value
 
 
@@ -315,8 +323,8 @@ def _decoded(value: Any, kind: Any, where: str) -> Any:
     if getattr(kind, "extension_name", None) == "arrow.json":
         return _parse(value, where) if isinstance(value, str) else value
     if isinstance(value, dict):
-        return {key: _decoded(each, kind.field(key).type, where) for key, each in value.items()}
-    return [_decoded(each, kind.value_type, where) for each in value] if isinstance(value, list) else value
+        return {key: _decoded(field, kind.field(key).type, where) for key, field in value.items()}
+    return [_decoded(item, kind.value_type, where) for item in value] if isinstance(value, list) else value
 
 
 def _dataset_rows(path: str, split: str, subset: str | None) -> Iterable[RowOrError]:

@@ -1,7 +1,7 @@
-"""Chat messages, tools and template variables as rows and requests have them, in the one form that chat templates read.
+"""Chat messages, tools and template variables of rows and requests, in the one form that chat templates read.
 
-Pure. ``chat_template_kwargs`` are variables that users give to a chat template, as vLLM's and SGLang's servers take them. Every
-message of prompts, SFT, pairs, KTO, score, chat and serve passes :func:`normalise_message`.
+Pure. ``chat_template_kwargs`` are variables that users give to a chat template, as vLLM's and SGLang's servers take
+them. Every message of prompts, SFT, pairs, KTO, score, chat and serve passes :func:`normalise_message`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_spmd.config.json_input import parse_json
-from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.config.words import first_line
 from rlhf_spmd.data.files import Row, RowError, named_row
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of the field with a message's thoughts
 Message = dict[str, Any]
-TRAINERS = (  # arguments of transformers' apply_chat_template, and what it passes to the template itself
+TRAINER_ARGUMENTS = (  # arguments of transformers' apply_chat_template, and what it passes to the template itself
     *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
     *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     *("tokenizer_kwargs", "processor_kwargs"),
@@ -27,7 +27,7 @@ GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' 
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a call that were JSON text in the data, ``text``: some templates write it as it is."""
+    """Arguments of a call that the data have as JSON text, which is ``text``: some templates write it as it is."""
 
     text = "{}"
 
@@ -50,12 +50,12 @@ def chat_options(row: Row, tools: list[Any] | None = None) -> ChatOptions:
     """
     with named_row(row.where):
         column = row.values.get("tools")
-        schemas = [] if column == "" else _parsed(column, "'tools'")
+        schemas = [] if column == "" else _parsed_json(column, "'tools'")
         if schemas is not None:
-            schemas = [_parsed(schema, "'tools'") for schema in schemas] if isinstance(schemas, list) else [schemas]
+            schemas = [_parsed_json(schema, "'tools'") for schema in schemas] if isinstance(schemas, list) else [schemas]
             if not all(isinstance(schema, Mapping) for schema in schemas):
                 raise RowError("'tools' must be a list of schemas, each an object, or its JSON text")
-        variables = _parsed(row.values.get("chat_template_kwargs"), "'chat_template_kwargs'") or {}
+        variables = _parsed_json(row.values.get("chat_template_kwargs"), "'chat_template_kwargs'") or {}
         if not isinstance(variables, Mapping):
             raise RowError(f"'chat_template_kwargs' must be an object or its JSON text, not {variables!r}")
         try:
@@ -87,23 +87,22 @@ def normalise_message(message: Any, number: int = 0) -> Message:
 
     Fields that are None are left out. Text parts of the content are joined. A message of the assistant that only calls
     tools has the content "". OpenAI's older ``function_call`` is a call like others. Arguments of calls are objects.
-    ``weight`` is there only if it is 0. ``number``: the
-    message's place, for errors. Raises DataError.
+    ``weight`` is there only if it is 0. ``number``: the message's place, for errors. Raises DataError.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RowError(f"message {number} must be an object with 'role' and 'content'")
     fields = {key: value for key, value in message.items() if value is not None}
-    calls = _calls(fields.pop("tool_calls", None), f"'tool_calls' of message {number}")
+    calls = _normalised_calls(fields.pop("tool_calls", None), f"'tool_calls' of message {number}")
     name = f"'function_call' of message {number}"
-    if function := _parsed(fields.pop("function_call", None), name):
+    if function := _parsed_json(fields.pop("function_call", None), name):
         if calls:
             raise RowError(f"{name}: the message has 'tool_calls', too; give one of them")
-        calls = [{"type": "function", "function": _call(function, name)}]
+        calls = [{"type": "function", "function": _normalised_call(function, name)}]
     if calls:
         fields["tool_calls"] = calls
     content = fields.get("content")
     if isinstance(content, list | tuple):
-        content = _joined(content, number)
+        content = _joined_text(content, number)
     if content is None and calls and fields["role"] == "assistant":
         content = ""
     if not isinstance(content, str):
@@ -117,7 +116,7 @@ def normalise_message(message: Any, number: int = 0) -> Message:
     return {**fields, "content": content} | ({} if weight else {"weight": 0})
 
 
-def _joined(parts: Sequence[Any], number: int) -> str:
+def _joined_text(parts: Sequence[Any], number: int) -> str:
     for part in parts:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -125,15 +124,15 @@ def _joined(parts: Sequence[Any], number: int) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _calls(value: Any, name: str) -> list[Message]:
+def _normalised_calls(value: Any, name: str) -> list[Message]:
     """Return the calls of a message with their arguments as objects; ``name`` stands before what is wrong."""
-    calls = _parsed(value, name)
+    calls = _parsed_json(value, name)
     if calls is not None and not isinstance(calls, list):
         raise RowError(f"{name} must be a list of calls, not {type(calls).__name__}")
-    return [_call(call, name) for call in calls or ()]
+    return [_normalised_call(call, name) for call in calls or ()]
 
 
-def _call(call: Any, name: str) -> Message:
+def _normalised_call(call: Any, name: str) -> Message:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RowError(f"{name}: a call must be an object with a function's 'name' and 'arguments', not {call!r}")
@@ -141,19 +140,18 @@ def _call(call: Any, name: str) -> Message:
     if arguments is None or arguments == "":  # no arguments, as some servers write it
         arguments = {}
     elif isinstance(arguments, str):
-        text, value = arguments, _parsed(arguments, f"{name}: the arguments of {function['name']!r}")
-        if isinstance(value, Mapping):
-            arguments = Arguments(value)
+        text = arguments
+        arguments = _parsed_json(text, f"{name}: the arguments of {function['name']!r}")
+        if isinstance(arguments, Mapping):
+            arguments = Arguments(arguments)
             arguments.text = text
-        else:
-            arguments = value
     if not isinstance(arguments, Mapping):
         raise RowError(f"{name}: the arguments of {function['name']!r} must be an object or its JSON text, not {arguments!r}")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
 
-def _parsed(value: Any, name: str) -> Any:
+def _parsed_json(value: Any, name: str) -> Any:
     """Return the value of JSON text; another value as it is. Raises DataError."""
     if not isinstance(value, str):
         return value
@@ -163,12 +161,12 @@ def _parsed(value: Any, name: str) -> Any:
         raise RowError(f"{name} is not valid JSON: {first_line(error)}: {value[:80]!r}") from error
 
 
-def with_arguments(messages: Sequence[Message], written: Callable[[Mapping[str, Any]], Any]) -> list[Message]:
-    """Return the messages with ``written(arguments)`` in place of the arguments of each call."""
+def with_arguments(messages: Sequence[Message], rewrite: Callable[[Mapping[str, Any]], Any]) -> list[Message]:
+    """Return the messages with ``rewrite(arguments)`` in place of the arguments of each call."""
 
     def rewritten(call: Message) -> Message:
         function = call.get("function", call)
-        function = {**function, "arguments": written(function["arguments"])}
+        function = {**function, "arguments": rewrite(function["arguments"])}
         return {**call, "function": function} if "function" in call else function
 
     return [
@@ -178,7 +176,7 @@ def with_arguments(messages: Sequence[Message], written: Callable[[Mapping[str, 
 
 
 def argument_text(arguments: Mapping[str, Any]) -> str:
-    """Return the arguments of a call as JSON text, as the data have it if they have text."""
+    """Return the arguments of a call as JSON text: the data's own text if they have it."""
     return arguments.text if isinstance(arguments, Arguments) else json.dumps(arguments, ensure_ascii=False)
 
 
@@ -188,7 +186,7 @@ def all_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def thoughts_of(message: Message) -> str:
-    """Return the thoughts that a message has in a field of their own, "" without."""
+    """Return the thoughts that a message has in a field of their own; "" if there are none."""
     return next((message[key] for key in THOUGHTS if message.get(key)), "")
 
 
@@ -202,7 +200,7 @@ def check_variables(where: str, variables: Mapping[str, Any]) -> None:
     for name, value in variables.items():
         if not isinstance(name, str):
             raise ValueError(f"{where}: the name {name!r} must be text, as in {{enable_thinking: false}}")
-        if name in TRAINERS:
+        if name in TRAINER_ARGUMENTS:
             raise ValueError(f"{where}.{name} is no variable of a template: the trainer sets it itself")
         try:
             json.dumps(value, allow_nan=False)
@@ -211,28 +209,30 @@ def check_variables(where: str, variables: Mapping[str, Any]) -> None:
 
 
 def read_names(template: str) -> set[str]:
-    """Return the variables that a template reads, without those that transformers passes. Returns none for text that is no
-    template."""
+    """Return the variables that a template reads, without those that transformers passes.
+
+    Text that is no template reads none.
+    """
     from jinja2 import Environment, TemplateError, meta
 
     try:
         parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
     except TemplateError:
         return set()
-    return set(meta.find_undeclared_variables(parsed)) - {*TRAINERS, "raise_exception", "strftime_now"}
+    return set(meta.find_undeclared_variables(parsed)) - {*TRAINER_ARGUMENTS, "raise_exception", "strftime_now"}
 
 
 def unread_variables(where: str, variables: Mapping[str, Any], tokenizer: Any, template: str | None = None) -> list[str]:
-    """Return a warning for each variable that the template never reads. ``template``: in place of the tokenizer's."""
+    """Return a warning for each variable that ``template``, by default the tokenizer's, never reads."""
     if not variables or tokenizer is None:
         return []
     if template is None and not getattr(tokenizer, "chat_template", None):
         return [f"{where}.{name} does nothing: the tokenizer has no chat template" for name in variables]
-    asked: tuple[list[Any] | None, ...] = (None, [{}])
-    texts = {tokenizer.get_chat_template(template, tools) for tools in asked}  # a tokenizer may have one for tools
-    known = set().union(*map(read_names, texts))
-    read_by_template = sorted(
-        name for name in known if not name.endswith("_token")
-    )  # the others are the tokenizer's: bos_token
-    does = f"it reads {', '.join(read_by_template)}" if read_by_template else "it reads none"
-    return [f"{where}.{name} does nothing: the chat template never reads it; {does}" for name in variables if name not in known]
+    tool_lists: tuple[list[Any] | None, ...] = (None, [{}])
+    templates = {tokenizer.get_chat_template(template, tools) for tools in tool_lists}  # there may be one for tools
+    names = set().union(*map(read_names, templates))
+    variable_names = sorted(name for name in names if not name.endswith("_token"))  # bos_token is the tokenizer's
+    reads = f"it reads {', '.join(variable_names)}" if variable_names else "it reads none"
+    return [
+        f"{where}.{name} does nothing: the chat template never reads it; {reads}" for name in variables if name not in names
+    ]

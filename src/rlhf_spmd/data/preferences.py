@@ -25,10 +25,12 @@ HUMAN, TURN = "\n\nHuman:", "\n\nAssistant:"  # speaker marks of dialogues that 
 
 @dataclass(frozen=True)
 class Response:
-    """One response. ``prompt``: text or messages. ``answer``: text, or a message that is more than its text.
-    ``numbers``: the row's fields.
+    """One response to a prompt.
 
-    ``from_dialogue``: prompt and response are one dialogue in the data.
+    - prompt: text or messages
+    - answer: text, or a message that is more than its text
+    - numbers: number fields of the row in a batch
+    - from_dialogue: prompt and response are one dialogue in the data
     """
 
     prompt: Any
@@ -57,7 +59,7 @@ class PreferencesConfig(ResponsesConfig):
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     margin_key: str = "margin"
-    better: ClassVar[str] = "better_response_id"  # PKU-SafeRLHF's column: index of the chosen response
+    better_index_column: ClassVar[str] = "better_response_id"  # PKU-SafeRLHF's: index of the chosen response
 
     def pair(self, row: Row) -> tuple[Response, Response]:
         """Return the chosen and the rejected response. Raises DataError."""
@@ -68,9 +70,9 @@ class PreferencesConfig(ResponsesConfig):
                 prompt = whole_prompt(row.get(self.prompt_key, "data.prompt_key"), texts)
             else:
                 prompt = common_prompt(texts)
-        named = self.margin_key in row or self.margin_key != PreferencesConfig.margin_key
-        margin = row.get(self.margin_key, "data.margin_key") if named else 0.0
-        if margin is None and self.margin_key == PreferencesConfig.margin_key:
+        is_optional = self.margin_key == PreferencesConfig.margin_key
+        margin = 0.0 if is_optional and self.margin_key not in row else row.get(self.margin_key, "data.margin_key")
+        if margin is None and is_optional:
             margin = 0.0
         if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < float("inf"):
             raise row.error(f"'{self.margin_key}' must be a number of at least 0, not {margin!r}")
@@ -80,18 +82,19 @@ class PreferencesConfig(ResponsesConfig):
         )
         return chosen, rejected
 
-    def columns(self, row: Row, settings: tuple[str, str], theirs: str) -> list[tuple[str, str]]:
+    def columns(self, row: Row, settings: tuple[str, str], pku_column: str) -> list[tuple[str, str]]:
         """Return the columns of the chosen and rejected response, each with the setting that names it.
 
-        They are those of ``settings``, or PKU-SafeRLHF's columns ``theirs`` if the row has those. Raises DataError.
+        They are those of ``settings``, or PKU-SafeRLHF's columns if the row has those; ``pku_column`` is their name with
+        ``{}`` for the index. Raises DataError.
         """
         columns = [(getattr(self, setting), f"data.{setting}") for setting in settings]
-        if columns[0][0] in row or self.better not in row:
+        if columns[0][0] in row or self.better_index_column not in row:
             return columns
-        first = _bit(row, self.better, PKU, "0 or 1")
-        return [(theirs.format(i), PKU) for i in (first, 1 - first)]
+        first = _bit(row, self.better_index_column, PKU, "0 or 1")
+        return [(pku_column.format(i), PKU) for i in (first, 1 - first)]
 
-    def encode(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
+    def encode_chunk(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
         return GroupDataset([self.pair(row) for row in rows], self, tokenizer, "pairs")
 
 
@@ -105,7 +108,7 @@ class SafetyPreferencesConfig(PreferencesConfig):
 
     safe_chosen_key: str = "safe_chosen"
     safe_rejected_key: str = "safe_rejected"
-    better: ClassVar[str] = "safer_response_id"
+    better_index_column: ClassVar[str] = "safer_response_id"
 
     def pair(self, row: Row) -> tuple[Response, Response]:
         pair = super().pair(row)
@@ -140,7 +143,7 @@ class UnpairedConfig(ResponsesConfig):
     def single(self, row: Row) -> list[Response]:
         """Return the row's response, or both of a pair. Raises DataError."""
         pairs = PreferencesConfig(path=self.path, prompt_key=self.prompt_key)
-        if self.completion_key not in row and (pairs.chosen_key in row or pairs.better in row):
+        if self.completion_key not in row and (pairs.chosen_key in row or pairs.better_index_column in row):
             return [replace(response, numbers={"desirable": response.numbers["chosen"]}) for response in pairs.pair(row)]
         prompt = row.get(self.prompt_key, "data.prompt_key")
         label = float(_bit(row, self.label_key, "data.label_key"))
@@ -148,10 +151,10 @@ class UnpairedConfig(ResponsesConfig):
 
     def checked(self, row: RowOrError) -> Row:
         usable = super().checked(row)
-        self.single(usable)  # here, because encode() would read all rows again after each bad one
+        self.single(usable)  # here, because encode_chunk() would read all rows again after each bad one
         return usable
 
-    def encode(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
+    def encode_chunk(self, rows: Sequence[Row], tokenizer: Any) -> GroupDataset:
         responses = [response for row in rows for response in self.single(row)]
         partners = self._partners(responses)
         groups = [(response, replace(response, answer=answer)) for response, answer in zip(responses, partners, strict=True)]
@@ -179,20 +182,20 @@ class UnpairedConfig(ResponsesConfig):
 def _next_with_other_prompt(responses: Sequence[Response]) -> list[Response | None]:
     """Return for each response the next usable one to another prompt; the first follows the last."""
     partners: list[Response | None] = [None] * len(responses)
-    near: Response | None = None  # the next usable response; beyond: the next with another prompt than near
-    beyond: Response | None = None
+    next_response: Response | None = None  # the next usable one
+    next_other_prompt: Response | None = None  # the next usable one to another prompt than that of next_response
     for i in (*reversed(range(len(responses))), *reversed(range(len(responses)))):
         response = responses[i]
-        changes = near is None or near.prompt != response.prompt
-        partners[i] = near if changes else beyond
+        changes = next_response is None or next_response.prompt != response.prompt
+        partners[i] = next_response if changes else next_other_prompt
         if not unusable((response,)):
-            near, beyond = response, near if changes else beyond
+            next_other_prompt = partners[i]
+            next_response = response
     return partners
 
 
 class GroupDataset(TokenDataset):
-    """Each index gives two rows with ``prompt_ids`` and ``response_ids`` (Ragged int64), their numbers and ``entry``,
-    float64 [rows].
+    """Pairs of responses. Each index gives two rows with ``prompt_ids`` and ``response_ids``, their numbers and ``entry``.
 
     Groups with an empty response, or with the same response twice, are left out and counted. ``cut_second``: the second
     response of a group is cut at the limit.
@@ -217,17 +220,17 @@ class GroupDataset(TokenDataset):
             pairs = zip(columns["prompt_ids"][1::2], columns["response_ids"][1::2], strict=True)
             columns["response_ids"][1::2] = [ids[: max(config.max_length - len(prompt), 0)] for prompt, ids in pairs]
         numbers = {name: [response.numbers[name] for response in flat] for name in (flat[0].numbers if flat else ())}
-        limit, drop = ("max_length", config.max_length), ("filter_overlong", config.filter_overlong)
-        super().__init__([group[0].row for group in usable], columns, limit, drop, numbers)
+        super().__init__([group[0].row for group in usable], columns, config.length_limit, numbers)
         self.tally.num_dialogues = sum(
             all(response.from_dialogue for response in group[: 1 + (not cut_second)]) for group in usable
         )
         self.tally.left_out = dict(Counter(reason for reason in reasons if reason))
-        self.tally.first_left_out = next((g[0].row.where for g, reason in zip(groups, reasons, strict=True) if reason), "")
+        places = (group[0].row.where for group, reason in zip(groups, reasons, strict=True) if reason)
+        self.tally.first_left_out = next(places, "")
 
 
 def unusable(group: tuple[Response, ...]) -> str:
-    """Return why a group teaches nothing, "" if it does."""
+    """Return why nothing can be learnt from a group; "" if something can."""
     if not row_weight(group[0].row):
         return "weight is 0"
     texts = [response.answer for response in group if isinstance(response.answer, str)]
@@ -253,7 +256,8 @@ def common_prompt(dialogues: Sequence[Any]) -> Any:
         return chosen[: end + len(TURN)]
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise RowError("of the two responses one is text and one is messages")
-    first, second = check_messages(chosen), check_messages(rejected)
+    first = check_messages(chosen)
+    second = check_messages(rejected)
     return first[: min(shared_length(first, second), len(first) - 1, len(second) - 1)]
 
 
@@ -291,24 +295,22 @@ def _encode(responses: Sequence[Response], config: ResponsesConfig, tokenizer: A
     """Render and tokenise each distinct pair once, however many rows it is in."""
     options = [[response.row.values.get(key) for key in ("tools", "chat_template_kwargs")] for response in responses]
     keys = []
-    for response, more in zip(responses, options, strict=True):
+    for response, row_options in zip(responses, options, strict=True):
         with named_row(response.row.where):
-            keys.append(json.dumps([_with_texts(response.prompt), _with_texts(response.answer), more]))
+            keys.append(json.dumps([_with_texts(response.prompt), _with_texts(response.answer), row_options]))
     distinct = dict(zip(reversed(keys), reversed(responses), strict=True))  # of equal ones the first, whose row an error names
-    examples = [
-        Example(each.prompt, each.answer if isinstance(each.answer, str) else [each.answer], each.row)
-        for each in distinct.values()
-    ]
+    answers = [[each.answer] if isinstance(each.answer, dict) else each.answer for each in distinct.values()]
+    examples = [Example(each.prompt, answer, each.row) for each, answer in zip(distinct.values(), answers, strict=True)]
     encoded = dict(zip(distinct, encode_examples(examples, config, tokenizer, config.append_eos), strict=True))
     pairs = [encoded[key] for key in keys]
     return {"prompt_ids": [prompt for prompt, _, _ in pairs], "response_ids": [response for _, response, _ in pairs]}
 
 
-def _with_texts(said: Any) -> Any:
+def _with_texts(content: Any) -> Any:
     """Return a text, or messages with the JSON text of their arguments, which some templates write as it is."""
-    if isinstance(said, str) or not said:
-        return said
-    return with_arguments(check_messages([said] if isinstance(said, dict) else said), argument_text)
+    if isinstance(content, str) or not content:
+        return content
+    return with_arguments(check_messages([content] if isinstance(content, dict) else content), argument_text)
 
 
 def _response(row: Row, key: str, setting: str) -> Any:
@@ -320,6 +322,6 @@ def _response(row: Row, key: str, setting: str) -> Any:
 
 def _bit(row: Row, key: str, setting: str, allowed: str = "true or false") -> int:
     value = row.get(key, setting)
-    if value not in (0, 1):  # true and false are, too
+    if value not in (0, 1):  # as true and false are
         raise row.error(f"'{key}' must be {allowed}, not {value!r}")
     return int(value)

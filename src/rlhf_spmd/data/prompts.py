@@ -15,13 +15,13 @@ from torch import Tensor
 from rlhf_spmd.config.constraints import NumRows, PositiveInt
 from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.data.batch import Ragged, encode_json
-from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, StoredRowsConfig, TokenDataset, Truncation
+from rlhf_spmd.data.dataset import DatasetConfig, LengthLimit, RowsConfig, StoredRowsConfig, TokenDataset, Truncation
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
 from rlhf_spmd.data.files import Row, RowOrError, list_paths, named_row, set_names, stream_rows
 from rlhf_spmd.data.messages import chat_options
 from rlhf_spmd.data.tokenizer import prompt_texts
 
-LIMITS = {"min_response_length": 0, "max_response_length": 1}  # columns with a row's own limits, and their least values
+LIMITS = {"min_response_length": 0, "max_response_length": 1}  # columns with a row's own limits, and their lowest values
 NUM_FIRST = 100  # first rows that are always examples
 
 
@@ -58,7 +58,12 @@ class PromptsConfig(QuestionsConfig):
     filter_overlong_prompts: bool = True
     truncation: Truncation = "error"
 
-    def encode(self, rows: Sequence[Row], tokenizer: Any) -> PromptDataset:
+    @property
+    def max_kept_tokens(self) -> int | None:
+        """Return the length above which prompts are dropped; None if they are not."""
+        return self.max_prompt_length if self.filter_overlong_prompts else None
+
+    def encode_chunk(self, rows: Sequence[Row], tokenizer: Any) -> PromptDataset:
         return PromptDataset(rows, self, tokenizer)
 
 
@@ -123,20 +128,20 @@ class PromptDataset(TokenDataset):
 
     def __init__(self, rows: Sequence[Row], config: PromptsConfig, tokenizer: Any) -> None:
         encoded = encode_prompts(rows, config, tokenizer, None if tokenizer is None else len(tokenizer))
-        longest, drop = config.max_prompt_length, config.filter_overlong_prompts
+        max_tokens = config.max_prompt_length
         num_cut = 0
         if config.truncation != "error":
-            num_cut = sum(len(ids) > longest for ids, _ in encoded)
-            encoded = [(ids[-longest:] if config.truncation == "left" else ids[:longest], text) for ids, text in encoded]
-        super().__init__(
-            rows, {"prompt_ids": [ids for ids, _ in encoded]}, ("max_prompt_length", longest), ("filter_overlong_prompts", drop)
-        )
+            num_cut = sum(len(ids) > max_tokens for ids, _ in encoded)
+            encoded = [(ids[-max_tokens:] if config.truncation == "left" else ids[:max_tokens], text) for ids, text in encoded]
+        limit = LengthLimit("max_prompt_length", max_tokens, "filter_overlong_prompts", config.filter_overlong_prompts)
+        super().__init__(rows, {"prompt_ids": [ids for ids, _ in encoded]}, limit)
         self.tally.num_cut = num_cut
-        kept = [(rows[i], *encoded[i]) for i in self.kept]
-        seen = [reward_row(row, row.number, text, config) for row, _, text in kept]
-        limits = torch.tensor([_limits_within(row, config.max_response_length) for row, *_ in kept], dtype=torch.int64)
+        kept_rows = [rows[i] for i in self.kept_positions]
+        reward_rows = [reward_row(rows[i], rows[i].number, encoded[i][1], config) for i in self.kept_positions]
+        limits = torch.tensor([_limits_within(row, config.max_response_length) for row in kept_rows], dtype=torch.int64)
         self.row_fields |= dict(zip(LIMITS, limits.view(-1, len(LIMITS)).T, strict=True))
-        self.row_fields |= {"row": encode_json(seen), "kind": torch.tensor([_kind(row) for row in seen], dtype=torch.int64)}
+        self.row_fields["row"] = encode_json(reward_rows)
+        self.row_fields["kind"] = torch.tensor([_kind(row) for row in reward_rows], dtype=torch.int64)
 
     def row(self, index: int) -> dict[str, Any]:
         """Return the row, decoded, that rewards see."""
@@ -150,19 +155,21 @@ class PromptDataset(TokenDataset):
 
         Checks look at these instead of at every row.
         """
-        _, first = np.unique(cast(Tensor, self.row_fields["kind"]).numpy(), return_index=True)
-        return [self.row(i) for i in sorted({*range(min(len(self), NUM_FIRST)), *first.tolist()})]
+        _, firsts = np.unique(cast(Tensor, self.row_fields["kind"]).numpy(), return_index=True)
+        return [self.row(i) for i in sorted({*range(min(len(self), NUM_FIRST)), *firsts.tolist()})]
 
     def examples_by_path(self) -> list[list[dict[str, Any]]]:
         """Return for each path the first row of every kind (``data_source``, ``environment``, filled columns)."""
-        path, kind = self.sources.numpy(), cast(Tensor, self.row_fields["kind"]).numpy()
-        _, first = np.unique(np.stack([path, kind]), axis=1, return_index=True)
-        return [[self.row(i) for i in first.tolist() if path[i] == number] for number in np.unique(path)]
+        sources = self.sources.numpy()
+        kinds = cast(Tensor, self.row_fields["kind"]).numpy()
+        _, firsts = np.unique(np.stack([sources, kinds]), axis=1, return_index=True)
+        return [[self.row(i) for i in firsts.tolist() if sources[i] == source] for source in np.unique(sources)]
 
 
 def _kind(row: Mapping[str, Any]) -> int:
-    there = sorted(key for key, value in row.items() if value is not None)
-    return zlib.crc32(json.dumps([str(row["data_source"]), str(row.get("environment")), there]).encode())
+    """Return a number that rows with the same ``data_source``, ``environment`` and filled columns share."""
+    filled = sorted(key for key, value in row.items() if value is not None)
+    return zlib.crc32(json.dumps([str(row["data_source"]), str(row.get("environment")), filled]).encode())
 
 
 def has_ids(row: Row, config: RowsConfig) -> bool:
@@ -183,24 +190,28 @@ def encode_prompts(
         if tokenizer is None:
             raise texts[0].error("without a tokenizer a row must have 'prompt_ids'")
         prompts = [row.get(config.prompt_key, "data.prompt_key") for row in texts]
-        known = getattr(config, "tools", {})
-        options = [chat_options(row, known.get(row.values.get("environment") or "environment")) for row in texts]
-        encoded = PromptEncoder(tokenizer, config).encode(prompts, [row.where for row in texts], options)
+        tools = config.tools if isinstance(config, QuestionsConfig) else {}
+        options = [chat_options(row, tools.get(row.values.get("environment") or "environment")) for row in texts]
+        max_kept_tokens = config.max_kept_tokens if isinstance(config, PromptsConfig) else None
+        wheres = [row.where for row in texts]
+        encoded = PromptEncoder(tokenizer, config).encode(prompts, wheres, options, max_kept_tokens=max_kept_tokens)
     ids = []
     for row in rows:
         if has_ids(row, config):
             with named_row(row.where):
                 ids.append(check_ids(row.values["prompt_ids"], vocab_size, "prompt_ids"))
-    from_ids, from_texts = zip(ids, prompt_texts(tokenizer, ids), strict=True), iter(encoded)
+    from_ids = zip(ids, prompt_texts(tokenizer, ids), strict=True)
+    from_texts = iter(encoded)
     return [next(from_ids if has_ids(row, config) else from_texts) for row in rows]
 
 
 def response_limits(row: Row) -> list[int]:
     """Return the row's own ``min_response_length`` and ``max_response_length``, 0 for none. Raises DataError."""
-    for key, least in LIMITS.items():
+    for key, lowest in LIMITS.items():
         value = row.values.get(key)  # a parquet column with nulls holds floats
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1 or value < least):
-            raise row.error(f"{key}={value!r} must be a whole number of at least {least}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and value % 1 == 0 and value >= lowest):
+            raise row.error(f"{key}={value!r} must be a whole number of at least {lowest}")
     return [int(row.values.get(key) or 0) for key in LIMITS]
 
 
@@ -209,14 +220,16 @@ def _limits_within(row: Row, limit: int) -> list[int]:
     if longest > limit:
         raise row.error(f"max_response_length={longest} must be at most data.max_response_length={limit}; raise that")
     if shortest > (longest or limit):
-        what = "the row's" if longest else "data's"
-        raise row.error(f"min_response_length={shortest} must be at most {what} max_response_length={longest or limit}")
+        owner = "the row's" if longest else "data's"
+        raise row.error(f"min_response_length={shortest} must be at most {owner} max_response_length={longest or limit}")
     return [shortest, longest]
 
 
 def reward_row(row: Row, index: int, rendered: str, config: QuestionsConfig) -> dict[str, Any]:
-    """Return what rewards see of a row: its columns, ``prompt`` (text), ``answer``, ``data_source`` and ``id`` (else
-    ``index``)."""
+    """Return what rewards see of a row: its columns, ``prompt`` (text), ``answer``, ``data_source`` and ``id``.
+
+    A row without an id has ``index``.
+    """
     values = dict(row.values)
     prompt = row.get(config.prompt_key, "data.prompt_key") if config.prompt_key in row else None
     answer = values.get("answer") if config.answer_key == "answer" else row.get(config.answer_key, "data.answer_key")
@@ -226,5 +239,5 @@ def reward_row(row: Row, index: int, rendered: str, config: QuestionsConfig) -> 
         if prompt is not None:
             values["messages"] = prompt
         prompt = rendered
-    known = {"answer": answer, "data_source": values.get("data_source"), "id": values.get("id", index)}
-    return {**values, "prompt": prompt, **known}
+    source = values.get("data_source")
+    return {**values, "prompt": prompt, "answer": answer, "data_source": source, "id": values.get("id", index)}

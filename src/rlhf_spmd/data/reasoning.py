@@ -16,7 +16,7 @@ def begins_reasoning(text: str, opening: str) -> bool:
 
 
 def strip_reasoning(tokenizer: Any, prompt: Sequence[int], response: Sequence[int], tags: Sequence[str]) -> str | None:
-    """Return the text after the last closing tag, without the line breaks that begin it; None if reasoning is not closed.
+    """Return the text after the last closing tag, without its first line breaks; None if reasoning is not closed.
 
     A response without any tag is its own answer, unless ``prompt`` ends with the opening tag. ``prompt`` and
     ``response`` are token ids; ``tags`` are (opening, closing).
@@ -26,22 +26,24 @@ def strip_reasoning(tokenizer: Any, prompt: Sequence[int], response: Sequence[in
     ids = [*map(int, response)]
     if closing in special:  # which text does not show
         end = next((i for i in reversed(range(len(ids))) if ids[i] == special[closing]), -1)
-        rest = decode(tokenizer, [ids[end + 1 :]])[0]
-        closed, open_again = end >= 0, special.get(opening) in ids[end + 1 :] or opening in rest
+        answer = decode(tokenizer, [ids[end + 1 :]])[0]
+        is_closed = end >= 0
+        is_open = special.get(opening) in ids[end + 1 :] or opening in answer
     else:
-        _, closing_tag, rest = decode(tokenizer, [ids])[0].rpartition(closing)
-        closed, open_again = bool(closing_tag), opening in rest
-    if not closed and not open_again:
-        open_again = begins_reasoning(decode(tokenizer, [prompt[-TAIL:]], skip_special_tokens=False)[0], opening)
-    return None if open_again else rest.lstrip("\n")
+        _, closing_tag, answer = decode(tokenizer, [ids])[0].rpartition(closing)
+        is_closed = bool(closing_tag)
+        is_open = opening in answer
+    if not is_closed and not is_open:
+        is_open = begins_reasoning(decode(tokenizer, [prompt[-TAIL:]], skip_special_tokens=False)[0], opening)
+    return None if is_open else answer.lstrip("\n")
 
 
-def split_reasoning(text: str, begun: bool, tags: Sequence[str], ended: bool) -> tuple[str, str]:
-    """Return the reasoning and the answer in a response, or in its beginning, as vLLM's reasoning parsers split it: at the
-    first closing tag.
+def split_reasoning(text: str, prompt_opens: bool, tags: Sequence[str], ended: bool) -> tuple[str, str]:
+    """Return the reasoning and the answer in a response, or in its beginning; they part at the first closing tag.
 
-    ``begun``: the prompt ends with the opening tag. A response that neither begins with it nor follows one is all answer.
-    Unless it has ``ended``, what may be the beginning of a tag is in neither, so both texts only grow.
+    This is how vLLM's reasoning parsers split. ``prompt_opens``: the prompt ends with the opening tag. A response that
+    neither begins with this tag nor follows one is all answer. Unless it has ``ended``, what may be the beginning of a
+    tag is in neither text, so both only grow.
     """
     opening, closing = tags
     start = text.lstrip()
@@ -49,7 +51,7 @@ def split_reasoning(text: str, begun: bool, tags: Sequence[str], ended: bool) ->
         return "", ""
     if start.startswith(opening):
         text = start.removeprefix(opening)
-    elif not begun:
+    elif not prompt_opens:
         return "", text
     thoughts, closed, answer = text.partition(closing)
     if not closed and not ended:

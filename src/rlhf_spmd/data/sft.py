@@ -11,7 +11,7 @@ import torch
 from rlhf_spmd.config.constraints import Range
 from rlhf_spmd.data.batch import ragged
 from rlhf_spmd.data.conversations import Example, MaskedPair, encode_examples, end_ids, single_answer
-from rlhf_spmd.data.dataset import DatasetConfig, RowsConfig, TokenDataset, Truncation
+from rlhf_spmd.data.dataset import DatasetConfig, LengthLimit, RowsConfig, TokenDataset, Truncation
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
 from rlhf_spmd.data.files import Row, RowError, named_row
 from rlhf_spmd.data.messages import check_messages, is_text, row_weight
@@ -45,6 +45,10 @@ class ResponsesConfig(DatasetConfig):
     filter_overlong: bool = True
     append_eos: bool = True
 
+    @property
+    def length_limit(self) -> LengthLimit:
+        return LengthLimit("max_length", self.max_length, "filter_overlong", self.filter_overlong)
+
 
 @dataclass(frozen=True)
 class SftConfig(ResponsesConfig, PromptResponseConfig):
@@ -61,7 +65,7 @@ class SftConfig(ResponsesConfig, PromptResponseConfig):
     truncation: Truncation = "error"
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"filter_overlong=false": ("truncation",)}
 
-    def encode(self, rows: Sequence[Row], tokenizer: Any) -> ResponseDataset:
+    def encode_chunk(self, rows: Sequence[Row], tokenizer: Any) -> ResponseDataset:
         return ResponseDataset(rows, self, tokenizer)
 
 
@@ -82,31 +86,33 @@ class ResponseDataset(TokenDataset):
         left_out = {"weight is 0": [row for row in rows if row_weight(row) == 0]}
         rows = [row for row in rows if row_weight(row)]
         encode = _encode if config.text_key is None else _encode_texts
-        learnt = _or_ids(rows, tokenizer, vocab_size, lambda texts: encode(texts, config, tokenizer))
+        pairs = _ids_or_encoded(rows, tokenizer, vocab_size, lambda texts: encode(texts, config, tokenizer))
         num_cut = 0
         if config.truncation != "error":
-            cut = [_cut(pair, config.max_length, config.truncation) for pair in learnt]
+            cut = [_cut(pair, config.max_length, config.truncation) for pair in pairs]
             usable = [i for i, (_, _, mask) in enumerate(cut) if any(mask)]
-            num_cut = sum(cut[i] is not learnt[i] for i in usable)
+            num_cut = sum(cut[i] is not pairs[i] for i in usable)
             left_out["prompt leaves no room"] = [rows[i] for i in sorted({*range(len(rows))} - {*usable})]
-            rows, learnt = [rows[i] for i in usable], [cut[i] for i in usable]
-        columns = {"prompt_ids": [prompt for prompt, _, _ in learnt], "response_ids": [response for _, response, _ in learnt]}
-        super().__init__(rows, columns, ("max_length", config.max_length), ("filter_overlong", config.filter_overlong))
-        self.row_fields["response_mask"] = ragged([learnt[i][2] for i in self.kept], torch.bool)
+            rows = [rows[i] for i in usable]
+            pairs = [cut[i] for i in usable]
+        columns = {"prompt_ids": [prompt for prompt, _, _ in pairs], "response_ids": [response for _, response, _ in pairs]}
+        super().__init__(rows, columns, config.length_limit)
+        self.row_fields["response_mask"] = ragged([pairs[i][2] for i in self.kept_positions], torch.bool)
         self.tally.num_cut = num_cut
         self.tally.left_out = {reason: len(dropped) for reason, dropped in left_out.items() if dropped}
         self.tally.first_left_out = next((row.where for dropped in left_out.values() for row in dropped), "")
 
 
 def _cut(pair: MaskedPair, limit: int, side: str) -> MaskedPair:
-    """Return ``limit`` tokens of a longer row. The first is prompt even where the cut is in the response: nothing predicts it."""
+    """Return ``limit`` tokens of a longer row, of which at least the first is prompt, because nothing predicts it."""
     prompt, response, mask = pair
     if len(prompt) + len(response) <= limit:
         return pair
     if side == "right":
         room = max(limit - len(prompt), 0)
         return prompt, response[:room], mask[:room]
-    ids, begin = (prompt + response)[-limit:], max(limit - len(response), 1)
+    ids = (prompt + response)[-limit:]
+    begin = max(limit - len(response), 1)
     return ids[:begin], ids[begin:], mask[-(limit - begin) :]
 
 
@@ -117,10 +123,10 @@ def has_ids(row: Row) -> bool:
 def encode_pairs(
     rows: Sequence[Row], config: PromptResponseConfig, tokenizer: Any, vocab_size: int | None
 ) -> list[tuple[list[int], list[int]]]:
-    """Return (prompt ids, response ids) of each row: given ids, or its text's ids, which nothing ends.
+    """Return (prompt ids, response ids) of each row: ids that the row has, or those of its text without an end token.
 
-    After chat messages a response is its text alone; one that is a message is what the template writes of it, without
-    what closes its turn. Raises DataError, also for ids beyond ``vocab_size``.
+    After chat messages a response that is text stays as it is. Of one that is a message, this is what the template
+    writes, without what closes its turn. Raises DataError, also for ids beyond ``vocab_size``.
     """
 
     def encoded(texts: Sequence[Row]) -> list[MaskedPair]:
@@ -130,13 +136,13 @@ def encode_pairs(
                 examples.append(replace(_last_message(_example(row, config)), verbatim=True))
         return encode_examples(examples, config, tokenizer, append_eos=False)
 
-    return [(prompt, response) for prompt, response, _ in _or_ids(rows, tokenizer, vocab_size, encoded)]
+    return [(prompt, response) for prompt, response, _ in _ids_or_encoded(rows, tokenizer, vocab_size, encoded)]
 
 
-def _or_ids(
+def _ids_or_encoded(
     rows: Sequence[Row], tokenizer: Any, vocab_size: int | None, encode: Callable[[Sequence[Row]], list[MaskedPair]]
 ) -> list[MaskedPair]:
-    """Return what the rows give as ids, and what ``encode`` returns for the others. Raises DataError."""
+    """Return the ids of rows that have them, and what ``encode`` returns for the others. Raises DataError."""
 
     def ids(row: Row) -> MaskedPair:
         with named_row(row.where):
@@ -158,9 +164,9 @@ def _example(row: Row, config: PromptResponseConfig) -> Example:
     """Return the row's prompt and response, or its whole conversation. Raises DataError."""
     key = config.response_key if config.response_key in row else "completion"
     response = row.get(key, "data.response_key") if key in row else None
-    asked = config.prompt_key if config.prompt_key in row or "messages" not in row else "messages"
-    prompt = row.get(asked, "data.prompt_key")
-    if response is None and asked == PromptResponseConfig.prompt_key and isinstance(prompt, list):
+    prompt_column = config.prompt_key if config.prompt_key in row or "messages" not in row else "messages"
+    prompt = row.get(prompt_column, "data.prompt_key")
+    if response is None and prompt_column == PromptResponseConfig.prompt_key and isinstance(prompt, list):
         last = prompt[-1] if prompt else None
         if isinstance(last, dict) and last.get("role") != "assistant":  # a prompt whose answers have other names
             row.get(config.response_key, "data.response_key")
@@ -198,7 +204,8 @@ def _encode_texts(rows: Sequence[Row], config: SftConfig, tokenizer: Any) -> lis
     """
     if not rows:
         return []
-    key, end = str(config.text_key), end_ids(tokenizer, config.append_eos)
+    key = str(config.text_key)
+    end = end_ids(tokenizer, config.append_eos)
     texts = [row.get(key, "data.text_key") for row in rows]
     for row, text in zip(rows, texts, strict=True):
         if not isinstance(text, str) or not text:

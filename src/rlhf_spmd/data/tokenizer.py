@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_spmd.config.json_input import parse_json
-from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.config.words import first_line
 from rlhf_spmd.data.files import DataError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -66,8 +66,8 @@ def decode(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: b
     SentencePiece tokenizers drop a leading space. So each row is decoded behind a word, and the word is removed.
     """
     options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-    before, word = _word_before(tokenizer)
-    return [tokenizer.decode([*before, *map(int, ids)], **options)[len(word) :] for ids in rows]
+    word_ids, word = _word_before(tokenizer)
+    return [tokenizer.decode([*word_ids, *map(int, ids)], **options)[len(word) :] for ids in rows]
 
 
 @lru_cache(maxsize=8)
@@ -95,42 +95,44 @@ def prompt_texts(tokenizer: Any, prompts: Sequence[list[int]]) -> list[str]:
 @lru_cache(maxsize=8)
 def added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the special tokens that the tokenizer puts before and after a text."""
-    alone, word = _word_before(tokenizer)
-    dressed = list(tokenizer(word)["input_ids"])
-    for start in range(len(dressed) - len(alone) + 1):
-        if alone and dressed[start : start + len(alone)] == alone:
-            return dressed[:start], dressed[start + len(alone) :]
-    end = dressed[-1:] if dressed[-1:] == [tokenizer.eos_token_id] else []
-    return dressed[: len(dressed) - len(end)], end
+    without_special, word = _word_before(tokenizer)
+    with_special = list(tokenizer(word)["input_ids"])
+    length = len(without_special)
+    for start in range(len(with_special) - length + 1):
+        if without_special and with_special[start : start + length] == without_special:
+            return with_special[:start], with_special[start + length :]
+    end = with_special[-1:] if with_special[-1:] == [tokenizer.eos_token_id] else []
+    return with_special[: len(with_special) - len(end)], end
 
 
 def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many first characters, tokens or messages are the same."""
+    """Return how many characters, tokens or messages both sequences begin with."""
     return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
 
 
 @lru_cache(maxsize=8)
 def longest_token(tokenizer: Any) -> int:
-    """Return the characters of the vocabulary's longest token, which bound those of its text."""
+    """Return the length of the vocabulary's longest token, in characters; its text is no longer."""
     return max(map(len, tokenizer.get_vocab()))
 
 
 @cache
 def byte_alphabet() -> dict[str, int]:
     """Return GPT-2's table: how byte-level BPE writes each byte in its vocabulary."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = sorted({*range(256)} - {*shown})
-    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted({*range(256)} - {*printable})
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def token_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
     """Return the bytes of a token whose own text is ``text``, or None if the vocabulary does not tell them."""
     if UNFINISHED not in text:
         return list(text.encode())
-    piece, alphabet = str(tokenizer.convert_ids_to_tokens(token)), byte_alphabet()
+    piece = str(tokenizer.convert_ids_to_tokens(token))
+    alphabet = byte_alphabet()
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):  # SentencePiece's fallback
         return [int(piece[3:5], 16)]
-    return [alphabet[each] for each in piece] if alphabet.keys() >= {*piece} else None
+    return [alphabet[character] for character in piece] if alphabet.keys() >= {*piece} else None
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -145,13 +147,14 @@ def encode_continued(tokenizer: Any, text: str) -> list[int]:
     SentencePiece tokenizers put a space before what begins a text. There the text is tokenised behind a character that
     does not merge with it.
     """
-    before, word = _word_before(tokenizer)
-    if not text or decode(tokenizer, [before])[0] == word:
+    word_ids, word = _word_before(tokenizer)
+    if not text or decode(tokenizer, [word_ids])[0] == word:
         return encode(tokenizer, text)
     for character in (".", "a", "1", ")", "\n"):
-        start, continued = encode(tokenizer, character), encode(tokenizer, character + text)
-        if start and continued[: len(start)] == start:
-            return continued[len(start) :]
+        start = encode(tokenizer, character)
+        ids = encode(tokenizer, character + text)
+        if start and ids[: len(start)] == start:
+            return ids[len(start) :]
     return encode(tokenizer, text)
 
 
@@ -176,7 +179,7 @@ class Decoding:
 
 
 def decoding(tokenizer: Any) -> Decoding | None:
-    """Return None without a tokenizer."""
+    """Return the decoding of ``tokenizer``; None without one."""
     return None if tokenizer is None else Decoding(tokenizer)
 
 
@@ -188,23 +191,27 @@ PROBE = "A-TURN-OF-THE-MODEL"  # which no template writes by itself
 class TurnFrame(NamedTuple):
     """What a template writes around the assistant's message, after the generation prompt.
 
-    ``opening`` precedes the content (Llama 2 has a space). ``closing`` follows it up to the first token that was added
-    to the vocabulary (``<|im_end|>``), whose id is ``end_id``; without such a token it is everything and ``end_id`` is
-    None. ``rest`` follows the closing. ``thoughts`` is the generation prompt from its first tag of thoughts on
-    (``<think>\\n``), and ``tag`` the name in that tag; both are "" if it has none.
+    - opening: text before the content (Llama 2 has a space)
+    - closing: text behind the content, up to the first token that was added to the vocabulary (``<|im_end|>``); without
+      such a token all text there
+    - after_closing: text behind ``closing``
+    - end_id: id of that token; None without one
+    - prompt_thoughts: the generation prompt from its first tag of thoughts on (``<think>\\n``); "" if it has none
+    - tag: the name in that tag; "" if there is none
     """
 
     opening: str
     closing: str
-    rest: str
+    after_closing: str
     end_id: int | None
-    thoughts: str = ""
+    prompt_thoughts: str = ""
     tag: str = ""
 
     @property
     def opens_thoughts(self) -> bool:
         """Return True if the generation prompt leaves the thoughts open."""
-        return bool(self.tag) and self.thoughts.rfind(f"<{self.tag}>") > self.thoughts.rfind(f"</{self.tag}>")
+        thoughts = self.prompt_thoughts
+        return bool(self.tag) and thoughts.rfind(f"<{self.tag}>") > thoughts.rfind(f"</{self.tag}>")
 
 
 NO_TURN = TurnFrame("", "", "", None)
@@ -223,17 +230,17 @@ def turn_frame(tokenizer: Any, template: str | None = None, **arguments: Any) ->
     answered = [*question, {"role": "assistant", "content": PROBE}]
     options = {"tokenize": False, "chat_template": template, **arguments}
     try:
-        asked = tokenizer.apply_chat_template(question, add_generation_prompt=False, **options)
+        question_text = tokenizer.apply_chat_template(question, add_generation_prompt=False, **options)
         prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, **options)
-        conversation = tokenizer.apply_chat_template(answered, add_generation_prompt=False, **options)
+        answered_text = tokenizer.apply_chat_template(answered, add_generation_prompt=False, **options)
     except (TemplateError, *REFUSALS):
         return NO_TURN
-    before, _, after = conversation.partition(PROBE)
+    before, _, after = answered_text.partition(PROBE)
     # some vocabularies have runs of blanks among their added tokens
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     places = [(after.find(text), -len(text), text) for text in added if text in after]
     opening = before[len(prompt) :] if before.startswith(prompt) else ""
-    thoughts = _thoughts(asked, prompt, conversation)
+    thoughts = _thoughts(question_text, prompt, answered_text)
     if not places:
         return TurnFrame(opening, after, "", None, *thoughts)
     start, _, text = min(places)
@@ -241,26 +248,26 @@ def turn_frame(tokenizer: Any, template: str | None = None, **arguments: Any) ->
     return TurnFrame(opening, after[:stop], after[stop:], added[text], *thoughts)
 
 
-def _thoughts(asked: str, prompt: str, answered: str) -> tuple[str, str]:
-    """Return the generation prompt from its first tag of thoughts on, and the tag's name; "" and "" without.
+def _thoughts(question: str, prompt: str, answered: str) -> tuple[str, str]:
+    """Return the generation prompt from its first tag of thoughts on, and the tag's name; "" and "" without a tag.
 
-    ``asked``: a question without a generation prompt, ``prompt`` with it, ``answered`` with an answer. Marks of roles
-    may look like tags: they are in the question, or open the answer and are never closed.
+    ``question``: the text without a generation prompt; ``prompt``: with it; ``answered``: with an answer. Marks of
+    roles may look like tags: they are in the question, or they open the answer and are never closed.
     """
-    start = shared_length(asked, prompt)
+    start = shared_length(question, prompt)
     for mark in re.finditer(r"</?(\w[\w:-]*)>", prompt[start:]):
         opening, closing = f"<{mark[1]}>", f"</{mark[1]}>"
-        if opening not in asked and (opening not in answered or closing in answered):
+        if opening not in question and (opening not in answered or closing in answered):
             return prompt[start + mark.start() :], mark[1]
     return "", ""
 
 
 def end_token_ids(tokenizer: Any, template: str | None = None) -> tuple[int, ...]:
-    """Return the sorted tokens that end a response: the end token, and the one that closes the assistant's turn.
+    """Return the sorted ids of the tokens that end a response: the end token, and the one that closes the assistant's turn.
 
-    Returns none without a tokenizer.
+    Without a tokenizer there are none.
     """
     if tokenizer is None:
         return ()
-    ends = {getattr(tokenizer, "eos_token_id", None), turn_frame(tokenizer, template).end_id}
-    return tuple(sorted(token for token in ends if token is not None))
+    ids = {getattr(tokenizer, "eos_token_id", None), turn_frame(tokenizer, template).end_id}
+    return tuple(sorted(token for token in ids if token is not None))

@@ -1,13 +1,17 @@
 """Environments that answer a model between its turns: tools, simulated users, games.
 
-Floor F1. An environment is an object with ``reset(row)`` and ``step(text)`` (:class:`config.Environment`), one per row.
-A built-in one is a file here that exports its class as ``environment``. If there are several, a row's column
-``environment`` names its own. :class:`runner.EnvironmentRunner` calls them in threads. Knows no tokens, batches, ranks
-or tensors.
+Floor F1. An environment is an object with ``reset(row)`` and ``step(text)`` (``config.Environment``), one per row. A
+built-in one is a file here that exports its class as ``environment``. If there are several, a row's column
+``environment`` names its own. This package must not know tokens, batches, ranks or tensors.
 
 Read in this order:
 
-- ``config``: the protocol (``Environment``), settings (``EnvironmentConfig``), and which environment a row has (``environment_of``)
-- ``calculator``: an example; ``tools``: functions that the model calls; ``tool_calls``: the calls in a turn, by family
-- ``runner``: many rows at once (``EnvironmentRunner``, ``EnvironmentFailure``)
+- ``config``: the protocol (``Environment``), settings (``EnvironmentConfig``), and which environment a row has
+- ``runner``: calls the environments of many rows in threads (``EnvironmentRunner``)
+
+Environments:
+
+- ``calculator``: an example, for word problems
+- ``tool_calls``: reads the calls of tools in a turn, in the form of the model's family
+- ``tools``: functions that the model calls
 """

@@ -28,27 +28,27 @@ LARGEST_EXPONENT = 308  # about that of a float; exact arithmetic beyond it take
 
 
 class Calculator:
-    """``answer``: the column with the right number, alone or after ``####``."""
+    """The environment. ``answer``: the column with the right number, alone or after ``####``."""
 
     def __init__(self, answer: str = "answer") -> None:
         self.column = answer
-        self.said = ""
+        self.response = ""
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a number to compare with."""
-        right = str(row.get(self.column))
-        self.right = final_number(right if "####" in right else f"#### {right}")
-        if self.right is None:
-            raise ValueError(f"no number in the row's {self.column!r}: {right[-80:]!r}")
+        answer = str(row.get(self.column))
+        self.right_number = final_number(answer if "####" in answer else f"#### {answer}")
+        if self.right_number is None:
+            raise ValueError(f"no number in the row's {self.column!r}: {answer[-80:]!r}")
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        self.said += text
-        asked = _OPEN.search(self.said)
-        if asked:
-            return f"{calculate(asked[1])}>>", 0.0, False
+        self.response += text
+        calculation = _OPEN.search(self.response)
+        if calculation:
+            return f"{calculate(calculation[1])}>>", 0.0, False
         if text.endswith("="):
             return "", 0.0, False
-        return "", float(final_number(self.said) == self.right), True
+        return "", float(final_number(self.response) == self.right_number), True
 
 
 environment = Calculator
@@ -78,12 +78,12 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.expr, source: str) -> Fraction:
-    """Raise ValueError for anything but arithmetic."""
+    """Return the value of an expression. Raises ValueError for anything but arithmetic."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        written = ast.get_source_segment(source, node) or ""
-        if abs(int(written.lower().partition("e")[2] or 0)) > LARGEST_EXPONENT:
-            raise ValueError(f"out of range: {written}")
-        return Fraction(written)  # exactly what is written: 0.1 is a tenth
+        number = ast.get_source_segment(source, node) or ""
+        if abs(int(number.lower().partition("e")[2] or 0)) > LARGEST_EXPONENT:
+            raise ValueError(f"out of range: {number}")
+        return Fraction(number)  # exactly as it is written: 0.1 is a tenth
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
         return _value(node.operand, source) * (1 if isinstance(node.op, ast.UAdd) else -1)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 from rlhf_spmd.config import registry
 from rlhf_spmd.config.constraints import FiniteFloat, Fraction, PositiveInt, Seconds, Workers
 from rlhf_spmd.config.rules import Rule, Rules, check_rules
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 
 ChatMessage = dict[str, Any]  # with ``role`` and ``content`` (text)
 
@@ -24,8 +24,10 @@ class Environment(Protocol):
     """
 
     def reset(self, row: Mapping[str, Any]) -> str | None:
-        """Begin. ``row``: the data's columns, as rewards see them. Returns text that the model reads after its prompt, or
-        None."""
+        """Begin. Returns text that the model reads after its prompt, or None.
+
+        ``row``: the data's columns, as rewards see them.
+        """
 
     def step(self, text: str) -> tuple[str | list[ChatMessage], float, bool]:
         """Answer a turn. Returns (observation, reward, done).
@@ -37,7 +39,7 @@ class Environment(Protocol):
         """
 
 
-DEFAULT = "environment"  # section and name of the environment for rows that name none
+DEFAULT = "environment"  # name and section of the environment of rows that name none
 
 
 @dataclass(frozen=True)
@@ -160,21 +162,20 @@ def environment_of(environments: EnvironmentConfigs, row: Mapping[str, Any]) -> 
 
 
 def check_rows(
-    environments: EnvironmentConfigs, rows: Sequence[Mapping[str, Any]], places: Sequence[str], scored: bool
+    environments: EnvironmentConfigs, rows: Sequence[Mapping[str, Any]], places: Sequence[str], has_other_reward: bool
 ) -> None:
-    """Raise ValueError for a row with an unknown environment or without a score, and for an environment that no row
-    names.
+    """Raise ValueError for a row with an unknown environment or without a reward, and for an environment without rows.
 
-    ``scored``: something besides environments scores rows. ``places``: the rows' places, for messages.
+    ``has_other_reward``: rows have a reward besides that of environments. ``places``: the rows' places, for messages.
     """
     names = [environment_of(environments, row) for row in rows] if environments else []
     for name, place in zip(names, places, strict=False):
         if name is not None and name not in environments:
             hint = nearest(str(name), list(environments)) or ";"
             raise ValueError(f"{place}: environment={name!r} is not an environment{hint} there are {', '.join(environments)}")
-        if not scored and not (name and environments[name].gives_reward):
-            which = f"{environment_key(name)} gives no reward" if name else "the row has no environment"
-            raise ValueError(f"{place}: {which}, and there is no other; give reward.function or reward.model")
+        if not has_other_reward and not (name and environments[name].gives_reward):
+            reason = f"{environment_key(name)} gives no reward" if name else "the row has no environment"
+            raise ValueError(f"{place}: {reason}, and there is no other; give reward.function or reward.model")
     unused = next((name for name in environments if name not in (*names, DEFAULT)), None)
     if unused is not None:
         raise ValueError(f"environments.{unused}: no row has this name in its column 'environment'")

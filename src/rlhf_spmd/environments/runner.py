@@ -39,7 +39,7 @@ class EnvironmentFailure(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """The answer of a row's environment: of ``reset`` (reward 0, not done) or ``step``.
+    """The answer of a row's environment to ``reset`` (reward 0, not done) or ``step``.
 
     ``failure``: why the call failed (it raised, overran or returned nonsense), which ends the row; else None.
     """
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 def failures_by_name(
     configs: EnvironmentConfigs, rows: Iterable[Mapping[str, Any]], failures: Iterable[str | None]
 ) -> dict[str, list[str | None]]:
-    """Return by environment why it failed in each of its rows (None: it did not). ``failures``: of all ``rows``."""
+    """Return the failures of each environment's rows, by its name. ``failures``: why each of the rows failed, or None."""
     by_name: dict[str, list[str | None]] = {}
     for row, failure in zip(rows, failures, strict=True):
         if (name := environment_of(configs, row)) is not None:
@@ -63,9 +63,9 @@ def failures_by_name(
 
 
 def check_failed_rows(config: EnvironmentConfig, name: str, failed: int, rows: int, first: str | None) -> None:
-    """Raise EnvironmentFailure if more of the ``rows`` of environment ``name`` failed than its ``max_failure_rate`` allows.
+    """Raise EnvironmentFailure if more rows of environment ``name`` failed than its ``max_failure_rate`` allows.
 
-    ``first``: why the first of them failed.
+    ``failed`` of ``rows`` failed; ``first``: why the first of them did.
     """
     if failed > config.max_failure_rate * rows:
         where = environment_key(name)
@@ -77,10 +77,12 @@ PendingCall = tuple[int, str | None, TurnContext]  # row id, the turn (None: res
 
 
 class EnvironmentRunner:
-    """One environment per row of ``rows`` (by row id), made by its first call. ``names``: which of ``configs`` each row
-    has. ``template``: the text of the chat template, if there is one.
+    """Calls one environment per row, which its first call makes. Use it from one thread.
 
-    Use it from one thread. ``close`` ends the threads that are not inside a call.
+    - configs: settings of each environment, by its name
+    - names: name of each row's environment, by row id
+    - rows: columns of each row, by row id
+    - template: text of the chat template, if there is one
     """
 
     def __init__(
@@ -90,11 +92,15 @@ class EnvironmentRunner:
         rows: Mapping[int, Mapping[str, Any]],
         template: str | None = None,
     ) -> None:
-        self._configs, self._names, self._rows = configs, names, rows
+        self._configs = configs
+        self._names = names
+        self._rows = rows
         self._environments: dict[int, Environment] = {}
         self._calls: dict[str, SimpleQueue[PendingCall | None]] = {}
         self._answers: SimpleQueue[Answer] = SimpleQueue()
-        self._started: dict[int, float] = {}  # row id -> when its running call began; who takes an entry out answers the call
+        self._started: dict[
+            int, float
+        ] = {}  # row id -> when its call began; the thread that removes the entry answers the call
         self._builders = {name: _builder(configs[name], template) for name in set(names.values())}
         for name, num_rows in Counter(names.values()).items():
             self._calls[name] = SimpleQueue()
@@ -111,7 +117,7 @@ class EnvironmentRunner:
         self._calls[self._names[row_id]].put((row_id, text, context or TurnContext()))
 
     def answers(self, wait: bool, tick: Callable[[], None] = lambda: None) -> list[Answer]:
-        """Return the answers that have arrived; with ``wait`` at least one, which must have been asked for.
+        """Return the answers that have arrived; with ``wait`` at least one, for which a call must be open.
 
         ``tick`` is called while waiting. Raises EnvironmentFailure if too many calls that overran do not return.
         """
@@ -127,73 +133,80 @@ class EnvironmentRunner:
                 tick()
 
     def close(self) -> None:
+        """End the threads that are not inside a call."""
         for calls in self._calls.values():
             calls.put(None)
 
     def _end_overruns(self) -> None:
         """Answer calls that overrun, and start a thread in place of each that is inside one."""
-        for row_id, began in self._started.copy().items():
+        for row_id, start_s in self._started.copy().items():
             name = self._names[row_id]
-            limit = self._configs[name].timeout_s
-            if time.monotonic() - began > limit and self._started.pop(row_id, None) is not None:
+            limit_s = self._configs[name].timeout_s
+            if time.monotonic() - start_s > limit_s and self._started.pop(row_id, None) is not None:
                 if active_count() > MAX_THREADS:
                     raise EnvironmentFailure(
                         f"{active_count()} threads: calls of {environment_key(name)} that overran do not return"
                     )
                 self._start_thread(name)
-                what = f"has not returned within {environment_key(name)}.timeout_s={limit}"
-                self._answers.put(self._failure(row_id, what))
+                reason = f"has not returned within {environment_key(name)}.timeout_s={limit_s}"
+                self._answers.put(self._failure(row_id, reason))
 
-    def _failure(self, row_id: int, what: str) -> Answer:
-        return Answer(row_id, "", 0.0, True, f"environment {self._configs[self._names[row_id]].cls!r} of row {row_id} {what}")
+    def _failure(self, row_id: int, reason: str) -> Answer:
+        return Answer(row_id, "", 0.0, True, f"environment {self._configs[self._names[row_id]].cls!r} of row {row_id} {reason}")
 
     def _work(self, name: str) -> None:
-        calls, process = self._calls[name], os.getpid()
+        calls = self._calls[name]
         while (call := calls.get()) is not None:
-            row_id, text, context = call
+            row_id = call[0]
             self._started[row_id] = time.monotonic()
-            try:
-                answer = self._answer(row_id, text, context)
-                status = 0
-            # The boundary to the user's code: whatever it raises, sys.exit() included, ends the row, not only this thread.
-            except BaseException as error:
-                method = "reset" if text is None else "step"
-                answer = self._failure(row_id, f"failed in {method}(): {error_words(error)}")
-                status = _exit_status(error)
-            if os.getpid() != process:  # the call forked and ended twice: only its parent answers and takes further calls
-                os._exit(status)
+            answer = self._run_call(*call)
             # before the answer, after which another thread may start the row's next call
             if self._started.pop(row_id, None) is None:
                 return  # it has overrun, and another thread is in place of this one
             self._answers.put(answer)
         calls.put(None)  # for the next thread
 
+    def _run_call(self, row_id: int, text: str | None, context: TurnContext) -> Answer:
+        """Return the answer to a call, also if it fails. A process that the call forked ends here."""
+        process = os.getpid()
+        try:
+            answer = self._answer(row_id, text, context)
+            status = 0
+        # The boundary to the user's code: whatever it raises, sys.exit() included, ends the row, not only this thread.
+        except BaseException as error:
+            method = "reset" if text is None else "step"
+            answer = self._failure(row_id, f"failed in {method}(): {error_words(error)}")
+            status = _exit_status(error)
+        if os.getpid() != process:  # the call forked and ended twice: only its parent answers and takes further calls
+            os._exit(status)
+        return answer
+
     def _answer(self, row_id: int, text: str | None, context: TurnContext) -> Answer:
-        observation: str | list[ChatMessage] | None
         name = self._names[row_id]
         if text is None:
             self._environments[row_id] = environment = self._builders[name]()
-            observation = environment.reset(self._rows[row_id])
-            reward, done = 0.0, False
-        else:
-            step, context = self._environments[row_id].step, context._replace(timeout_s=self._configs[name].timeout_s)
-            result = step(text, **({"context": context} if "context" in inspect.signature(step).parameters else {}))
-            if not (isinstance(result, tuple) and len(result) == 3):
-                raise TypeError(f"it must return (observation, reward, done), not {result!r}")
-            observation, reward, done = result
-        if not isinstance(observation, str | None) and (text is None or not _are_messages(observation)):
-            allowed = "text or None" if text is None else "text, None or messages with role and content"
-            raise TypeError(f"the observation must be {allowed}, not {observation!r}")
-        if not math.isfinite(reward):
-            raise ValueError(f"the reward must be a finite number, not {reward!r}")
-        if isinstance(observation, list):
-            readable: str | list[ChatMessage] = [
-                {key: _readable(value) if isinstance(value, str) else value for key, value in message.items()}
-                for message in observation
-            ]
-        else:
-            readable = _readable(observation or "")
-        return Answer(row_id, readable, float(reward), bool(done))
+            return _checked(row_id, (environment.reset(self._rows[row_id]), 0.0, False), False)
+        step = self._environments[row_id].step
+        context = context._replace(timeout_s=self._configs[name].timeout_s)
+        takes_context = "context" in inspect.signature(step).parameters
+        return _checked(row_id, step(text, **({"context": context} if takes_context else {})), True)
+
+
+def _checked(row_id: int, result: Any, allows_messages: bool) -> Answer:
+    """Return what an environment returned as an answer that a tokenizer can read. Raises TypeError or ValueError."""
+    if not (isinstance(result, tuple) and len(result) == 3):
+        raise TypeError(f"it must return (observation, reward, done), not {result!r}")
+    observation, reward, done = result
+    if not isinstance(observation, str | None) and not (allows_messages and _are_messages(observation)):
+        allowed = "text, None or messages with role and content" if allows_messages else "text or None"
+        raise TypeError(f"the observation must be {allowed}, not {observation!r}")
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward must be a finite number, not {reward!r}")
+    if isinstance(observation, list):
+        observation = [{key: _readable(value) for key, value in message.items()} for message in observation]
+    else:
+        observation = _readable(observation or "")
+    return Answer(row_id, observation, float(reward), bool(done))
 
 
 def error_words(error: BaseException) -> str:
@@ -212,10 +225,10 @@ def _exit_status(error: BaseException) -> int:
 
 
 def _builder(config: EnvironmentConfig, template: str | None) -> Callable[[], Environment]:
-    """Return what makes an environment; its class gets the chat template if it takes one."""
-    cls, args = resolve_class(config.cls or ""), config.args
-    takes = "chat_template" in inspect.signature(cls).parameters
-    return partial(cls, **{**({"chat_template": template} if takes else {}), **args})
+    """Return a function that makes an environment; its class gets the chat template if it takes one."""
+    cls = resolve_class(config.cls or "")
+    takes_template = "chat_template" in inspect.signature(cls).parameters
+    return partial(cls, **{**({"chat_template": template} if takes_template else {}), **config.args})
 
 
 def _are_messages(value: object) -> bool:
@@ -227,6 +240,6 @@ def _are_messages(value: object) -> bool:
     )
 
 
-def _readable(text: str) -> str:
-    """Replace lone surrogates, which broken bytes or JSON put into a text and no tokenizer reads."""
-    return text.encode(errors="replace").decode()
+def _readable(value: Any) -> Any:
+    """Replace lone surrogates in a text, which broken bytes or JSON put there and no tokenizer reads."""
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value

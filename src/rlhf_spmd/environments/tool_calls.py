@@ -1,4 +1,4 @@
-"""Reads what a model wrote in its turn: thoughts, content and calls of tools, in the form of the model's family.
+"""Reads a turn of the model: its thoughts, content and calls of tools, in the form of the model's family.
 
 ``FORMATS`` has a parser per form, by vLLM's name (``--tool-call-parser``); :func:`detect_format` chooses one by the chat
 template. What lies inside thoughts is no call. Arguments are read from the mark on, by a JSON decoder where they are
@@ -12,9 +12,10 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 
 
 class ToolCall(NamedTuple):
@@ -23,7 +24,7 @@ class ToolCall(NamedTuple):
 
 
 class ParsedTurn(NamedTuple):
-    """``calls``: in order; None stands for one that cannot be read, whose text stays in ``content``."""
+    """The parts of a turn. ``calls``: None stands for a call that cannot be read, whose text stays in ``content``."""
 
     content: str
     reasoning: str
@@ -34,7 +35,8 @@ class TurnContext(NamedTuple):
     """Facts about a turn that its text does not show.
 
     - before: the end of the text that the turn continues, with its special tokens
-    - marks: for each added token whose text the turn also spells in other tokens: where in the turn the token itself begins
+    - marks: places in the turn where an added token begins, by its text; only for tokens whose text the turn also spells
+      in other tokens
     - timeout_s: seconds that the call may take, after which its row is given up
     """
 
@@ -43,68 +45,75 @@ class TurnContext(NamedTuple):
     timeout_s: float = 30.0
 
 
-Texts = Mapping[str, Collection[str]]  # function -> its parameters that are text, which some forms write without quotes
+TextParameters = Mapping[str, Collection[str]]  # function -> its parameters that take text, which some forms do not quote
 Calls = list[ToolCall | None]
-Reader = Callable[[str, int, Texts], tuple[Calls, int]]  # text, place behind a mark -> calls, their end
+CallReader = Callable[[str, int, TextParameters], tuple[Calls, int]]  # text, place behind a mark -> calls, their end
 
 
 class ToolFormat(NamedTuple):
-    """The form of a family's calls. ``form``: for messages to the model; ``signs``: its chat templates have one of them."""
+    """The form of a family's calls.
+
+    - form: for messages to the model
+    - template_marks: texts of which each of the family's chat templates has one
+    """
 
     form: str
-    signs: tuple[str, ...]
-    parse: Callable[[str, TurnContext, Texts], ParsedTurn]
+    template_marks: tuple[str, ...]
+    parse: Callable[[str, TurnContext, TextParameters], ParsedTurn]
 
 
 class MarkedCalls(NamedTuple):
     """Calls behind marks.
 
-    - marks, read: what a call begins with, and what reads it from there on; raises ValueError for what is no call
+    - marks: texts with which a call begins
+    - read: reads calls from behind a mark on; raises ValueError for what is no call
     - thoughts: the marks around them
     - around: marks around several calls, which are no content
-    - bare: without any mark, content that begins with an object or a list may be calls
+    - allows_unmarked: calls may also stand without a mark, if the content begins with ``{`` or ``[``
     """
 
     marks: tuple[str, ...]
-    read: Reader
+    read: CallReader
     thoughts: tuple[str, str] = ("<think>", "</think>")
     around: tuple[str, ...] = ()
-    bare: bool = False
+    allows_unmarked: bool = False
 
-    def parse(self, text: str, context: TurnContext, texts: Texts) -> ParsedTurn:
+    def parse(self, text: str, context: TurnContext, texts: TextParameters) -> ParsedTurn:
         opening, closing = self.thoughts
-        any_mark, end_mark = (
-            re.compile("|".join(map(re.escape, each))) for each in ((*self.thoughts, *self.marks), (closing,))
-        )
-        content, reasoning, calls = "", "", Calls()
-        position, thinking = 0, context.before.rstrip().endswith(opening)
-        while mark := _next_mark(end_mark if thinking else any_mark, text, position, context):
-            between, position = text[position : mark.start()], mark.end()
-            if thinking:
-                reasoning, thinking = reasoning + between, False
-            elif mark[0] == closing:  # nothing opened it: all before it was thought, drafts of calls included
-                content, reasoning, calls = "", text[: mark.start()], []
-            elif mark[0] == opening:
-                content, thinking = content + between, True
+        any_mark = re.compile("|".join(map(re.escape, (*self.thoughts, *self.marks))))
+        end_of_thoughts = re.compile(re.escape(closing))
+        content, reasoning, calls = list[str](), list[str](), Calls()
+        position = 0
+        is_thought = context.before.rstrip().endswith(opening)
+        while mark := _next_mark(end_of_thoughts if is_thought else any_mark, text, position, context):
+            (reasoning if is_thought else content).append(text[position : mark.start()])
+            position = mark.end()
+            if mark[0] == closing and not is_thought:  # nothing opened it: all before it is thought, drafts of calls included
+                content, reasoning, calls = [], [text[: mark.start()]], []
+            elif mark[0] in self.thoughts:
+                is_thought = mark[0] == opening
             else:
-                content += between
                 try:
-                    read, position = self.read(text, position, texts)
-                    calls += read
-                except (ValueError, RecursionError):
-                    content += mark[0]
-                    calls.append(None)
-        content, reasoning = (content, reasoning + text[position:]) if thinking else (content + text[position:], reasoning)
-        for each in self.around:
-            content = content.replace(each, "")
-        if self.bare and not calls and content.lstrip()[:1] in ("{", "["):
+                    marked_calls, position = self.read(text, position, texts)
+                except (ValueError, RecursionError):  # the mark is content
+                    marked_calls = [None]
+                    content.append(mark[0])
+                calls += marked_calls
+        (reasoning if is_thought else content).append(text[position:])
+        return self._parsed("".join(content), "".join(reasoning), calls, texts)
+
+    def _parsed(self, content: str, reasoning: str, calls: Calls, texts: TextParameters) -> ParsedTurn:
+        """Return the turn, without the marks around calls, and with calls that have no mark."""
+        for mark in self.around:
+            content = content.replace(mark, "")
+        if self.allows_unmarked and not calls and content.lstrip()[:1] in ("{", "["):
             with suppress(ValueError, RecursionError):
-                calls, position = self.read(content, 0, texts)
-                content = content[position:]
+                calls, end = self.read(content, 0, texts)
+                content = content[end:]
         return ParsedTurn(content.strip(), reasoning.strip(), calls)
 
 
-def parse_turn(text: str, name: str, context: TurnContext | None = None, texts: Texts | None = None) -> ParsedTurn:
+def parse_turn(text: str, name: str, context: TurnContext | None = None, texts: TextParameters | None = None) -> ParsedTurn:
     """Return the parts of a turn that is written in the form ``name`` of ``FORMATS``.
 
     Thoughts that nothing opens begin with the turn, and so do those that ``context.before`` opened. Thoughts that
@@ -114,8 +123,10 @@ def parse_turn(text: str, name: str, context: TurnContext | None = None, texts: 
 
 
 def detect_format(template: str | None) -> str:
-    """Return the name of the form that a chat template's text has, ``hermes`` if it has none of them."""
-    return next((name for name, form in FORMATS.items() if any(sign in (template or "") for sign in form.signs)), "hermes")
+    """Return the name of the form whose marks a chat template's text has; ``hermes`` if it has none."""
+    return next(
+        (name for name, form in FORMATS.items() if any(mark in (template or "") for mark in form.template_marks)), "hermes"
+    )
 
 
 def check_format(name: str | None, where: str) -> None:
@@ -126,7 +137,7 @@ def check_format(name: str | None, where: str) -> None:
 
 
 def _next_mark(pattern: re.Pattern[str], text: str, position: int, context: TurnContext) -> re.Match[str] | None:
-    """Return the first match from ``position`` on that is not merely spelled."""
+    """Return the first match from ``position`` on that is not text spelled in other tokens."""
     marks = context.marks
     return next((m for m in pattern.finditer(text, position) if m[0] not in marks or m.start() in marks[m[0]]), None)
 
@@ -151,30 +162,30 @@ def _call(name: Any, arguments: Any) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _json_calls(text: str, position: int, none: dict[str, Any] | None = None) -> tuple[Calls, int]:
-    """Read one object, or a list of them, with ``name`` and ``arguments`` (Llama's ``parameters``; ``none``: without)."""
+def _json_calls(text: str, position: int, default: dict[str, Any] | None = None) -> tuple[Calls, int]:
+    """Read one object, or a list of them, with ``name`` and ``arguments`` (Llama: ``parameters``), else ``default``."""
     value, end = _json(text, position)
     objects = value if isinstance(value, list) else [value]
     if not objects or not all(isinstance(each, dict) for each in objects):
         raise ValueError("not calls")
-    return [_call(each.get("name"), each.get("arguments", each.get("parameters", none))) for each in objects], end
+    return [_call(each.get("name"), each.get("arguments", each.get("parameters", default))) for each in objects], end
 
 
 _HERMES_END = re.compile(r"\s*</tool_call>")
 
 
-def _read_hermes(text: str, position: int, texts: Texts) -> tuple[Calls, int]:
+def _read_hermes(text: str, position: int, texts: TextParameters) -> tuple[Calls, int]:
     calls, end = _json_calls(text, position, {})
     return calls, _after(_HERMES_END, text, end)
 
 
-_ANOTHER = re.compile(r"\s*;\s*(?=\{)")
+_NEXT_CALL = re.compile(r"\s*;\s*(?=\{)")
 
 
-def _read_llama(text: str, position: int, texts: Texts) -> tuple[Calls, int]:
+def _read_llama(text: str, position: int, texts: TextParameters) -> tuple[Calls, int]:
     """Read objects with ``;`` between them."""
     calls, end = _json_calls(text, position)
-    while separator := _ANOTHER.match(text, end):
+    while separator := _NEXT_CALL.match(text, end):
         more, end = _json_calls(text, separator.end())
         calls += more
     return calls, end
@@ -183,7 +194,7 @@ def _read_llama(text: str, position: int, texts: Texts) -> tuple[Calls, int]:
 _MISTRAL_NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?")
 
 
-def _read_mistral(text: str, position: int, texts: Texts) -> tuple[Calls, int]:
+def _read_mistral(text: str, position: int, texts: TextParameters) -> tuple[Calls, int]:
     """Read a list of calls, or a name and its arguments."""
     if head := _MISTRAL_NAME.match(text, position):
         arguments, end = _json(text, head.end())
@@ -191,14 +202,16 @@ def _read_mistral(text: str, position: int, texts: Texts) -> tuple[Calls, int]:
     return _json_calls(text, position, {})
 
 
-_FIRST, _LAST, _BEGIN, _BETWEEN, _END = (  # marks with full-width bars
-    f"<\uff5ctool▁{each}\uff5c>" for each in ("calls▁begin", "calls▁end", "call▁begin", "sep", "call▁end")
-)
-_DEEPSEEK_NAME = re.compile(rf"\s*(?:function{_BETWEEN}([^\n<]+)\n```json|([^\n<]+){_BETWEEN})")
-_DEEPSEEK_END = re.compile(rf"\s*(?:```)?\s*{_END}")
+_CALLS_BEGIN = "<\uff5ctool▁calls▁begin\uff5c>"  # marks with full-width bars
+_CALLS_END = "<\uff5ctool▁calls▁end\uff5c>"
+_CALL_BEGIN = "<\uff5ctool▁call▁begin\uff5c>"
+_CALL_END = "<\uff5ctool▁call▁end\uff5c>"
+_SEPARATOR = "<\uff5ctool▁sep\uff5c>"
+_DEEPSEEK_NAME = re.compile(rf"\s*(?:function{_SEPARATOR}([^\n<]+)\n```json|([^\n<]+){_SEPARATOR})")
+_DEEPSEEK_END = re.compile(rf"\s*(?:```)?\s*{_CALL_END}")
 
 
-def _read_deepseek(text: str, position: int, texts: Texts) -> tuple[Calls, int]:
+def _read_deepseek(text: str, position: int, texts: TextParameters) -> tuple[Calls, int]:
     """Read the call of V3.1, or that of V3 and R1, whose arguments are a block of code."""
     head = _DEEPSEEK_NAME.match(text, position)
     if head is None:
@@ -215,30 +228,28 @@ _CODER_END = re.compile(r"\s*</function>")
 
 
 def _read_tagged(
-    name: re.Pattern[str], argument: re.Pattern[str], closing: re.Pattern[str], text: str, position: int, texts: Texts
+    name: re.Pattern[str], argument: re.Pattern[str], closing: re.Pattern[str], text: str, position: int, texts: TextParameters
 ) -> tuple[Calls, int]:
-    """Read a name, then tags around each argument. What is no JSON is text, and so is what the function takes as text."""
+    """Read a name, then tags around each argument. A value is text if it is no JSON, or if the function takes it as text."""
     head = name.match(text, position)
     if head is None:
         raise ValueError("no name")
-    end, arguments = head.end(), dict[str, Any]()
+    end = head.end()
+    arguments: dict[str, Any] = {}
     while pair := argument.match(text, end):
-        key, value, end = pair[1].strip(), pair[2], pair.end()
-        arguments[key] = value
+        key = pair[1].strip()
+        end = pair.end()
+        arguments[key] = pair[2]
         if key not in texts.get(head[1], ()):
             with suppress(ValueError, RecursionError):
-                arguments[key] = json.loads(value)
+                arguments[key] = json.loads(pair[2])
     if _after(closing, text, end) == end:
         raise ValueError("the call does not end")
     return [ToolCall(head[1], arguments)], _after(closing, text, end)
 
 
-def _read_glm(text: str, position: int, texts: Texts) -> tuple[Calls, int]:
-    return _read_tagged(_GLM_NAME, _GLM_ARGUMENT, _HERMES_END, text, position, texts)
-
-
-def _read_coder(text: str, position: int, texts: Texts) -> tuple[Calls, int]:
-    return _read_tagged(_CODER_NAME, _CODER_ARGUMENT, _CODER_END, text, position, texts)
+_read_glm = partial(_read_tagged, _GLM_NAME, _GLM_ARGUMENT, _HERMES_END)
+_read_coder = partial(_read_tagged, _CODER_NAME, _CODER_ARGUMENT, _CODER_END)
 
 
 _CHANNEL = re.compile(r"<\|message\|>")
@@ -246,23 +257,27 @@ _CHANNEL_END = re.compile(r"<\|(?:end|call|return|start)\|>")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 
-def _parse_channels(text: str, context: TurnContext, texts: Texts) -> ParsedTurn:
+def _parse_channels(text: str, context: TurnContext, texts: TextParameters) -> ParsedTurn:
     """Parse the messages of gpt-oss (OpenAI's harmony format): a header, ``<|message|>``, and the message.
 
     A message to a function is a call, whatever its channel; ``analysis`` is thought; the others are content.
     """
-    content, reasoning, calls, position = list[str](), list[str](), Calls(), 0
+    content, reasoning, calls = list[str](), list[str](), Calls()
+    position = 0
     while start := _next_mark(_CHANNEL, text, position, context):
-        header, position = text[position : start.start()], start.end()
+        header = text[position : start.start()]
+        position = start.end()
         recipient = _RECIPIENT.search(header)
         if recipient:
             call = None
             with suppress(ValueError, RecursionError):
-                value, end = _json(text, position)
-                call, position = _call(recipient[1], value), end
+                arguments, end = _json(text, position)
+                call = _call(recipient[1], arguments)
+                position = end
             calls.append(call)
         ending = _next_mark(_CHANNEL_END, text, position, context)
-        body, position = text[position : ending.start() if ending else None], ending.end() if ending else len(text)
+        body = text[position : ending.start() if ending else None]
+        position = ending.end() if ending else len(text)
         if recipient is None or calls[-1] is None:
             (reasoning if "<|channel|>analysis" in header else content).append(body)
     if position == 0:  # a message without a header
@@ -271,15 +286,15 @@ def _parse_channels(text: str, context: TurnContext, texts: Texts) -> ParsedTurn
 
 
 _OBJECT = '{"name": ..., "arguments": {...}}'
-# the most specific signs first: some templates have those of several families
+# the most specific marks of templates first: some templates have those of several families
 FORMATS = {
     "openai": ToolFormat(
         "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}", ("<|channel|>",), _parse_channels
     ),
     "deepseek_v31": ToolFormat(
-        f"{_BEGIN}NAME{_BETWEEN}{{...}}{_END}",
-        (_FIRST,),
-        MarkedCalls((_BEGIN,), _read_deepseek, around=(_FIRST, _LAST)).parse,
+        f"{_CALL_BEGIN}NAME{_SEPARATOR}{{...}}{_CALL_END}",
+        (_CALLS_BEGIN,),
+        MarkedCalls((_CALL_BEGIN,), _read_deepseek, around=(_CALLS_BEGIN, _CALLS_END)).parse,
     ),
     "mistral": ToolFormat(
         f"[TOOL_CALLS][{_OBJECT}] or [TOOL_CALLS]NAME[ARGS]{{...}}",
@@ -302,6 +317,6 @@ FORMATS = {
     "llama3_json": ToolFormat(
         '{"name": ..., "parameters": {...}}',
         ("<|python_tag|>", "<|start_header_id|>"),
-        MarkedCalls(("<|python_tag|>",), _read_llama, bare=True).parse,
+        MarkedCalls(("<|python_tag|>",), _read_llama, allows_unmarked=True).parse,
     ),
 }

@@ -14,25 +14,26 @@ from threading import BoundedSemaphore, Thread
 from typing import Any
 
 from rlhf_spmd.config.registry import resolve_function
-from rlhf_spmd.config.schema import first_line
+from rlhf_spmd.config.words import first_line
 from rlhf_spmd.environments.config import ChatMessage
 from rlhf_spmd.environments.tool_calls import FORMATS, ToolCall, TurnContext, check_format, detect_format, parse_turn
 
-TOGETHER = 8  # calls of one turn that run at the same time
+MAX_PARALLEL_CALLS = 8  # of one turn
 MAX_RUNNING = 512  # threads of calls in a process, with those that nobody waits for any more
 RUNNING_CALLS = BoundedSemaphore(MAX_RUNNING)
-SHARE_OF_TIME = 0.9  # of a turn's time; the rest is for reading the turn and rendering the results
+SHARE_OF_TIME = 0.9  # that the calls have of a turn's; the rest is for reading the turn and rendering the results
 
 
 class Tools:
-    """``tools``: functions, each ``package.module:function`` or ``file.py:function``, called from many threads. A
-    coroutine is awaited.
+    """Functions that the model calls. The calls of a turn run together, in threads.
 
-    The calls of a turn run together. One that has not returned in time is answered by an error, which the model reads, and its
-    thread is left alone.
+    The model reads an error in place of a result that does not come in time; the thread of that call is left alone.
 
-    ``format``: one of ``FORMATS``, the form of the model's calls; None: that of ``chat_template``, the template's text.
-    ``role``: role of the messages that the model reads.
+    - tools: functions, each ``package.module:function`` or ``file.py:function``; they are called from many threads, and a
+      coroutine is awaited
+    - format: one of ``FORMATS``, the form of the model's calls; None: that of ``chat_template``
+    - role: role of the messages that the model reads
+    - chat_template: text of the model's template
     """
 
     gives_reward = False
@@ -41,13 +42,14 @@ class Tools:
         self, tools: Sequence[str], format: str | None = None, role: str = "tool", chat_template: str | None = None
     ) -> None:
         check_format(format, "format")
-        self.functions, self.role = _functions(tools), role
+        self.functions = _functions(tools)
+        self.role = role
         self.format = format or detect_format(chat_template)
-        self.texts = {name: _text_parameters(function) for name, function in self.functions.items()}
+        self.text_parameters = {name: _text_parameters(function) for name, function in self.functions.items()}
 
     @staticmethod
     def schemas(tools: Sequence[str], format: str | None = None, **_: str) -> list[dict[str, Any]]:
-        """Raise ValueError, also for a ``format`` that does not exist."""
+        """Return OpenAI's schemas of the functions. Raises ValueError, also for a ``format`` that does not exist."""
         check_format(format, "format")
         return [tool_schema(function) for function in _functions(tools).values()]
 
@@ -55,29 +57,37 @@ class Tools:
         pass
 
     def step(self, text: str, context: TurnContext | None = None) -> tuple[str | list[ChatMessage], float, bool]:
-        calls = parse_turn(text, self.format, context, self.texts).calls
+        calls = parse_turn(text, self.format, context, self.text_parameters).calls
         if not calls:
             return "", 0.0, True
-        limit = SHARE_OF_TIME * (context or TurnContext()).timeout_s
-        deadline, replies, waiting = time.monotonic() + limit, dict[int, str](), iter(enumerate(calls))
+        limit_s = SHARE_OF_TIME * (context or TurnContext()).timeout_s
+        replies = self._run_calls(calls, limit_s)
+        late = f"error: no result within {limit_s:g} s"
+        names = [call.name if call else "" for call in calls]
+        return [{"role": self.role, "name": name, "content": replies.get(i, late)} for i, name in enumerate(names)], 0.0, False
+
+    def _run_calls(self, calls: Sequence[ToolCall | None], limit_s: float) -> dict[int, str]:
+        """Return the replies that come within ``limit_s``, by the calls' numbers. Raises RuntimeError if no thread is free."""
+        deadline = time.monotonic() + limit_s
+        replies: dict[int, str] = {}
+        waiting = iter(enumerate(calls))  # an iterator of a list, which threads may share
 
         def work() -> None:
-            for number, call in waiting:  # an iterator of a list, which threads may share
+            for number, call in waiting:
                 if time.monotonic() < deadline:
                     replies[number] = self._reply(call)
             RUNNING_CALLS.release()
 
         threads: list[Thread] = []
-        while len(threads) < min(len(calls), TOGETHER) and RUNNING_CALLS.acquire(timeout=0.0 if threads else limit):
+        max_threads = min(len(calls), MAX_PARALLEL_CALLS)
+        while len(threads) < max_threads and RUNNING_CALLS.acquire(timeout=0.0 if threads else limit_s):
             threads.append(Thread(target=work, name="tool", daemon=True))
             threads[-1].start()
         if not threads:  # what the model reads would be the same in every later turn: this row fails, and is counted
             raise RuntimeError(f"{MAX_RUNNING} calls of tools have not returned; give the tools time limits of their own")
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
-        late = f"error: no result within {limit:g} s"
-        names = [call.name if call else "" for call in calls]
-        return [{"role": self.role, "name": name, "content": replies.get(i, late)} for i, name in enumerate(names)], 0.0, False
+        return replies
 
     def _reply(self, call: ToolCall | None) -> str:
         """Return what the function returned, as text or JSON, or what is wrong with the call."""

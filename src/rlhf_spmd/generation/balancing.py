@@ -13,6 +13,8 @@ import torch
 from rlhf_spmd.generation.sequence import Request, SamplingOverrides, ScheduledStep, SequenceState, TokenLogprobs
 from rlhf_spmd.parallel.collectives import Group
 
+HomeRow = tuple[int, SequenceState]  # a row and its home, the replica that was asked for it
+
 
 def plan_moves(counts: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return the moves (from, to, number of rows) that make the replicas' row counts equal to within one.
@@ -21,9 +23,9 @@ def plan_moves(counts: Sequence[int]) -> list[tuple[int, int, int]]:
     """
     if 2 * min(counts) >= max(counts) or max(counts) - min(counts) < 2:
         return []
-    least, extra = divmod(sum(counts), len(counts))
+    equal_share, num_larger = divmod(sum(counts), len(counts))
     fullest_first = sorted(range(len(counts)), key=lambda i: (-counts[i], i))
-    surplus = {replica: counts[replica] - least - (rank < extra) for rank, replica in enumerate(fullest_first)}
+    surplus = {replica: counts[replica] - equal_share - (rank < num_larger) for rank, replica in enumerate(fullest_first)}
     moves = []
     for source in fullest_first:
         for target in reversed(fullest_first):
@@ -36,54 +38,87 @@ def plan_moves(counts: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 class ReplicaBalancer:
-    """Compares every ``every`` steps how many rows each replica of ``group`` has left. All replicas get the same answers.
+    """Compares after every ``interval`` steps how many rows each replica of ``group`` has left. All get the same answers.
 
     A replica compares while it generates (:meth:`interrupts`) and between its runs (:meth:`take`).
     ``waited``: seconds for which it waited for others while it had rows.
     """
 
-    def __init__(self, group: Group, every: int) -> None:
-        self.group, self.every = group, every
+    def __init__(self, group: Group, interval: int) -> None:
+        self.group, self.interval = group, interval
         self.waited = 0.0
-        self.left = self.num_steps = 0
-        self._answer: list[int] | None = None
+        self.rows_left = self.num_steps = 0
+        self._counts: list[int] | None = None  # those that ended the last run
 
-    def begin(self, left: int) -> None:
-        """Begin a run on ``left`` rows."""
-        self.left, self.num_steps = left, 0
+    def begin(self, num_rows: int) -> None:
+        """Begin a run on this many rows."""
+        self.rows_left = num_rows
+        self.num_steps = 0
 
     def interrupts(self, step: ScheduledStep, num_drawn: int) -> bool:
         """Return True if the run ends after this finished step, since rows are to move or none are left anywhere.
 
         Collective over all replicas: every rank of them must call, in program order, after each step.
         """
-        self.left -= sum(work.row.ended for work in step.work)
+        self.rows_left -= sum(work.row.ended for work in step.work)
         self.num_steps += 1
-        if self.num_steps % self.every:
+        if self.num_steps % self.interval:
             return False
-        begun = time.perf_counter()
-        counts = self._ask(self.left)
-        self.waited += time.perf_counter() - begun
+        started = time.perf_counter()
+        counts = self._gather(self.rows_left)
+        self.waited += time.perf_counter() - started
         if any(counts) and not plan_moves(counts):
             return False
-        self._answer = counts
+        self._counts = counts
         return True
 
-    def take(self, left: int) -> list[int]:
+    def take(self, rows_left: int) -> list[int]:
         """Return the row counts that ended the last run, or new ones. Collective as :meth:`interrupts`."""
-        answer, self._answer = self._answer, None
-        return self._ask(left) if answer is None else answer
+        counts, self._counts = self._counts, None
+        return self._gather(rows_left) if counts is None else counts
 
-    def _ask(self, left: int) -> list[int]:
-        return torch.cat(self.group.all_gather(torch.tensor([left]), "generation:moves")).tolist()
+    def _gather(self, rows_left: int) -> list[int]:
+        """Return the rows that each replica has left."""
+        return torch.cat(self.group.all_gather(torch.tensor([rows_left]), "generation:moves")).tolist()
 
 
-def exchange(group: Group, outgoing: Mapping[int, Sequence[Any]]) -> list[Any]:
+def move_rows(
+    group: Group, rows_here: Sequence[HomeRow], moves: Sequence[tuple[int, int, int]], dtype: torch.dtype
+) -> tuple[list[HomeRow], list[SequenceState]]:
+    """Send rows as ``moves`` says (:func:`plan_moves`). Return the rows that are here now, and those that left.
+
+    Collective over the group: every rank of it must call, in program order.
+    """
+    staying = sorted(rows_here, key=lambda item: item[1].num_computed)  # the rows with the least in their pages leave
+    moved_rows = []
+    outgoing: dict[int, list[Any]] = {}
+    for source, target, number in moves:
+        if source == group.rank:
+            leaving, staying = staying[:number], staying[number:]
+            outgoing[target] = [_pack(*item) for item in leaving]
+            moved_rows += [row for _, row in leaving]
+    return staying + [_unpack(packed, dtype) for packed in _exchange(group, outgoing)], moved_rows
+
+
+def return_rows(group: Group, ended: Sequence[HomeRow], dtype: torch.dtype) -> list[SequenceState]:
+    """Send ended rows to their homes. Return those whose home is this replica, wherever they ended.
+
+    Collective over the group: every rank of it must call, in program order.
+    """
+    outgoing: dict[int, list[Any]] = {}
+    for home, row in ended:
+        if home != group.rank:
+            outgoing.setdefault(home, []).append(_pack(home, row))
+    own_rows = [row for home, row in ended if home == group.rank]
+    return own_rows + [_unpack(packed, dtype)[1] for packed in _exchange(group, outgoing)]
+
+
+def _exchange(group: Group, outgoing: Mapping[int, Sequence[Any]]) -> list[Any]:
     """Send JSON values to ranks of ``group`` (by group index). Returns what came here, in the order of the senders.
 
     Collective over the group: every rank of it must call, in program order.
     """
-    payloads = [json.dumps([*outgoing.get(to, ())]).encode() for to in range(group.size)]
+    payloads = [json.dumps([*outgoing.get(target, ())]).encode() for target in range(group.size)]
     sent = [len(payload) for payload in payloads]
     received = group.all_to_all(torch.tensor(sent), "generation:moves").tolist()
     outward = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8)
@@ -91,25 +126,28 @@ def exchange(group: Group, outgoing: Mapping[int, Sequence[Any]]) -> list[Any]:
     return [item for part in inward.split(received) for item in json.loads(bytes(part.numpy()))]
 
 
-def pack(home: int, row: SequenceState) -> list[Any]:
-    """Return a row without its pages as JSON, exactly, for :func:`exchange`. ``home``: the replica that was asked for it."""
+def _pack(home: int, row: SequenceState) -> list[Any]:
+    """Return a row without its pages as JSON, exactly."""
     request = vars(row.request) | {"prompt_ids": list(row.request.prompt_ids)}
-    noted = row.token_logprobs and [tensor.tolist() for tensor in row.token_logprobs]
-    experts, numbers = row.experts, None
+    token_logprobs = row.token_logprobs and [tensor.tolist() for tensor in row.token_logprobs]
+    experts = row.experts
+    experts_json = None
     if experts is not None and len(experts):
         data = base64.b64encode(experts.contiguous().view(torch.uint8).numpy().tobytes()).decode()
-        numbers = [data, str(experts.dtype).removeprefix("torch."), list(experts.shape)]
-    return [home, request, row.step, row.token_ids, noted, row.stopped, row.ended, numbers]
+        experts_json = [data, str(experts.dtype).removeprefix("torch."), list(experts.shape)]
+    return [home, request, row.step, row.token_ids, token_logprobs, row.stopped, row.ended, experts_json]
 
 
-def unpack(packed: list[Any], dtype: torch.dtype) -> tuple[int, SequenceState]:
-    """Return the opposite of :func:`pack`. ``dtype``: of the log-probs."""
-    home, fields, step, token_ids, noted, stopped, ended, numbers = packed
-    kinds = (dtype, dtype, torch.int64, torch.int64, dtype)
-    log_probs = noted and TokenLogprobs(*(torch.tensor(values, dtype=kind) for values, kind in zip(noted, kinds, strict=True)))
+def _unpack(packed: list[Any], dtype: torch.dtype) -> HomeRow:
+    """Return the row that :func:`_pack` packed. ``dtype``: the dtype of its log-probs."""
+    home, fields, step, token_ids, token_logprobs, stopped, ended, experts_json = packed
+    dtypes = (dtype, dtype, torch.int64, torch.int64, dtype)
+    if token_logprobs is not None:
+        columns = zip(token_logprobs, dtypes, strict=True)
+        token_logprobs = TokenLogprobs(*(torch.tensor(values, dtype=column_dtype) for values, column_dtype in columns))
     request = Request(**fields | {"overrides": fields["overrides"] and SamplingOverrides(*fields["overrides"])})
     experts = None
-    if numbers is not None:
-        data, kind, shape = numbers
-        experts = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=getattr(torch, kind)).view(shape)
-    return home, SequenceState(request, step, token_ids, log_probs, stopped=stopped, ended=ended, experts=experts)
+    if experts_json is not None:
+        data, dtype_name, shape = experts_json
+        experts = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=getattr(torch, dtype_name)).view(shape)
+    return home, SequenceState(request, step, token_ids, token_logprobs, stopped=stopped, ended=ended, experts=experts)

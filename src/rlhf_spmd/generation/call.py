@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rlhf_spmd.config.constraints import PositiveFloat, PositiveFraction, PositiveInt
-from rlhf_spmd.config.schema import check_fields
+from rlhf_spmd.config.constraints import PositiveFloat, PositiveFraction, PositiveInt, check_fields
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.scheduler import GenerationStats
@@ -31,7 +30,7 @@ class GenerationLimits:
 
     - steps: steps of this replica
     - tokens: tokens that this replica draws in this call
-    - seconds: by the clock of the replica's first rank
+    - seconds: seconds by the clock of the replica's first rank
     - fraction: the share of the call's groups that have ended, each with all of its rows
     """
 
@@ -52,9 +51,9 @@ class LimitWatch:
         self.limits, self.replica = limits, replica
         self.started = time.perf_counter()
         self.num_steps = 0
-        self.unfinished = Counter(row.request.group_id for row in rows)
+        self.unfinished = Counter(row.request.group_id for row in rows)  # group -> rows that have not ended
         fraction = 1.0 if limits.fraction is None else limits.fraction
-        self.missing = math.ceil(fraction * len(self.unfinished) - 1e-9)  # groups that must end before the call does
+        self.groups_to_end = math.ceil(fraction * len(self.unfinished) - 1e-9)  # so many more must end before the call does
 
     def interrupts(self, step: ScheduledStep, num_drawn: int) -> bool:
         """Return True if the call ends after this finished step. ``num_drawn``: tokens drawn in this call so far.
@@ -68,15 +67,15 @@ class LimitWatch:
         if limits.fraction is not None:
             for group in (work.row.request.group_id for work in step.work if work.row.ended):
                 self.unfinished[group] -= 1
-                self.missing -= self.unfinished[group] == 0
-            if self.missing <= 0:
+                self.groups_to_end -= self.unfinished[group] == 0
+            if self.groups_to_end <= 0:
                 return True
         if limits.tokens is not None and num_drawn >= limits.tokens:
             return True
         if limits.seconds is None:
             return False
-        late = torch.tensor([time.perf_counter() - self.started >= limits.seconds])
-        return bool(self.replica.broadcast(late, 0, "generation:limits"))
+        is_late = torch.tensor([time.perf_counter() - self.started >= limits.seconds])
+        return bool(self.replica.broadcast(is_late, 0, "generation:limits"))
 
 
 class FinishedGroups:
@@ -96,7 +95,8 @@ class FinishedGroups:
         send: Callable[[list[Completion]], None],
         begin: Callable[[list[Completion]], None] | None = None,
     ) -> None:
-        self.num_chunks, self.send, self.begin = num_chunks, send, begin
+        self.num_chunks = num_chunks
+        self.send, self.begin = send, begin
         self.num_sent = self.num_finished = 0
         self._unfinished = Counter(request.group_id for request in requests)  # group -> rows that have not ended
         self.num_groups = len(self._unfinished)
@@ -105,7 +105,7 @@ class FinishedGroups:
         self._new: list[SequenceState] = []  # those of them that ``begin`` has not seen
 
     def note(self, row: SequenceState) -> None:
-        """``row`` has ended and will not change any more."""
+        """Note that ``row`` has ended and will not change any more."""
         group = row.request.group_id
         self._unfinished[group] -= 1
         self._ended.setdefault(group, []).append(row)
@@ -116,13 +116,13 @@ class FinishedGroups:
             self.num_finished += 1
 
     def hand_out(self, completion: Callable[[SequenceState], Completion]) -> None:
-        """Send what is due. Call it between two steps; ``completion`` makes that of an ended row."""
+        """Send what is due. Call it between two steps. ``completion``: makes the completion of an ended row."""
         if self.begin is not None and self._new:
             self.begin([completion(row) for row in self._new])
         self._new = []
-        due = min(self.num_finished * self.num_chunks // self.num_groups, self.num_chunks - 1)
-        if due > self.num_sent:
-            self.num_sent = due
+        num_due = min(self.num_finished * self.num_chunks // self.num_groups, self.num_chunks - 1)
+        if num_due > self.num_sent:
+            self.num_sent = num_due
             self.send([completion(row) for row in self._unsent])
             self._unsent = []
 
@@ -131,10 +131,14 @@ class FinishedGroups:
 class GenerationCall:
     """The arguments of a call of the generator, which its micro-batches and their runners read.
 
-    - stop: ends a response; drawable: as many ids, from 0 on, may be drawn; version: of the weights
+    - stop: ends a response
+    - num_drawable: only token ids below this number are drawn
+    - version: the version of the weights
     - tick: called after each step
     - stats: what the call counts
-    - interrupts: ends the call early; environments: answer between the model's turns; finished_groups: gets rows as they end
+    - interrupts: ends the call early
+    - environments: answer between the model's turns
+    - finished_groups: gets rows as they end
     """
 
     decoder: Decoder
@@ -142,7 +146,7 @@ class GenerationCall:
     config: GenerationConfig
     sampling: SamplingConfig
     stop: StopCriteria
-    drawable: int
+    num_drawable: int
     seed: int
     version: int
     tick: Callable[[], None]

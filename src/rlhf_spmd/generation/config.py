@@ -34,8 +34,8 @@ Penalty = Annotated[float, Range(least=-MAX_SHIFT, most=MAX_SHIFT)]
 
 def check_attention(attention: str, device: torch.device, where: str, dtype: torch.dtype | None = None) -> None:
     """Raise ValueError if ``attention`` cannot run on ``device``."""
-    if attention == "triton" and (why := unavailable(attention, device, dtype)):
-        raise ValueError(f"{where}={attention}: {why}; allowed here: {', '.join(ATTENTION)}")
+    if attention == "triton" and (reason := unavailable(attention, device, dtype)):
+        raise ValueError(f"{where}={attention}: {reason}; allowed here: {', '.join(ATTENTION)}")
 
 
 @dataclass(frozen=True)
@@ -122,15 +122,15 @@ class GenerationConfig:
         """Return True if decode steps become CUDA graphs on this device, as far as attention and experts allow it."""
         return not self.enforce_eager and capabilities(device).graphs and pp == 1
 
-    def check_row(self, where: str, longest: int, words: str) -> None:
-        """Raise ValueError if a row of ``longest`` tokens, prompt and response, could never run. ``words`` explain the number."""
-        pages = -(-(longest - 1) // self.page_size)
+    def check_row(self, where: str, num_tokens: int, words: str) -> None:
+        """Raise ValueError if a row of ``num_tokens`` tokens, prompt and response, could never run. ``words`` explain the number."""
+        pages = -(-(num_tokens - 1) // self.page_size)
         if self.num_pages is not None and pages > self.num_pages:
             raise ValueError(
                 f"{where}.num_pages={self.num_pages}: {words}, which need {pages} pages of page_size={self.page_size}; raise it to at "
                 f"least {pages}, or leave it out and see that {where}.gpu_memory_utilization leaves the cache so much memory"
             )
-        if not self.enable_chunked_prefill and longest > self.max_num_batched_tokens:
+        if not self.enable_chunked_prefill and num_tokens > self.max_num_batched_tokens:
             raise ValueError(
                 f"{where}.max_num_batched_tokens={self.max_num_batched_tokens}: {words}; raise it, or set "
                 f"{where}.enable_chunked_prefill=true"
@@ -229,25 +229,29 @@ class SamplingConfig:
         """Return the temperature of the returned ``log_probs``."""
         return 1.0 if self.greedy else self.temperature
 
-    def check_ids(self, vocab_size: int, drawable: int, stop_ids: Collection[int], rows_have_minimum: bool, where: str) -> None:
+    def check_ids(
+        self, vocab_size: int, num_drawable: int, stop_ids: Collection[int], rows_have_minimum: bool, where: str
+    ) -> None:
         """Raise ValueError for token ids outside the vocabulary, and if no token is left to draw.
 
-        ``drawable``: as many ids, from 0 on, may be drawn (:func:`~.sampler.drawable_ids`). ``stop_ids``: tokens that end a response.
-        ``rows_have_minimum``: some rows have a ``min_response_length`` of their own.
+        ``num_drawable``: only ids below this number are drawn (:func:`~.sampler.num_drawable_ids`). ``stop_ids``: tokens that end a
+        response. ``rows_have_minimum``: some rows have a ``min_response_length`` of their own.
         """
-        if self.logprobs > drawable:
-            raise ValueError(f"{where}.logprobs={self.logprobs}: must be between 0 and {drawable}, the ids that may be drawn")
+        if self.logprobs > num_drawable:
+            raise ValueError(
+                f"{where}.logprobs={self.logprobs}: must be between 0 and {num_drawable}, the ids that may be drawn"
+            )
         for key in ("logit_bias", "allowed_token_ids", "forbidden_token_ids", "stop_token_ids"):
             bad = [token for token in getattr(self, key) or () if not 0 <= token < vocab_size]
             if bad:
                 raise ValueError(f"{where}.{key}: token id {bad[0]} must lie in 0 .. {vocab_size - 1}, the model's vocabulary")
-        if beyond := [token for token in self.stop_token_ids if token >= drawable]:
+        if beyond := [token for token in self.stop_token_ids if token >= num_drawable]:
             raise ValueError(
-                f"{where}.stop_token_ids: token id {beyond[0]} is never drawn: the tokenizer has ids up to {drawable - 1} only"
+                f"{where}.stop_token_ids: token id {beyond[0]} is never drawn: the tokenizer has ids up to {num_drawable - 1} only"
             )
         barred = {*self.forbidden_token_ids, *(stop_ids if self.min_response_length or rows_have_minimum else ())}
-        allowed = range(drawable) if self.allowed_token_ids is None else self.allowed_token_ids
-        if barred.issuperset(token for token in allowed if token < drawable):
+        allowed = range(num_drawable) if self.allowed_token_ids is None else self.allowed_token_ids
+        if barred.issuperset(token for token in allowed if token < num_drawable):
             raise ValueError(
                 f"{where}: allowed_token_ids without forbidden_token_ids (before min_response_length also without the tokens "
                 "that end a response) leave no token to draw; allow more"

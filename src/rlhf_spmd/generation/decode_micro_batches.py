@@ -35,7 +35,7 @@ from rlhf_spmd.generation.routed_experts import RowExperts
 from rlhf_spmd.generation.scheduler import Scheduler
 from rlhf_spmd.generation.sequence import Completion, NotFinite, ScheduledStep, SequenceState, TokenLogprobs
 
-PENDING = -1  # stands in a row's tokens for one that is drawn and not read yet
+PENDING = -1  # stands in a row's tokens for a token that is drawn and not read yet
 
 
 class StepInFlight(NamedTuple):
@@ -46,73 +46,91 @@ class StepInFlight(NamedTuple):
     drawn: list[tuple[SequenceState, int, int]]
 
 
-class DecodeMicroBatch:
-    """Rows, by row id, with their scheduler and pages. An interrupted call leaves them to the next one.
-
-    ``runner`` and ``experts`` last from :meth:`enter` to :meth:`leave`. ``in_flight``: the started steps, the oldest
-    first. ``slots``: rows that may run at once, the same on all stages, whether they have states of linear attention or not.
-    """
+class CallInProgress(NamedTuple):
+    """What a micro-batch has during a call. ``num_new_before``: for each row, the length of its response when the call began."""
 
     call: GenerationCall
     runner: ModelRunner
+    experts: RowExperts | None
+    num_new_before: list[int]
 
-    def __init__(self, config: GenerationConfig, cache: KVCache, graphs: Graphs, slots: int, recurrent: bool) -> None:
-        spare = range(slots, slots + SPARE_SLOTS) if recurrent and config.enable_prefix_caching else ()
-        self.scheduler, self.cache = Scheduler(config, recurrent, spare), cache
+
+class DecodeMicroBatch:
+    """Rows, by row id, with their scheduler and pages. An interrupted call leaves them to the next one.
+
+    - in_flight: the started steps, the oldest first
+    - num_slots: rows that may run at once, the same on all stages, whether they have states of linear attention or not
+    """
+
+    def __init__(self, config: GenerationConfig, cache: KVCache, graphs: Graphs, num_slots: int, recurrent: bool) -> None:
+        spare_slots = range(num_slots, num_slots + SPARE_SLOTS) if recurrent and config.enable_prefix_caching else ()
+        self.scheduler = Scheduler(config, recurrent, spare_slots)
+        self.cache = cache
         self.prefix_table = PrefixTable(config.page_size)
         self.graphs = graphs
-        self.slots = slots
+        self.num_slots = num_slots
         self.rows: dict[int, SequenceState] = {}
         self.in_flight: deque[StepInFlight] = deque()
+        self._in_progress: CallInProgress | None = None
+
+    @property
+    def in_progress(self) -> CallInProgress:
+        """Return what lasts from :meth:`enter` to :meth:`leave`."""
+        assert self._in_progress is not None, "the micro-batch is in no call"
+        return self._in_progress
 
     def enter(self, rows: Sequence[SequenceState], call: GenerationCall, channels: PipelineChannels) -> None:
         """Begin a call on ``rows``. Those that are new here wait in the scheduler's queue."""
-        for index, row in enumerate(rows):
-            row.index = index
+        for buffer_line, row in enumerate(rows):
+            row.buffer_line = buffer_line
             if row.request.row_id not in self.rows:
                 row.leave_pages()
                 row.prefix_ids = self.prefix_table.prefix_ids(row.request.prompt_ids)
-                row.min_new = max(call.sampling.min_response_length, row.request.min_new_tokens)
+                row.min_new_tokens = max(call.sampling.min_response_length, row.request.min_new_tokens)
                 self.scheduler.add(row)
         self.rows = {row.request.row_id: row for row in rows}
-        self.call, self.runner = call, ModelRunner(call, rows, self.cache, channels, self.graphs)
+        runner = ModelRunner(call, rows, self.cache, channels, self.graphs)
         if call.environments is not None and self.scheduler.recurrent:
             # states cannot go back to the end of a turn, so nothing is drawn behind it
-            self.runner.max_repeats = min(self.runner.max_repeats, 1)
-        self.experts = None if self.cache.experts is None else RowExperts(self.cache.experts)
-        self.scheduler.before_release = None if self.experts is None else self.experts.collect
-        self._num_new_before = [row.num_new for row in rows]
+            runner.max_repeats = min(runner.max_repeats, 1)
+        experts = None if self.cache.experts is None else RowExperts(self.cache.experts)
+        self.scheduler.before_release = None if experts is None else experts.collect
+        self._in_progress = CallInProgress(call, runner, experts, [row.num_new for row in rows])
 
     def leave(self) -> None:
         """End the call: its rows get the log-probs of the tokens that it drew, and the experts that are recorded.
 
         Collective over the replica, as :meth:`start` and :meth:`finish`: every rank of it must call, in program order.
         """
-        results = self.runner.results()
-        for row, first in zip(self.rows.values(), self._num_new_before, strict=True):
+        _, runner, experts, num_new_before = self.in_progress
+        results = runner.results()
+        for row, first in zip(self.rows.values(), num_new_before, strict=True):
             if row.num_new > first:
-                new = self._token_logprobs([part[row.index, first : row.num_new].clone() for part in results])
+                new = self._token_logprobs([part[row.buffer_line, first : row.num_new].clone() for part in results])
                 old = row.token_logprobs
                 row.token_logprobs = new if old is None else TokenLogprobs(*map(torch.cat, zip(old, new, strict=True)))
-        if self.experts is not None:
+        if experts is not None:
             for row in self.rows.values():
-                self.experts.collect(row)
-            self.experts.finish(self.rows.values(), self.runner.mesh.pp)
+                experts.collect(row)
+            experts.finish(self.rows.values(), runner.mesh.pp)
         self.scheduler.before_release = None
-        del self.call, self.runner, self.experts
+        self._in_progress = None
 
     def completion(self, row: SequenceState) -> Completion:
         """Return the completion of a row that began and ended in this call, before :meth:`leave`. Only on a last stage."""
-        experts = None if self.experts is None else self.experts.of_ended(row)
-        return row.completion(self._token_logprobs(self.runner.row_results(row)), experts)
+        _, runner, experts, _ = self.in_progress
+        token_logprobs = self._token_logprobs(runner.row_results(row))
+        return row.completion(token_logprobs, None if experts is None else experts.of_ended(row))
 
     def _token_logprobs(self, results: Sequence[Tensor]) -> TokenLogprobs:
-        log_probs, log_probs_t1, *top = results
-        return TokenLogprobs(log_probs, log_probs_t1, torch.full((len(log_probs),), self.call.version), *top)
+        log_probs, log_probs_t1, *tops = results
+        versions = torch.full((len(log_probs),), self.in_progress.call.version)
+        return TokenLogprobs(log_probs, log_probs_t1, versions, *tops)
 
     def start(self) -> bool:
-        """Launch the next step. False: nothing can start before started steps are finished or environments answer."""
-        step, runner = self.scheduler.schedule(), self.runner
+        """Launch the next step. Return False if nothing can start before started steps are finished or environments answer."""
+        step = self.scheduler.schedule()
+        runner = self.in_progress.runner
         if not step.work:
             return False
         all_decode = not step.copies and all(item.decodes for item in step.work)
@@ -127,11 +145,13 @@ class DecodeMicroBatch:
 
     def finish(self, multi_turn: MultiTurnRollouts | None) -> ScheduledStep:
         """Take the tokens of the oldest started step. Returns the step with the work of rows that had not ended before it."""
-        (step, launched, drawn), stats = self.in_flight.popleft(), self.call.stats
-        tokens = self.runner.finish(launched)
+        step, launched, drawn = self.in_flight.popleft()
+        stats = self.in_progress.call.stats
+        tokens = self.in_progress.runner.finish(launched)
         stats.steps += 1
         stats.prefill_tokens += sum(item.num_tokens - item.samples for item in step.work)
-        live = [item for item in step.work if not item.row.ended]  # the others ended in a step that was read after this start
+        # the other rows ended in a step whose tokens were read after this one started
+        live_work = [item for item in step.work if not item.row.ended]
         for row, first, count in drawn:
             new, tokens = tokens[:count], tokens[count:]
             if not row.ended:
@@ -142,38 +162,39 @@ class DecodeMicroBatch:
         for row, first, count in drawn:
             if not row.ended and not row.on_hold and (row.stopped or first + count >= row.limit):
                 self.scheduler.end(row)
-        return ScheduledStep(live, step.copies)
+        return ScheduledStep(live_work, step.copies)
 
     def _fill(self, row: SequenceState, first: int, drawn: Sequence[int]) -> None:
         """Put ``drawn`` in place of the placeholders from ``first`` on, up to a token that ends the row.
 
         Raises NotFinite.
         """
-        stop = self.call.stop
+        call = self.in_progress.call
+        stop = call.stop
         for position, token in enumerate(drawn, first):
             if token == NOT_FINITE:  # only here: tokens behind a stop do not count
                 raise NotFinite(row.request.row_id)
             row.tokens[position : position + 1] = [token]
             row.stopped = token in stop.token_ids
-            if stop.strings is not None and not row.stopped and position + 1 - row.prompt_length >= row.min_new:
+            if stop.strings is not None and not row.stopped and position + 1 - row.prompt_length >= row.min_new_tokens:
                 row.stopped = stop.strings.completed_by_last(row.tokens[: position + 1], row.turn_start)
             if row.stopped:
                 break
-        self.call.stats.decode_tokens += position + 1 - first
+        call.stats.decode_tokens += position + 1 - first
         if row.stopped:  # what was computed behind the stop does not count, in case an environment goes on with the row
             del row.tokens[position + 1 :]
             row.num_computed = min(row.num_computed, position)
 
     def resume(self, row: SequenceState, token_ids: list[int]) -> None:
         """Go on with a held row after its environment's answer."""
-        self.runner.extend(row, token_ids)
+        self.in_progress.runner.extend(row, token_ids)
         row.tokens += token_ids
         self.scheduler.resume(row)
 
 
 @dataclass(eq=False)
 class DecodeMicroBatches:
-    """The micro-batches of a replica. ``version``: of the weights that filled their pages."""
+    """The micro-batches of a replica. ``version``: the version of the weights that filled their pages."""
 
     micro_batches: Sequence[DecodeMicroBatch]
     version: int
@@ -188,7 +209,8 @@ class DecodeMicroBatches:
             if call.version != self.version:  # what other weights computed serves only the rows that it belongs to
                 micro_batch.scheduler.forget_prefixes()
             micro_batch.scheduler.stats = call.stats
-        self.version, channels = call.version, PipelineChannels(call.mesh)
+        self.version = call.version
+        channels = PipelineChannels(call.mesh)
         busy = []
         for micro_batch, share in zip(self.micro_batches, self._partition(rows), strict=True):
             if share:
@@ -197,12 +219,12 @@ class DecodeMicroBatches:
         if call.environments is None:
             self._take_turns(busy, call, None)
         else:
-            here = chain.from_iterable(micro_batch.rows.values() for micro_batch in busy)
-            with MultiTurnRollouts(call.environments, here, call.decoder.spec, call.mesh.replica, call.tick) as multi_turn:
+            call_rows = chain.from_iterable(micro_batch.rows.values() for micro_batch in busy)
+            with MultiTurnRollouts(call.environments, call_rows, call.decoder.spec, call.mesh.replica, call.tick) as multi_turn:
                 for row in multi_turn.rows.values():
                     self._of(row).scheduler.hold(row)
                 self._take_turns(busy, call, multi_turn)
-                while multi_turn.waits:
+                while multi_turn.awaited:
                     self._take_answers(call, multi_turn, wait=True)
         channels.finish()
         for micro_batch in busy:
@@ -214,15 +236,15 @@ class DecodeMicroBatches:
     def fits(self, rows: Sequence[SequenceState]) -> bool:
         """Return True if each of these rows could run alone in its micro-batch, and there are states for all that may run at once."""
         for micro_batch, share in zip(self.micro_batches, self._partition(rows), strict=True):
-            cache, at_once = micro_batch.cache, min(len(share), micro_batch.scheduler.config.max_num_seqs)
-            if micro_batch.slots < at_once:
+            if micro_batch.num_slots < min(len(share), micro_batch.scheduler.config.max_num_seqs):
                 return False
-            if any(row.limit - 1 > cache.num_pages * cache.page_size for row in share):
+            num_tokens = micro_batch.cache.num_pages * micro_batch.cache.page_size
+            if any(row.limit - 1 > num_tokens for row in share):
                 return False
         return True
 
     def forget(self, rows: Iterable[SequenceState]) -> None:
-        """Take out rows that go on elsewhere or are not wanted any more."""
+        """Remove rows that go on elsewhere or are dropped."""
         for row in rows:
             for micro_batch in self.micro_batches:
                 if micro_batch.rows.pop(row.request.row_id, None) is not None:
@@ -235,7 +257,7 @@ class DecodeMicroBatches:
             micro_batch.cache.offload(micro_batch.scheduler.pages.used)
 
     def _take_turns(self, busy: Iterable[DecodeMicroBatch], call: GenerationCall, multi_turn: MultiTurnRollouts | None) -> None:
-        """Run the steps of ``busy`` in turn until all rows have ended or the call is interrupted. It then leaves no step started."""
+        """Run the steps of ``busy`` in turn until all rows have ended or the call is interrupted. Every started step is finished."""
         turns = deque(busy)
         interrupted = False
         finished_groups = call.finished_groups
@@ -246,16 +268,17 @@ class DecodeMicroBatches:
             call.tick()
             if finished_groups is not None:
                 for row in (item.row for item in step.work if item.row.ended):
-                    if multi_turn is None or not multi_turn.awaits(row):  # otherwise a last answer is to come
+                    if multi_turn is None or row.request.row_id not in multi_turn.awaited:  # else its last answer is to come
                         finished_groups.note(row)
                 finished_groups.hand_out(self._completion)
             interrupted = interrupted or (call.interrupts is not None and call.interrupts(step, call.stats.decode_tokens))
 
         while turns:
             micro_batch = turns.popleft()
-            scheduler, in_flight = micro_batch.scheduler, micro_batch.in_flight
-            ahead = micro_batch.runner.runs_ahead and multi_turn is None
-            while in_flight and (len(in_flight) > ahead or interrupted or scheduler.finished):
+            scheduler = micro_batch.scheduler
+            in_flight = micro_batch.in_flight
+            num_ahead = int(micro_batch.in_progress.runner.runs_ahead and multi_turn is None)
+            while in_flight and (len(in_flight) > num_ahead or interrupted or scheduler.finished):
                 finish(micro_batch)
             if interrupted or scheduler.finished:
                 continue
@@ -263,7 +286,7 @@ class DecodeMicroBatches:
                 finish(micro_batch)
             turns.append(micro_batch)
             if multi_turn is not None:
-                self._take_answers(call, multi_turn, wait=not any(each.in_flight for each in turns))
+                self._take_answers(call, multi_turn, wait=not any(other.in_flight for other in turns))
                 if finished_groups is not None:
                     finished_groups.hand_out(self._completion)
 
@@ -282,7 +305,7 @@ class DecodeMicroBatches:
                 call.finished_groups.note(row)
 
     def _of(self, row: SequenceState) -> DecodeMicroBatch:
-        return next(each for each in self.micro_batches if each.rows.get(row.request.row_id) is row)
+        return next(batch for batch in self.micro_batches if batch.rows.get(row.request.row_id) is row)
 
     def _completion(self, row: SequenceState) -> Completion:
         return self._of(row).completion(row)
@@ -291,19 +314,20 @@ class DecodeMicroBatches:
         return partition_groups(rows, [micro_batch.rows for micro_batch in self.micro_batches])
 
 
-def partition_groups(rows: Sequence[SequenceState], known: Sequence[Collection[int]]) -> list[list[SequenceState]]:
+def partition_groups(rows: Sequence[SequenceState], row_ids: Sequence[Collection[int]]) -> list[list[SequenceState]]:
     """Return the rows of each micro-batch, in whole groups.
 
-    A micro-batch goes on with the groups of which it has a row (``known``: its row ids). Each other group, in order, goes to the
-    micro-batch with the fewest tokens.
+    A micro-batch goes on with the groups of which it has a row (``row_ids``: those of each). Each other group, in order, goes to
+    the micro-batch with the fewest tokens.
     """
-    home = {row.request.group_id: i for row in rows for i, ids in enumerate(known) if row.request.row_id in ids}
+    home = {row.request.group_id: i for row in rows for i, ids in enumerate(row_ids) if row.request.row_id in ids}
     groups: dict[int, list[SequenceState]] = {}
     for row in rows:
         groups.setdefault(row.request.group_id, []).append(row)
-    order = sorted(groups, key=lambda group: group not in home)  # known ones first
+    order = sorted(groups, key=lambda group: group not in home)  # those with a home first
     tokens = [sum(row.limit for row in groups[group]) for group in order]
-    shares: list[list[SequenceState]] = [[] for _ in known]
-    for group, part in zip(order, greedy_partition(tokens, len(known), [home.get(group) for group in order]), strict=True):
+    shares: list[list[SequenceState]] = [[] for _ in row_ids]
+    parts = greedy_partition(tokens, len(row_ids), [home.get(group) for group in order])
+    for group, part in zip(order, parts, strict=True):
         shares[part] += groups[group]
     return shares

@@ -12,24 +12,23 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.generation.backends import build_backend, choose_backend
-from rlhf_spmd.generation.balancing import ReplicaBalancer, exchange, pack, plan_moves, unpack
+from rlhf_spmd.generation.balancing import ReplicaBalancer, move_rows, plan_moves, return_rows
 from rlhf_spmd.generation.call import FinishedGroups, GenerationCall, GenerationLimits, LimitWatch
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.decode_micro_batches import DecodeMicroBatch, DecodeMicroBatches, partition_groups
-from rlhf_spmd.generation.graphs import Graphs, sums_fail
+from rlhf_spmd.generation.graphs import Graphs, reason_against_captured_sums
 from rlhf_spmd.generation.kv_cache import Backend, KVCache, cache_room, kv_tensors_per_page
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.page_allocator import SPARE_SLOTS
 from rlhf_spmd.generation.recurrent_states import RecurrentStates, slot_bytes
 from rlhf_spmd.generation.routed_experts import ExpertPages
-from rlhf_spmd.generation.sampler import drawable_ids
+from rlhf_spmd.generation.sampler import num_drawable_ids
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request, SequenceState
 from rlhf_spmd.generation.stopping import build_stop_criteria
@@ -46,7 +45,7 @@ class Generator:
     - decoding: turns token ids into text, for stop strings; ids that its tokenizer lacks are not drawn
     - local_size: ranks of this host, which share its memory on CPUs
     - records_experts: completions have the experts that their tokens took
-    - drawable: as many ids, from 0 on, may be drawn
+    - num_drawable: only token ids below this number are drawn
     - stats: counts of the last call
     - kept: rows that :meth:`generate_until` has not ended yet
     """
@@ -62,17 +61,18 @@ class Generator:
         records_experts: bool = False,
     ) -> None:
         assert decoder.head_kind == "lm", f"generation needs a language-model head, this decoder has {decoder.head_kind!r}"
-        self.decoder, self.mesh, self.config, self.decoding = decoder, mesh, config, decoding
+        self.decoder, self.mesh = decoder, mesh
+        self.config, self.decoding = config, decoding
         self.eos_ids = frozenset(eos_ids)
-        self.drawable = drawable_ids(decoder.spec.vocab_size, self.eos_ids, decoding)
+        self.num_drawable = num_drawable_ids(decoder.spec.vocab_size, self.eos_ids, decoding)
         self.stats = GenerationStats()
-        self.reserved = False  # by :meth:`reserve_pages`: pages and the prompts in them stay, even without rows
+        self.reserved = False  # True from :meth:`reserve_pages` on: pages and the prompts in them stay, even without rows
         self.local_size, self.records_experts = local_size, records_experts
         self.kept: list[SequenceState] = []
-        self._micro_batches: DecodeMicroBatches | None = None  # of the kept rows, if their pages are kept too
-        self._warned = False  # of rows in flight that find no memory
+        self._micro_batches: DecodeMicroBatches | None = None  # those of the kept rows, if their pages are kept too
+        self._has_warned = False  # that rows in flight find no memory
         self._graphs: list[Graphs] = []  # by micro-batch; they outlive the calls
-        self._tried_graphs = False
+        self._has_tried_graphs = False
 
     def generate(
         self,
@@ -90,7 +90,7 @@ class Generator:
         - seed, step: key the draws; ``sampling.seed`` and ``sampling.n`` are not read
         - tick: called after each step; a replica of one rank shows no other sign of life
         - environments: answer between the model's turns
-        - version: of the weights, noted with each token; None: ``step``
+        - version: the version of the weights, noted with each token; None: ``step``
         - finished_groups: gets rows as they end. Neither these nor rows with environments may move between replicas
 
         Raises ValueError for rows that cannot be generated, NotFinite for a drawn token whose log-prob is not finite.
@@ -134,11 +134,11 @@ class Generator:
         if self.kept:
             micro_batches, self._micro_batches = self._usable(self._micro_batches, self.kept, version), None
             call = replace(call, interrupts=LimitWatch(limits, self.kept, self.mesh.replica).interrupts)
-            before = [row.num_new for row in self.kept]
+            num_new_before = [row.num_new for row in self.kept]
             try:
                 self._micro_batches = self._advance(self.kept, micro_batches, call)
             except BaseException:
-                for row, num_new in zip(self.kept, before, strict=True):
+                for row, num_new in zip(self.kept, num_new_before, strict=True):
                     row.rewind(num_new)
                 raise
         self.stats.seconds = self.stats.busy_seconds
@@ -162,11 +162,12 @@ class Generator:
         """
         self._try_graphs()
         self.reserved = True
-        config, num_pages = self.config, self.config.num_pages
+        config = self.config
+        num_pages = config.num_pages
         if num_pages is None:
-            at_once, pages = self._affordable(config.max_num_seqs)
-            num_pages = min(at_once * -(-(longest - 1) // config.page_size), pages)
-            self.config = replace(config, num_pages=num_pages, max_num_seqs=at_once)
+            num_rows, affordable_pages = self._affordable(config.max_num_seqs)
+            num_pages = min(num_rows * -(-(longest - 1) // config.page_size), affordable_pages)
+            self.config = replace(config, num_pages=num_pages, max_num_seqs=num_rows)
         longest = min(longest, num_pages * config.page_size + 1)
         return longest if config.enable_chunked_prefill else min(longest, config.max_num_batched_tokens)
 
@@ -185,12 +186,12 @@ class Generator:
         Collective over the replica, the first time: every rank of it must call, in program order.
         """
         self._try_graphs()
-        vocabulary, stop = self.decoder.spec.vocab_size, build_stop_criteria(sampling, self.eos_ids, self.decoding, "sampling")
+        vocabulary = self.decoder.spec.vocab_size
+        stop = build_stop_criteria(sampling, self.eos_ids, self.decoding, "sampling")
         for overrides, row_id in {r.overrides: r.row_id for r in requests if r.overrides}.items():
             check_section(sampling.with_overrides(overrides), f"sampling of row {row_id}")
-        sampling.check_ids(
-            vocabulary, self.drawable, stop.token_ids, any(request.min_new_tokens for request in requests), "sampling"
-        )
+        rows_have_minimum = any(request.min_new_tokens for request in requests)
+        sampling.check_ids(vocabulary, self.num_drawable, stop.token_ids, rows_have_minimum, "sampling")
         for request in requests:
             if not request.prompt_ids:
                 raise ValueError(f"row {request.row_id}: the prompt is empty; at least one token is needed")
@@ -202,7 +203,7 @@ class Generator:
             raise ValueError("row ids must differ: they key the random draws")
         self.stats = GenerationStats()
         return GenerationCall(
-            self.decoder, self.mesh, self.config, sampling, stop, self.drawable, seed, version, tick, self.stats
+            self.decoder, self.mesh, self.config, sampling, stop, self.num_drawable, seed, version, tick, self.stats
         )
 
     def _try_graphs(self) -> None:
@@ -211,20 +212,19 @@ class Generator:
         Collective over tp, the first time: every rank of it must call, in program order.
         """
         tp = self.decoder.tp
-        tried = self._tried_graphs
-        self._tried_graphs = True
-        if tried or tp.size == 1 or not self.config.captures(self._device, self.decoder.pp):
+        if self._has_tried_graphs or tp.size == 1 or not self.config.captures(self._device, self.decoder.pp):
             return
-        if why := sums_fail(tp, self._device):
+        self._has_tried_graphs = True
+        if reason := reason_against_captured_sums(tp, self._device):
             self.config = replace(self.config, enforce_eager=True)
             if tp.rank == 0:
-                print(f"warning: generation runs without CUDA graphs, up to four times as slow: {why}", file=sys.stderr)
+                print(f"warning: generation runs without CUDA graphs, up to four times as slow: {reason}", file=sys.stderr)
 
     def _usable(
         self, micro_batches: DecodeMicroBatches | None, rows: Sequence[SequenceState], version: int
     ) -> DecodeMicroBatches | None:
-        """Return ``micro_batches`` if these rows fit, and the same weights filled their pages or that does not matter."""
-        if micro_batches is None or not (micro_batches.version == version or self.config.kv_cache != "free"):
+        """Return ``micro_batches`` if these rows fit, and ``version`` or, with ``kv_cache``, any weights filled their pages."""
+        if micro_batches is None or (micro_batches.version != version and self.config.kv_cache == "free"):
             return None
         return micro_batches if micro_batches.fits(rows) else None
 
@@ -245,41 +245,31 @@ class Generator:
 
         Collective over all replicas: every rank of them must call, in program order.
         """
-        group, balancer = self.mesh.dp, ReplicaBalancer(self.mesh.dp, self.config.rebalance_steps)
+        group = self.mesh.dp
+        balancer = ReplicaBalancer(group, self.config.rebalance_steps)
         call = replace(call, interrupts=balancer.interrupts)
         dtype = torch.float64 if self.decoder.dtype == torch.float64 else torch.float32
-        live, ended = [(group.rank, row) for row in rows], []  # (the replica that was asked for it, row)
+        rows_here = [(group.rank, row) for row in rows]  # (the row's home, row)
+        ended = []
         micro_batches: DecodeMicroBatches | None = None
-        while any(left := balancer.take(len(live))):
-            if moves := plan_moves(left):
-                live.sort(key=lambda item: item[1].num_computed)  # the rows with the least in their pages leave
-                outgoing: dict[int, list[Any]] = {}
-                for source, to, number in moves:
-                    if source == group.rank:
-                        leaving, live = live[:number], live[number:]
-                        outgoing[to] = [pack(*item) for item in leaving]
-                        self.stats.moved_rows += number
-                        if micro_batches is not None:
-                            micro_batches.forget([row for _, row in leaving])
-                live += [unpack(item, dtype) for item in exchange(group, outgoing)]
-            if live:
-                balancer.begin(len(live))
-                here = [row for _, row in live]
-                micro_batches = self._usable(micro_batches, here, call.version)
-                micro_batches = self._advance(here, micro_batches, call)
+        while any(counts := balancer.take(len(rows_here))):
+            if moves := plan_moves(counts):
+                rows_here, moved_rows = move_rows(group, rows_here, moves, dtype)
+                self.stats.moved_rows += len(moved_rows)
+                if micro_batches is not None:
+                    micro_batches.forget(moved_rows)
+            if rows_here:
+                balancer.begin(len(rows_here))
+                rows_of_run = [row for _, row in rows_here]
+                micro_batches = self._usable(micro_batches, rows_of_run, call.version)
+                micro_batches = self._advance(rows_of_run, micro_batches, call)
             else:
                 call.tick()
-            ended += [item for item in live if item[1].ended]
-            live = [item for item in live if not item[1].ended]
+            ended += [(home, row) for home, row in rows_here if row.ended]
+            rows_here = [(home, row) for home, row in rows_here if not row.ended]
         self.stats.busy_seconds -= balancer.waited
-        back: dict[int, list[Any]] = {}
-        for home, row in ended:
-            if home != group.rank:
-                back.setdefault(home, []).append(pack(home, row))
-        mine = [row for home, row in ended if home == group.rank]
-        mine += [unpack(item, dtype)[1] for item in exchange(group, back)]
         order = {row.request.row_id: i for i, row in enumerate(rows)}
-        return sorted(mine, key=lambda row: order[row.request.row_id])
+        return sorted(return_rows(group, ended, dtype), key=lambda row: order[row.request.row_id])
 
     def _build_micro_batches(self, rows: Sequence[SequenceState]) -> list[DecodeMicroBatch]:
         """Build as many micro-batches as there are pipeline stages.
@@ -290,42 +280,49 @@ class Generator:
         Collective over the replica: every rank of it must call, in program order.
         """
         config = self.config
-        dtype = self.decoder.dtype
-        shapes = self._cache_shapes
-        at_once = config.max_num_seqs if self.reserved else min(len(rows), config.max_num_seqs)
-        in_flight, total = (at_once, config.num_pages) if config.num_pages else self._affordable(at_once)
-        if in_flight < at_once:
-            config = replace(config, max_num_seqs=in_flight)
-        needs = {row: -(-(row.limit - 1) // config.page_size) for row in rows}
-        wanted, groups = self.mesh.layout.pp, {row.request.group_id for row in rows}
-        number = max(min(wanted, len(groups), config.max_num_seqs, total // max(needs.values())), 1)
-        num_seqs, share = config.max_num_seqs // number, total // number
-        micro_batches = []
+        num_rows = config.max_num_seqs if self.reserved else min(len(rows), config.max_num_seqs)
+        num_affordable, total_pages = (num_rows, config.num_pages) if config.num_pages else self._affordable(num_rows)
+        if num_affordable < num_rows:
+            config = replace(config, max_num_seqs=num_affordable)
+        pages_of = {row: -(-(row.limit - 1) // config.page_size) for row in rows}
+        num_groups = len({row.request.group_id for row in rows})
+        number = min(self.mesh.layout.pp, num_groups, config.max_num_seqs, total_pages // max(pages_of.values()))
+        number = max(number, 1)
+        num_seqs = config.max_num_seqs // number
+        page_share = total_pages // number
+        recurrent = self.decoder.spec.delta_rule is not None
         self._graphs += [Graphs() for _ in range(number - len(self._graphs))]
+        micro_batches = []
         for members, graphs in zip(partition_groups(rows, [()] * number), self._graphs, strict=False):
-            num_needed = sum(sorted((needs[row] for row in members), reverse=True)[:num_seqs])
-            # few sizes, so that the next call's cache may have this one's addresses and keep its graphs
-            if capabilities(self._device).graphs:
-                num_needed = round_up(num_needed, 1 << max(num_needed.bit_length() - 4, 0))
-            num_pages = share if config.num_pages else max(min(num_needed, share), 1)
-            recurrent = self.decoder.spec.delta is not None
-            slots = num_seqs if self.reserved or not recurrent else min(num_seqs, len(members))
-            num_states = slots + SPARE_SLOTS * config.enable_prefix_caching
-            states = RecurrentStates(self.decoder, num_states, self._device) if self.decoder.num_linear else None
-            full_shape, *global_shapes = [(*shape, num_pages, config.page_size) for shape in shapes]
-            storage = dtype, self._device, self._backend, self._value_dim
-            global_cache = KVCache(*global_shapes[0], *storage) if global_shapes else None
-            experts = ExpertPages(self.decoder, *full_shape[-2:], self._device) if self.records_experts else None
-            cache = KVCache(*full_shape, *storage, states, global_cache, experts)
+            num_needed = sum(sorted((pages_of[row] for row in members), reverse=True)[:num_seqs])
+            num_pages = page_share if config.num_pages else self._num_pages(num_needed, page_share)
+            num_slots = num_seqs if self.reserved or not recurrent else min(num_seqs, len(members))
             part = replace(config, num_pages=num_pages, max_num_seqs=num_seqs)
-            micro_batches.append(DecodeMicroBatch(part, cache, graphs, slots, recurrent))
+            micro_batches.append(DecodeMicroBatch(part, self._build_cache(num_pages, num_slots), graphs, num_slots, recurrent))
         return micro_batches
+
+    def _num_pages(self, num_needed: int, page_share: int) -> int:
+        """Return the number of pages of a micro-batch whose rows may need ``num_needed``; at most ``page_share``."""
+        # few sizes, so that the next call's cache may have this one's addresses and keep its graphs
+        if capabilities(self._device).graphs:
+            num_needed = round_up(num_needed, 1 << max(num_needed.bit_length() - 4, 0))
+        return max(min(num_needed, page_share), 1)
+
+    def _build_cache(self, num_pages: int, num_slots: int) -> KVCache:
+        """Return an empty cache with this many pages, and with states of linear attention for ``num_slots`` rows and for prompts."""
+        num_states = num_slots + SPARE_SLOTS * self.config.enable_prefix_caching
+        states = RecurrentStates(self.decoder, num_states, self._device) if self.decoder.num_linear else None
+        full_shape, *global_shapes = [(*shape, num_pages, self.config.page_size) for shape in self._cache_shapes]
+        storage = self.decoder.dtype, self._device, self._backend, self._value_dim
+        global_cache = KVCache(*global_shapes[0], *storage) if global_shapes else None
+        experts = ExpertPages(self.decoder, *full_shape[-2:], self._device) if self.records_experts else None
+        return KVCache(*full_shape, *storage, states, global_cache, experts)
 
     @property
     def _cache_shapes(self) -> list[tuple[int, int, int]]:
         """Return layers with attention (at least one, so that there are pages), KV heads and head size, by kind of heads."""
-        decoder, tp = self.decoder, self.decoder.tp
-        shapes = [cache_shape(spec, tp.rank, tp.size) for spec in decoder.spec.kinds_of_heads()]
+        decoder = self.decoder
+        shapes = [cache_shape(spec, decoder.tp.rank, decoder.tp.size) for spec in decoder.spec.kinds_of_heads()]
         counts = Counter(map(decoder.spec.attention_kind, decoder.layer_ids))
         numbers = [counts["full"], counts["global"]] if len(shapes) > 1 else [counts["full"] + counts["global"]]
         return [(max(number, 1), *shape) for number, shape in zip(numbers, shapes, strict=True)]
@@ -344,28 +341,29 @@ class Generator:
         Collective over the replica: every rank of it must call, in program order.
         """
         memory = room = cache_room(self.config, self.decoder, self._device, self.local_size)
-        wanted, state = num_rows, slot_bytes(self.decoder)
-        if state:
-            num_rows = max(min(num_rows, int(room / 2) // state), 1)
-            spare = SPARE_SLOTS * self.config.enable_prefix_caching * self.mesh.layout.pp
-            room -= (num_rows + spare) * state
-        rest = self.config.page_size, self.decoder.dtype, kv_tensors_per_page(self._backend.ops, self._value_dim)
-        page = sum(KVCache.page_bytes(*shape, *rest) for shape in self._cache_shapes)
-        page += self.config.page_size * ExpertPages.token_bytes(self.decoder) if self.records_experts else 0
-        pages = int(room) // page
-        least = self.mesh.replica.all_reduce(torch.tensor([num_rows, max(pages, 1)]), "generation:pages", "min")
-        if least[0] < wanted and not self._warned and self.mesh.replica.rank == self.mesh.dp.rank == 0:
-            self._warned = True
+        max_rows = num_rows
+        state_bytes = slot_bytes(self.decoder)
+        if state_bytes:
+            num_rows = max(min(num_rows, int(room / 2) // state_bytes), 1)
+            num_spare = SPARE_SLOTS * self.config.enable_prefix_caching * self.mesh.layout.pp
+            room -= (num_rows + num_spare) * state_bytes
+        page_form = self.config.page_size, self.decoder.dtype, kv_tensors_per_page(self._backend.ops, self._value_dim)
+        page_bytes = sum(KVCache.page_bytes(*shape, *page_form) for shape in self._cache_shapes)
+        page_bytes += self.config.page_size * ExpertPages.token_bytes(self.decoder) if self.records_experts else 0
+        counts = torch.tensor([num_rows, max(int(room) // page_bytes, 1)])
+        num_rows, num_pages = self.mesh.replica.all_reduce(counts, "generation:pages", "min").tolist()
+        if num_rows < max_rows and not self._has_warned and self.mesh.replica.rank == self.mesh.dp.rank == 0:
+            self._has_warned = True
             print(
-                f"warning: generation has {int(least[0])} rows in flight, not {wanted}: half of the cache's {memory / 2**30:.2f} GiB "
-                f"is for states of linear attention, {state / 2**20:.2f} MiB a row; raise gpu_memory_utilization or generation.tp",
+                f"warning: generation has {num_rows} rows in flight, not {max_rows}: half of the cache's {memory / 2**30:.2f} GiB is "
+                f"for states of linear attention, {state_bytes / 2**20:.2f} MiB a row; raise gpu_memory_utilization or generation.tp",
                 file=sys.stderr,
             )
-        return int(least[0]), int(least[1])
+        return num_rows, num_pages
 
     @cached_property
     def _backend(self) -> Backend:
-        """Chosen in the first call, since before it the decoder may have no memory."""
+        """Return the attention, which the first call chooses: before it the decoder may have no memory."""
         dtype, device = self.decoder.dtype, self._device
         name = choose_backend(self.config.attention, "auto", dtype, device, "generation.attention")
         return build_backend(name, dtype, device, self.decoder.ops.chunk_invariant)

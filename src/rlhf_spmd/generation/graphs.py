@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.parallel.collectives import Group
 
-TRIAL_S = 20.0  # for which the trial of a captured sum may last
+TRIAL_S = 20.0  # seconds that the trial of a captured sum may take
 
 
 def padded_size(num_rows: int) -> int:
@@ -37,18 +37,18 @@ class Arena:
         self._sizes: dict[str, int] = {}
         self._tensors: dict[str, Tensor] = {}
 
-    def size(self, name: str, least: int) -> int:
-        """Return the largest size that was ever asked for under this name."""
-        self._sizes[name] = max(self._sizes.get(name, 0), least)
+    def size(self, name: str, min_size: int) -> int:
+        """Return the largest ``min_size`` that was ever given with this name."""
+        self._sizes[name] = max(self._sizes.get(name, 0), min_size)
         return self._sizes[name]
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the tensor of this name, with the contents of the last call; at first zeros."""
-        known = self._tensors.get(name)
-        if known is not None and (known.shape, known.dtype, known.device) == (shape, dtype, device):
-            return known
+        tensor = self._tensors.get(name)
+        if tensor is not None and (tensor.shape, tensor.dtype, tensor.device) == (shape, dtype, device):
+            return tensor
         self.stamp += 1
-        del known
+        del tensor
         self._tensors.pop(name, None)  # its memory may serve the new one
         self._tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
         return self._tensors[name]
@@ -77,8 +77,8 @@ class Graphs:
     def run(self, step: Callable[[], None], repeats: int, key: Hashable, addresses: Hashable) -> None:
         """Run ``step`` ``repeats`` times.
 
-        ``key``: what its launches depend on beside the contents of tensors. ``addresses``: of the tensors that it reads or writes,
-        except the arena's and those that it allocates itself.
+        ``key``: what its launches depend on beside the contents of tensors. ``addresses``: the addresses of the tensors that it reads
+        or writes, except the arena's and those that it allocates itself.
         """
         addresses = self.arena.stamp, addresses
         if addresses != self._addresses:
@@ -121,20 +121,20 @@ class Graphs:
         return graph
 
 
-class SumsStand(RuntimeError):
-    """A captured sum over ranks has not ended. It stands on the device, so nothing behind it can run."""
+class CapturedSumTimeout(RuntimeError):
+    """A captured sum over ranks has not ended. The device executes nothing that was queued after it."""
 
     exit_class = "hang"  # how the run ends: process/program.py
 
 
-def sums_fail(group: Group, device: torch.device) -> str:
-    """Return why graphs cannot have sums over ``group`` here, or "" if they can on all ranks.
+def reason_against_captured_sums(group: Group, device: torch.device) -> str:
+    """Return why CUDA graphs cannot have sums over ``group`` here; "" if they can on all ranks.
 
     A small sum is captured, and then replayed twice with other numbers. Ranks agree after each of the two, so that none replays
-    what another one could not capture. Raises SumsStand if a replay has not ended in TRIAL_S seconds.
+    what another one could not capture. Raises CapturedSumTimeout if a replay has not ended in TRIAL_S seconds.
     Collective over the group: every rank of it must call, in program order.
     """
-    group.meet(device)  # connecting takes its own time
+    group.connect_nccl(device)  # connecting takes its own time
     graphs = Graphs()
     numbers = torch.zeros(1 << 14, device=device)
     total = torch.empty(1 << 14, device=device)
@@ -152,29 +152,29 @@ def sums_fail(group: Group, device: torch.device) -> str:
         return ""
 
     def replay() -> str:
-        why = ""
+        reason = ""
         for number in (1, 2):
             numbers.fill_(number * (group.rank + 1))
             graphs.run(step, 1, "trial", ())
             expected = number * group.size * (group.size + 1) // 2
             if not bool((total == expected).all()):
-                why = f"a captured sum is {float(total[0]):g}, not {expected}"
-        return why
+                reason = f"a captured sum is {float(total[0]):g}, not {expected}"
+        return reason
 
     for stage in (capture, replay):
-        why = _tried(stage, device)
-        outcome = torch.tensor([2 if why is None else int(bool(why))], dtype=torch.int32)
+        reason = _reason_of_stage(stage, device)
+        outcome = torch.tensor([2 if reason is None else int(bool(reason))], dtype=torch.int32)
         worst = int(group.all_reduce(outcome, "generation:graphs", "max"))
         if worst == 2:
-            raise SumsStand(
+            raise CapturedSumTimeout(
                 f"a captured sum over tp has not ended in {TRIAL_S:.0f} s; start again with generation.enforce_eager=true"
             )
         if worst:
-            return why or "it fails on another rank"
+            return reason or "it fails on another rank"
     return ""
 
 
-def _tried(stage: Callable[[], str], device: torch.device) -> str | None:
+def _reason_of_stage(stage: Callable[[], str], device: torch.device) -> str | None:
     """Return what ``stage`` returns, or its RuntimeError as text; None if it takes more than TRIAL_S seconds.
 
     It runs in a thread, since a wait for another rank may never end.
@@ -185,7 +185,7 @@ def _tried(stage: Callable[[], str], device: torch.device) -> str | None:
         try:
             with torch.cuda.device(device) if capabilities(device).streams else nullcontext():
                 outcomes.append(stage())
-        except RuntimeError as error:  # of CUDA, NCCL or torch
+        except RuntimeError as error:  # CUDA, NCCL or torch raised it
             outcomes.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     trial = threading.Thread(target=attempt, daemon=True)

@@ -33,9 +33,9 @@ from rlhf_spmd.models.attention import Attention, MixedHeadAttention
 from rlhf_spmd.models.block import Block
 from rlhf_spmd.models.decoder import Decoder
 
-COPIED_BYTES = 4 << 20  # of pages copied at a time on CPUs: a larger block is fresh memory, with a page fault per 4 KB
-TEMPORARY_STATES = 4.1  # of linear attention, per row of a decode step: states of a layer that are there at once
-QUEUED_BYTES = 256 << 20  # the same on GPUs, where each block costs launches instead
+COPIED_BYTES = 4 << 20  # bytes of pages copied at a time on CPUs: a larger block is fresh memory, with a page fault per 4 KB
+QUEUED_BYTES = 256 << 20  # bytes of pages copied at a time on GPUs, where each block costs launches instead
+TEMPORARY_STATES = 4.1  # states of linear attention that a layer holds at once, per row of a decode step
 
 IndexArray = NDArray[np.int64]
 
@@ -59,7 +59,7 @@ class Backend:
 
 
 class KVCache:
-    """``pages`` [layers, 2, H, N, elements of a page]: keys and values.
+    """Keys and values of the tokens of rows. ``pages`` [layers, 2, H, N, elements of a page]: keys, then values.
 
     ``value_dim``: values are the keys' first ``value_dim`` elements, as with latent attention. Then there are no pages of values,
     except for the C++ kernels, which read values in another order. None: values have pages, and head_dim elements.
@@ -67,7 +67,7 @@ class KVCache:
     A page has page_size * D elements, or for the C++ kernels those that ``kernels/attention.cpp`` says. Pages are zeros at
     first: attention reads and masks unused slots, which must be finite.
 
-    ``of_global``: the pages of layers with ``ModelSpec.global_heads``, which have the same numbers.
+    ``global_head_cache``: the cache of layers with ``ModelSpec.global_heads``. Its pages have the same numbers as these.
     """
 
     def __init__(
@@ -82,18 +82,19 @@ class KVCache:
         backend: Backend,
         value_dim: int | None = None,
         states: RecurrentStates | None = None,
-        of_global: KVCache | None = None,
+        global_head_cache: KVCache | None = None,
         experts: ExpertPages | None = None,
     ) -> None:
-        self.of_global = of_global
-        self.states = states  # of the rows in flight, for models with linear attention
-        self.experts = experts  # of the tokens in the pages, if they are recorded
-        parts: tuple[RecurrentStates | ExpertPages | KVCache | None, ...] = states, experts, of_global
+        self.global_head_cache = global_head_cache
+        self.states = states  # those of the rows in flight, for models with linear attention
+        self.experts = experts  # those of the tokens in the pages, if they are recorded
+        parts: tuple[RecurrentStates | ExpertPages | KVCache | None, ...] = states, experts, global_head_cache
         self._parts = [part for part in parts if part is not None]
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.num_pages, self.page_size = num_pages, page_size
         self.backend, self.ops = backend, backend.ops
-        self.kv_tensors_per_page, self.value_dim = kv_tensors_per_page(self.ops, value_dim), value_dim or head_dim
+        self.kv_tensors_per_page = kv_tensors_per_page(self.ops, value_dim)
+        self.value_dim = value_dim or head_dim
         self._shape = num_layers, self.kv_tensors_per_page, kv_heads, num_pages, self.ops.page_elements(page_size, head_dim)
         self.pages = self._zeros(dtype, device)
         self._buffer = self.pages.new_empty(0)
@@ -126,19 +127,19 @@ class KVCache:
         return self._by_heads(lambda cache: self.backend.decoding(positions, page_table, cache, num_heads))
 
     def _by_heads(self, build: Callable[[KVCache], Attention]) -> Attention:
-        return build(self) if self.of_global is None else MixedHeadAttention(build(self), build(self.of_global))
+        return build(self) if self.global_head_cache is None else MixedHeadAttention(build(self), build(self.global_head_cache))
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) pages in all layers. No page is both source and destination."""
         pairs = on_device(np.array(copies, dtype=np.int64), self.pages.device)
         limit = QUEUED_BYTES if capabilities(self.pages.device).streams else COPIED_BYTES
-        for some in pairs.split(max(limit * self.num_pages // self.pages.nbytes, 1)):
-            source, destination = some.unbind(1)
+        for block in pairs.split(max(limit * self.num_pages // self.pages.nbytes, 1)):
+            source, destination = block.unbind(1)
             self.pages[:, :, :, destination] = self.pages[:, :, :, source]
             if self.experts is not None:
                 self.experts.copy(source, destination)
-        if self.of_global is not None:
-            self.of_global.copy_pages(copies)
+        if self.global_head_cache is not None:
+            self.global_head_cache.copy_pages(copies)
 
     def offload(self, used: Sequence[int]) -> None:
         """Free the memory. The pages ``used`` wait in host memory, pinned where the cache is on a GPU."""
@@ -163,8 +164,8 @@ class KVCache:
         for layer, pages in zip(host, self.pages, strict=True):
             pages.index_copy_(2, index, layer.to(pages.device))
 
-    def spread(self, index: Tensor, stride: int) -> Tensor:
-        """Repeat an index into the ``stride`` entries of one (key or value, head) for all of a layer."""
+    def index_of_all_heads(self, index: Tensor, stride: int) -> Tensor:
+        """Return ``index``, which counts the ``stride`` entries of one head's keys, repeated for the keys and values of all heads."""
         blocks = torch.arange(self.kv_tensors_per_page * self.kv_heads, device=index.device) * stride
         return (blocks[:, None] + index.reshape(1, -1)).reshape(-1)
 
@@ -173,13 +174,16 @@ class KVCache:
         page = page_table.gather(1, torch.div(positions, self.page_size, rounding_mode="floor")[:, None])[:, 0]
         return page.long() * self.page_size + positions % self.page_size
 
-    def write(self, layer: int, spread_slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write k and v [T, H, D] to ``spread_slots`` = spread(cache_slots, N * page_size)."""
+    def write(self, layer: int, all_slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write k and v [T, H, D] to ``all_slots`` = index_of_all_heads(cache_slots, N * page_size)."""
         rows = torch.stack([k, v][: self.kv_tensors_per_page]).transpose(1, 2).reshape(-1, self.head_dim)
-        self.pages[layer].view(-1, self.head_dim).index_copy_(0, spread_slots, rows)
+        self.pages[layer].view(-1, self.head_dim).index_copy_(0, all_slots, rows)
 
     def gather(self, layer: int, index: Tensor, num_tiles: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [H, B, L, D] at ``index`` = spread(page_table [B, P], N). They are valid until the next gather."""
+        """Return keys and values [H, B, L, D] at ``index`` = index_of_all_heads(page_table [B, P], N).
+
+        They are valid until the next gather.
+        """
         pages = self.pages[layer].view(-1, self.page_size * self.head_dim)
         size = len(index) * pages.shape[1]
         if self._buffer.numel() < size:
@@ -218,15 +222,15 @@ def slot_mapping(work: Sequence[SequenceWork], cache: KVCache) -> SlotMapping:
     lines = np.repeat(np.arange(len(work)), counts)
     positions = np.arange(len(lines)) + np.repeat(starts - firsts, counts)
     cache_slots = table[lines, positions // cache.page_size] * np.int64(cache.page_size) + positions % cache.page_size
-    first, second, third = (on_device(array, cache.pages.device) for array in (positions, cache_slots, table))
-    return SlotMapping(first, second, third, firsts, starts, counts)
+    tensors = [on_device(array, cache.pages.device) for array in (positions, cache_slots, table)]
+    return SlotMapping(tensors[0], tensors[1], tensors[2], firsts, starts, counts)
 
 
 def fill_lines(lines: Sequence[Sequence[int]], width: int, dtype: type[np.integer[Any]]) -> NDArray[Any]:
     """Return a matrix with ``lines`` as its rows, each cut to ``width`` or filled with zeros."""
     table = np.zeros((len(lines), width), dtype=dtype)
-    for to, line in zip(table, lines, strict=True):
-        to[: len(line)] = line[:width]
+    for table_line, line in zip(table, lines, strict=True):
+        table_line[: len(line)] = line[:width]
     return table
 
 
@@ -236,20 +240,21 @@ def cache_room(config: GenerationConfig, decoder: Decoder, device: torch.device,
     ``local_size``: ranks of this host, which share its memory on CPUs.
     """
     on_host = not capabilities(device).streams
-    share, free = config.memory_share(on_host), free_bytes(device, local_size)
+    share = config.memory_share(on_host)
+    free = free_bytes(device, local_size)
     if on_host:
         return share * free
     total = total_bytes(device, local_size)
     return room_on_device(share, total, allocated_bytes(device), free, step_bytes(config, decoder))
 
 
-def room_on_device(share: float, total: float, used: float, free: float, others: float) -> float:
+def room_on_device(share: float, total: float, used: float, free: float, step: float) -> float:
     """Return the bytes for the cache on a GPU, counted as in vLLM.
 
-    ``share`` of the ``total`` memory holds what the process has allocated (``used``), what a step needs besides (``others``)
+    ``share`` of the ``total`` memory holds what the process has allocated (``used``), what a step allocates besides (``step``)
     and the cache. The result is never more than is ``free``.
     """
-    return min(share * total - used, free) - others
+    return min(share * total - used, free) - step
 
 
 def step_bytes(config: GenerationConfig, decoder: Decoder) -> float:
@@ -266,14 +271,26 @@ def step_bytes(config: GenerationConfig, decoder: Decoder) -> float:
     if spec.experts is not None:  # a row for each choice, what its expert makes of it, and the result
         slices = 1 if any(block.first_expert is not None for block in blocks) else decoder.tp.size
         inner = 3 * spec.experts.intermediate_size / slices
-        mlp = max(mlp, spec.experts.per_token * (2 * spec.hidden_size + inner) + 3 * spec.experts.shared_size / decoder.tp.size)
+        mlp = max(
+            mlp,
+            spec.experts.experts_per_token * (2 * spec.hidden_size + inner) + 3 * spec.experts.shared_size / decoder.tp.size,
+        )
     row = 4 * spec.hidden_size + queries + 2 * keys + max(mlp, 3 * queries + 3 * keys)
     if spec.latent is not None:  # queries twice and their outputs, as wide as an entry of the cache
-        row = 4 * spec.hidden_size + queries + 2 * spec.latent.entry + max(mlp, 3 * block.num_heads * spec.latent.entry)
-    if spec.delta is not None:
-        row += (spec.delta.columns + spec.delta.kept / 2 * 4 / size) / decoder.tp.size
+        row = (
+            4 * spec.hidden_size
+            + queries
+            + 2 * spec.latent.cached_elements
+            + max(mlp, 3 * block.num_heads * spec.latent.cached_elements)
+        )
+    if spec.delta_rule is not None:
+        row += (spec.delta_rule.columns + spec.delta_rule.saved_numbers_per_token / 2 * 4 / size) / decoder.tp.size
     copies = 2 + (2 * decoder.tp.size if decoder.tp.size > 1 else 0)
     logits = 4 * config.max_num_seqs * spec.vocab_size / decoder.tp.size * copies if decoder.is_last else 0.0
     captures = config.captures(next(decoder.parameters()).device, decoder.pp)
-    decoding = 0.0 if spec.delta is None else TEMPORARY_STATES * 4 * config.max_num_seqs * spec.delta.state / decoder.tp.size
+    decoding = (
+        0.0
+        if spec.delta_rule is None
+        else TEMPORARY_STATES * 4 * config.max_num_seqs * spec.delta_rule.state_numel / decoder.tp.size
+    )
     return max(size * config.max_num_batched_tokens * row, decoding) + logits * (1 + captures)

@@ -17,7 +17,7 @@ from rlhf_spmd.generation.sequence import SequenceState
 
 
 class LogitRules:
-    """The rules of one call for ``rows``, in the order of their index. ``stop_ids``: the tokens that end a response."""
+    """The rules of one call for ``rows``, in the order of their ``buffer_line``. ``stop_ids``: the tokens that end a response."""
 
     def __init__(
         self,
@@ -28,40 +28,39 @@ class LogitRules:
         device: torch.device,
     ) -> None:
         self.repetition = sampling.repetition_penalty
-        self.frequency, self.presence = sampling.frequency_penalty, sampling.presence_penalty
+        self.frequency = sampling.frequency_penalty
+        self.presence = sampling.presence_penalty
         self.uses_history = self.repetition != 1.0 or self.frequency != 0.0 or self.presence != 0.0
-        known = sorted(token for token in stop_ids if token < vocab_size)
-        self.stop_ids = torch.tensor(known, dtype=torch.int64, device=device)
+        stop_ids = sorted(token for token in stop_ids if token < vocab_size)
+        self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         bias = _bias(sampling, vocab_size)
         self.has_bias = bool(bias.any())  # read on the host, so that it need not wait for a device
         self.bias = bias.to(device)
-        self.has_minimum = any(row.min_new for row in rows)
-        self.least = torch.tensor(
-            [row.prompt_length + row.min_new for row in rows], device=device
-        )  # tokens before a response may end
-        self.prompts = torch.tensor([row.prompt_length for row in rows], device=device)
+        self.has_minimum = any(row.min_new_tokens for row in rows)
+        min_lengths = [row.prompt_length + row.min_new_tokens for row in rows]
+        self.min_lengths = torch.tensor(min_lengths, device=device)  # tokens of a row before its response may end
+        self.prompt_lengths = torch.tensor([row.prompt_length for row in rows], device=device)
         self.processors = {
             i: (row.prompt_length, row.request.processors) for i, row in enumerate(rows) if row.request.processors
         }
 
     def constants(self) -> tuple[float, ...]:
         """Return what a captured :meth:`apply` has fixed: its numbers, and the addresses of its tensors."""
-        tensors = self.stop_ids, self.bias, self.least, self.prompts
+        tensors = self.stop_ids, self.bias, self.min_lengths, self.prompt_lengths
         numbers = self.repetition, self.frequency, self.presence, self.has_bias, self.has_minimum, len(self.stop_ids)
         return *numbers, *(tensor.data_ptr() for tensor in tensors)
 
     def apply(self, logits: Tensor, buffer_lines: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
         """Return new logits [B, V] for the next token of the rows in ``buffer_lines`` [B].
 
-        ``tokens`` has a line for each row of the call, at least as long as the longest of these; ``lengths`` [B]: tokens so
-        far.
+        ``tokens``: a line for each row of the call, at least as long as the longest of these. ``lengths`` [B]: tokens so far.
         """
         logits = logits + self.bias.to(logits.dtype) if self.has_bias else logits.clone()
         if self.has_minimum:
-            early = lengths < self.least[buffer_lines]
+            early = lengths < self.min_lengths[buffer_lines]
             logits[:, self.stop_ids] = logits[:, self.stop_ids].masked_fill(early[:, None], -math.inf)
         if self.uses_history:
-            self._penalise(logits, tokens[buffer_lines], self.prompts[buffer_lines, None], lengths[:, None])
+            self._penalise(logits, tokens[buffer_lines], self.prompt_lengths[buffer_lines, None], lengths[:, None])
         if self.processors:
             for scores, buffer_line, length in zip(logits, buffer_lines.tolist(), lengths.tolist(), strict=True):
                 start, processors = self.processors.get(buffer_line, (0, ()))

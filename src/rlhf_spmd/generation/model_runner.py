@@ -3,12 +3,12 @@
 All tokens of a call, prompts and drawn ones, lie in one buffer [rows, longest] on the device, beside their log-probs. A step
 gathers its inputs from the buffer, draws a token after each row's last one, and writes it there.
 
-Rows that decode can therefore repeat without the host. It looks at the tokens after the last repetition, and drops what was drawn
-after a stop. A row at its limit computes and writes its last token again. As nothing depends on the host, such a step is
+Rows that decode can therefore repeat without the host. The host looks at the tokens after the last repetition, and drops what was
+drawn after a stop. A row at its limit computes and writes its last token again. As nothing depends on the host, such a step is
 captured as a CUDA graph, one for each batch size, and replayed (``graphs``). Batches are then padded with copies of their first
 row, whose tokens go to a line that nobody reads.
 
-``buffer_line``: the line of a row of the call in the buffer, its index. Legend: B rows of a step.
+``buffer_line``: the line of a row in the buffer (:class:`SequenceState`). Legend: B rows of a step.
 """
 
 from __future__ import annotations
@@ -30,18 +30,11 @@ from rlhf_spmd.generation.kv_cache import KVCache, fill_lines, slot_mapping
 from rlhf_spmd.generation.logit_rules import build_rules
 from rlhf_spmd.generation.pipeline_channels import PipelineChannels
 from rlhf_spmd.generation.recurrent_states import DecodeMixing
-from rlhf_spmd.generation.sampler import (
-    SamplingGroups,
-    SamplingTensors,
-    build_sampling_tensors,
-    draw_rows,
-    group_by_sampling,
-    row_keys,
-)
+from rlhf_spmd.generation.sampler import SamplingGroups, build_sampling_tensors, draw_rows, group_by_sampling, row_keys
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState, SequenceWork
 from rlhf_spmd.kernels import HasDeltaRuleStep, capabilities, on_device
 from rlhf_spmd.kernels.devices import HostCopy
-from rlhf_spmd.kernels.sampling_tensors import RowSampler
+from rlhf_spmd.kernels.sampling_tensors import RowSampler, SamplingTensors
 from rlhf_spmd.models.heads import gather_logits, local_logits, log_probs_of
 
 NOT_FINITE = -1  # replaces a drawn token whose log-prob is not finite, so that the host of every rank learns of it
@@ -51,11 +44,12 @@ GRAPH_STEPS_PER_SYNC = 8  # default of steps_per_sync where steps are captured
 class LaunchedStep(NamedTuple):
     """A step that is queued on the device.
 
-    ``number``: tokens that it draws; ``token_index`` int64: where these go in the token buffer; ``drawn``: the tokens on their way
-    to the host, on the last stage.
+    - num_drawn: the number of tokens that it draws
+    - token_index: where these go in the token buffer, int64 [num_drawn]
+    - drawn: on the last stage, the tokens on their way to the host
     """
 
-    number: int
+    num_drawn: int
     token_index: Tensor
     drawn: HostCopy | None
 
@@ -63,7 +57,9 @@ class LaunchedStep(NamedTuple):
 class DrawState:
     """What a draw needs of its rows, as lines of one tensor, since kernels read contiguous lines. All int64 [B].
 
-    - buffer_lines: of the rows; lengths: tokens so far; prompt_lengths, limits: of the rows; keys: of the draws
+    - buffer_lines, prompt_lengths, limits: those of the rows
+    - lengths: the rows' tokens so far
+    - keys: the keys of the draws
     - tokens_to, log_probs_to: where a row's tokens and log-probs begin in the flat buffers, as if prompts had log-probs too
     - tokens_from: where a row's tokens are read. It differs from ``tokens_to`` for padding
     """
@@ -75,7 +71,7 @@ class DrawState:
 
 
 class ModelRunner:
-    """Runs steps of ``rows``, which are in the order of their index.
+    """Runs steps of ``rows``, which are in the order of their ``buffer_line``.
 
     The runners of a call share ``channels``; those of a micro-batch, one per call, share ``graphs``.
 
@@ -87,13 +83,14 @@ class ModelRunner:
     def __init__(
         self, call: GenerationCall, rows: Sequence[SequenceState], cache: KVCache, channels: PipelineChannels, graphs: Graphs
     ) -> None:
-        self.decoder, self.mesh, self.cache, self.channels, self.graphs = call.decoder, call.mesh, cache, channels, graphs
-        decoder = call.decoder
+        self.decoder = decoder = call.decoder
+        self.mesh, self.channels = call.mesh, channels
+        self.cache, self.graphs = cache, graphs
+        self.device = cache.pages.device
         sampling = call.sampling
         config = call.config
-        self.device = cache.pages.device
         self.num_heads = decoder.spec.num_attention_heads // decoder.tp.size
-        self.drawable = call.drawable
+        self.num_drawable = call.num_drawable
         self.rules = build_rules(sampling, call.stop.token_ids, rows, decoder.spec.vocab_size, self.device)
         overrides = [row.request.overrides or sampling.overrides for row in rows]
         kinds = {each: i for i, each in enumerate(dict.fromkeys(overrides))}
@@ -104,13 +101,13 @@ class ModelRunner:
         repeatable = decoder.pp == 1 and not processors
         self._in_one_pass = isinstance(decoder.ops, RowSampler)
         self.captures = repeatable and self._can_capture(config)
-        each = config.steps_per_sync or (GRAPH_STEPS_PER_SYNC if self.captures else 1)
-        self.max_repeats = each if repeatable and (each > 1 or self.captures) else 0
+        tokens_per_sync = config.steps_per_sync or (GRAPH_STEPS_PER_SYNC if self.captures else 1)
+        self.max_repeats = tokens_per_sync if repeatable and (tokens_per_sync > 1 or self.captures) else 0
         self._max_padded_rows = padded_size(config.max_num_seqs)
         self.runs_ahead = repeatable and capabilities(self.device).streams
-        self._allocate(rows, sampling.logprobs)
-        seeds, numbers = zip(*(row.request.draw_key or (call.seed, row.request.row_id) for row in rows), strict=True)
-        keys = row_keys(seeds, torch.tensor([row.step for row in rows]), torch.tensor(numbers))
+        self._allocate_buffers(rows, sampling.logprobs)
+        seeds, row_ids = zip(*(row.request.draw_key or (call.seed, row.request.row_id) for row in rows), strict=True)
+        keys = row_keys(seeds, torch.tensor([row.step for row in rows]), torch.tensor(row_ids))
         self._keys = keys.numpy()
         self._limits = np.array([row.limit for row in rows], dtype=np.int64)
         self._prompt_lengths = np.array([row.prompt_length for row in rows], dtype=np.int64)
@@ -118,8 +115,8 @@ class ModelRunner:
         self._first_tokens = buffer_lines * self.max_row_tokens
         self._first_log_probs = buffer_lines * self.max_new_tokens - self._prompt_lengths
 
-    def _allocate(self, rows: Sequence[SequenceState], num_top: int) -> None:
-        """Make the buffers of the call, with a line for each row and one for padding.
+    def _allocate_buffers(self, rows: Sequence[SequenceState], num_top: int) -> None:
+        """Allocate the buffers of the call, with a line for each row and one for padding.
 
         Graphs use those of earlier calls again.
         """
@@ -181,30 +178,30 @@ class ModelRunner:
         NOT_FINITE replaces a token whose log-prob is not finite. Steps are finished in the order of their starts.
         Collective over the replica: every rank of it must call, in program order.
         """
-        if not launched.number:
+        if not launched.num_drawn:
             return []
-        if launched.drawn is None:
-            received = self.channels.take_tokens()
-            self.tokens.index_copy_(0, launched.token_index, received)
-            token_ids: list[int] = received.tolist()
-        else:
-            token_ids = launched.drawn.tolist()
+        if launched.drawn is not None:
+            return launched.drawn.tolist()
+        received = self.channels.take_tokens()
+        self.tokens.index_copy_(0, launched.token_index, received)
+        token_ids: list[int] = received.tolist()
         return token_ids
 
     def extend(self, row: SequenceState, token_ids: Sequence[int]) -> None:
         """Put tokens that the model did not draw after those of ``row``. Their log-probs become 0."""
-        start = row.index * self.max_row_tokens + row.length
+        start = row.buffer_line * self.max_row_tokens + row.length
         self.tokens[start : start + len(token_ids)] = torch.tensor(token_ids, dtype=torch.int64)
-        first = row.index * self.max_new_tokens + row.num_new
+        first = row.buffer_line * self.max_new_tokens + row.num_new
         new = slice(first, first + len(token_ids))
         self.log_probs[:, new] = 0.0
-        self.top_ids[new], self.top_log_probs[new] = 0, 0.0
+        self.top_ids[new] = 0
+        self.top_log_probs[new] = 0.0
 
     def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what is known of the drawn tokens, on the CPU of every rank of the replica.
+        """Return four tensors on the CPU of every rank of the replica: what is known of the drawn tokens.
 
-        That is log-probs [rows, longest response] at the sampling temperature and at 1, and the likeliest tokens' ids and log-probs
-        [rows, longest response, logprobs].
+        The first two are their log-probs at the sampling temperature and at 1, [rows, longest response]. The others are the ids and
+        log-probs of the likeliest tokens, [rows, longest response, logprobs].
 
         Collective over the replica: every rank of it must call, in program order.
         """
@@ -220,7 +217,7 @@ class ModelRunner:
 
     def row_results(self, row: SequenceState) -> list[Tensor]:
         """Return the :meth:`results` of one row so far (last stage only, between two steps)."""
-        first = row.index * self.max_new_tokens
+        first = row.buffer_line * self.max_new_tokens
         parts = self.log_probs[0], self.log_probs[-1], self.top_ids, self.top_log_probs
         return [part[first : first + row.num_new].cpu() for part in parts]
 
@@ -228,7 +225,7 @@ class ModelRunner:
         """Return the hidden states of all tokens of ``work`` after this stage's layers."""
         attention = self.cache.for_step(work, self.num_heads)
         if self.decoder.is_first:
-            first_tokens = self._first_tokens[[item.row.index for item in work]]
+            first_tokens = self._first_tokens[[item.row.buffer_line for item in work]]
             starts = np.repeat(first_tokens, [item.num_tokens for item in work])
             inputs = self.tokens.index_select(0, on_device(starts, self.device) + attention.positions)
         else:
@@ -258,8 +255,10 @@ class ModelRunner:
 
         The last ``num_padding`` write to the line of padding.
         """
-        tokens_from, prompt_lengths = self._first_tokens[buffer_lines], self._prompt_lengths[buffer_lines]
-        tokens_to, log_probs_to = tokens_from.copy(), self._first_log_probs[buffer_lines]
+        tokens_from = self._first_tokens[buffer_lines]
+        tokens_to = tokens_from.copy()
+        prompt_lengths = self._prompt_lengths[buffer_lines]
+        log_probs_to = self._first_log_probs[buffer_lines]
         padding = slice(len(buffer_lines) - num_padding, len(buffer_lines))
         tokens_to[padding] = len(self._limits) * self.max_row_tokens
         log_probs_to[padding] = len(self._limits) * self.max_new_tokens - prompt_lengths[padding]
@@ -284,7 +283,7 @@ class ModelRunner:
             scores = self.rules.apply(all_logits, state.buffer_lines, state.lengths, history)
         positions = state.lengths - state.prompt_lengths
         drawn, log_probs, log_probs_t1 = draw_rows(
-            self.decoder.ops, scores, logits, settings, state.keys, positions, self.decoder, groups, self.drawable
+            self.decoder.ops, scores, logits, settings, state.keys, positions, self.decoder, groups, self.num_drawable
         )
         self.tokens.index_copy_(0, state.tokens_to + state.lengths, drawn)
         index = state.log_probs_to + state.lengths
@@ -292,7 +291,7 @@ class ModelRunner:
         if len(self.log_probs) > 1:
             self.log_probs[0].index_copy_(0, index, log_probs)
         if self.top_ids.numel():
-            top = all_logits[:, : self.drawable].topk(self.top_ids.shape[1]).indices
+            top = all_logits[:, : self.num_drawable].topk(self.top_ids.shape[1]).indices
             self.top_ids.index_copy_(0, index, top)
             self.top_log_probs.index_copy_(0, index, log_probs_of(self.decoder, logits, top))
 
@@ -306,7 +305,7 @@ class ModelRunner:
         """Run ``repeats`` steps of one token per row."""
         num_padding = padded_size(len(rows)) - len(rows) if self.captures else 0
         padded = [*rows, *[rows[0]] * num_padding]
-        buffer_lines = np.array([row.index for row in padded])
+        buffer_lines = np.array([row.buffer_line for row in padded])
         state = self._state(buffer_lines, np.array([row.length for row in padded]), num_padding)
         settings, groups = self._settings(buffer_lines)
         num_pages = max(len(row.pages) for row in rows)
@@ -317,35 +316,42 @@ class ModelRunner:
             for _ in range(repeats):
                 self._decode_once(state, page_table, state_slots, settings, groups, history)
             return
-        n = len(padded)
-        num_rows = self._max_padded_rows
-        arena = self.graphs.arena
+        inputs = self._static_inputs(state, page_table, state_slots, settings)
+        step = partial(self._decode_once, *inputs, groups, self.history)
+        flags = settings.filters, settings.greedy, settings.tempered
+        key = len(padded), flags, groups[0][0].overrides if groups else None
+        self.graphs.run(step, repeats, key, self._addresses())
 
-        def fixed(name: str, values: Tensor) -> Tensor:
+    def _static_inputs(
+        self, state: DrawState, page_table: Tensor, state_slots: Tensor, settings: SamplingTensors
+    ) -> tuple[DrawState, Tensor, Tensor, SamplingTensors]:
+        """Return copies of a step's inputs in the graphs' arena, where their addresses stay."""
+        arena = self.graphs.arena
+        num_rows, num_pages = page_table.shape
+
+        def static(name: str, values: Tensor) -> Tensor:
             """Copy ``values`` [..., B] to the arena's tensor of this name."""
-            shape = *values.shape[:-1], num_rows
-            return arena.take(name, shape, values.dtype, self.device)[..., :n].copy_(values)
+            shape = *values.shape[:-1], self._max_padded_rows
+            return arena.take(name, shape, values.dtype, self.device)[..., :num_rows].copy_(values)
 
         max_pages = arena.size("pages", -(-(self.max_row_tokens - 1) // self.cache.page_size))
-        table = arena.take("table", (num_rows, max_pages), torch.int32, self.device)[:n].zero_()
+        table = arena.take("table", (self._max_padded_rows, max_pages), torch.int32, self.device)[:num_rows].zero_()
         table[:, :num_pages] = page_table
         columns: dict[str, Any] = {
-            name: fixed(name, getattr(settings, name)) for name in ("temperature", "top_p", "min_p", "top_k")
+            name: static(name, getattr(settings, name)) for name in ("temperature", "top_p", "min_p", "top_k")
         }
-        static = DrawState(fixed("state", state.packed)), table, fixed("state slots", state_slots)
-        step = partial(self._decode_once, *static, settings._replace(**columns), groups, self.history)
-        flags = settings.filters, settings.greedy, settings.tempered
-        key = n, flags, groups[0][0].overrides if groups else None
-        self.graphs.run(step, repeats, key, self._addresses())
+        static_state = DrawState(static("state", state.packed))
+        return static_state, table, static("state slots", state_slots), settings._replace(**columns)
 
     def _addresses(self) -> tuple[object, ...]:
         """Return what a captured step has fixed outside the arena: addresses, shapes and rules."""
         rules = () if self.rules is None else (self.history.shape, *self.rules.constants())
         weights = tuple(tensor.data_ptr() for tensor in (*self.decoder.parameters(), *self.decoder.buffers()))
-        caches, states = (cache.pages for cache in (self.cache, self.cache.of_global) if cache is not None), self.cache.states
+        caches = [cache.pages for cache in (self.cache, self.cache.global_head_cache) if cache is not None]
+        states = self.cache.states
         experts = None if self.cache.experts is None else self.cache.experts.values.data_ptr()
-        of_states = () if states is None else (states.inputs.data_ptr(), states.memory.data_ptr())
-        return *((pages.data_ptr(), pages.shape) for pages in caches), experts, of_states, weights, rules
+        state_addresses = () if states is None else (states.inputs.data_ptr(), states.memory.data_ptr())
+        return *((pages.data_ptr(), pages.shape) for pages in caches), experts, state_addresses, weights, rules
 
     def _decode_once(
         self,
@@ -358,7 +364,7 @@ class ModelRunner:
     ) -> None:
         """Draw the next token of each row and add 1 to the lengths in ``state``. The host reads no tensor here.
 
-        ``state_slots`` [B]: of the rows' states, -1 for copies of the first row.
+        ``state_slots`` [B]: the slots of the rows' states, -1 for copies of the first row.
         """
         positions = state.lengths - 1
         states = self.cache.states
@@ -379,16 +385,16 @@ class ModelRunner:
         Experts may read counts on the host, and torch's paged attention allocates anew each time. Rows that are drawn group by
         group form other groups in each step, and their top_p reads numbers on the host.
         """
-        wanted = config.captures(self.device, self.decoder.pp) and self.cache.backend.capturable
+        capturable = config.captures(self.device, self.decoder.pp) and self.cache.backend.capturable
         same_draws = self._in_one_pass or (len(self.samplings) == 1 and self.samplings[0].top_p == 1.0)
         # torch would change the first row's state for each copy of it
         same_states = self.cache.states is None or isinstance(self.decoder.ops, HasDeltaRuleStep)
-        return wanted and same_draws and same_states and not self.decoder.moe_syncs_host
+        return capturable and same_draws and same_states and not self.decoder.moe_syncs_host
 
 
 def _draws(work: Sequence[SequenceWork], repeats: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the buffer line of each token that ``work`` draws, and the row's length before it, int64 each."""
     counts = [item.num_draws(repeats) for item in work]
-    buffer_lines = np.repeat(np.array([item.row.index for item in work], dtype=np.int64), counts)
+    buffer_lines = np.repeat(np.array([item.row.buffer_line for item in work], dtype=np.int64), counts)
     lengths = [item.row.length + number for item, count in zip(work, counts, strict=True) for number in range(count)]
     return buffer_lines, np.array(lengths, dtype=np.int64)

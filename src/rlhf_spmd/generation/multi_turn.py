@@ -28,10 +28,10 @@ from rlhf_spmd.environments.tool_calls import TurnContext
 from rlhf_spmd.generation.sequence import ScheduledStep, SequenceState
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.collectives import Group
-from rlhf_spmd.telemetry.progress import equal_runs
+from rlhf_spmd.telemetry.run_dir import equal_runs
 
-SPARE_LEVELS = 200  # by which messages may be nested less than JSON can read here: others read them inside more lists and calls
-TAIL = 32  # tokens before a turn that may hold a mark which opens thoughts
+SPARE_LEVELS = 200  # levels of nesting kept free: other readers put the messages inside further lists
+TAIL = 32  # tokens before a turn that may contain a mark which opens thoughts
 
 # an answer: row id, tokens of the observation, the observation as messages, reward, done, why it failed
 Encoded = tuple[int, list[int], list[ChatMessage], float, bool, str | None]
@@ -41,8 +41,8 @@ Encoded = tuple[int, list[int], list[ChatMessage], float, bool, str | None]
 class Environments:
     """The environments of a call. A row has one of them or none.
 
-    - configs: by name
-    - rows: by row id, what the row's environment begins with
+    - configs: the environments' settings, by name
+    - rows: what a row's environment begins with, by row id
     - encoding: how messages between turns are rendered
     """
 
@@ -57,8 +57,8 @@ def spelled_marks(tokenizer: Any, ids: list[int], text: str) -> dict[str, list[i
     starts: dict[str, list[int]] = {}
     for mark, token in _added_tokens(tokenizer).items():
         if mark in text and text.count(mark) > ids.count(token):
-            before = [ids[:i] for i, each in enumerate(ids) if each == token]
-            starts[mark] = [len(each) for each in decode(tokenizer, before, skip_special_tokens=False)]
+            before = [ids[:i] for i, token_id in enumerate(ids) if token_id == token]
+            starts[mark] = [len(text) for text in decode(tokenizer, before, skip_special_tokens=False)]
     return starts
 
 
@@ -80,10 +80,11 @@ def turn_messages(
 
     ``mask``, ``observations``: see :class:`Completion`. ``reasoning_tags``: what these enclose is left out of each turn.
     """
-    messages, rest = list[ChatMessage](), iter(observations)
+    messages = list[ChatMessage]()
+    next_observations = iter(observations)
     for drawn, begin, end in equal_runs(mask):
         if not drawn:
-            messages += next(rest)
+            messages += next(next_observations)
             continue
         if reasoning_tags is None:
             content: str | None = decode(tokenizer, [response[begin:end]])[0]
@@ -100,7 +101,8 @@ class MultiTurnRollouts:
     It changes what belongs to a row (mask, reward, turns, its end). The caller schedules: rows that :meth:`end_turns` returns
     are to be held, and those that :meth:`answers` returns go on with the tokens beside them, or have ended.
 
-    - rows: by row id, those of the call's rows that have an environment; they are held when the call begins
+    - rows: the call's rows that have an environment, by row id; they are held when the call begins
+    - awaited: ids of the rows whose environments have yet to answer, the same on every rank
     - tick: called while the first rank waits for answers
     """
 
@@ -112,9 +114,10 @@ class MultiTurnRollouts:
         replica: Group,
         tick: Callable[[], None],
     ) -> None:
-        self.environments, self.spec, self.replica, self.tick = environments, spec, replica, tick
-        configs, chosen = environments.configs, environments.rows.items()
-        self._names = {row_id: name for row_id, row in chosen if (name := environment_of(configs, row))}
+        self.environments, self.spec = environments, spec
+        self.replica, self.tick = replica, tick
+        configs = environments.configs
+        self._names = {row_id: name for row_id, row in environments.rows.items() if (name := environment_of(configs, row))}
         self.rows: dict[int, SequenceState] = {}
         self._encoder = PromptEncoder(environments.tokenizer, environments.encoding or EncodingConfig())
         self._runner: EnvironmentRunner | None = None
@@ -126,7 +129,7 @@ class MultiTurnRollouts:
                 self.rows[row_id] = row
                 if self._runner is not None:
                     self._runner.reset(row_id)
-        self._awaited = set(self.rows)  # row ids, the same on every rank
+        self.awaited = set(self.rows)
 
     def __enter__(self) -> MultiTurnRollouts:
         return self
@@ -135,22 +138,14 @@ class MultiTurnRollouts:
         if self._runner is not None:
             self._runner.close()
 
-    @property
-    def waits(self) -> bool:
-        """Return True if an answer is to come."""
-        return bool(self._awaited)
-
-    def awaits(self, row: SequenceState) -> bool:
-        """Return True if this row's environment has yet to answer."""
-        return row.request.row_id in self._awaited
-
     def end_turns(self, step: ScheduledStep) -> list[SequenceState]:
-        """Ask the environments of rows whose turn ``step`` has ended. Returns the rows that go on after the answer."""
+        """Ask the environments of rows whose turn ``step`` has ended. Return the rows that go on after the answer."""
         waiting = []
         for row in (item.row for item in step.work if item.samples):
             if not (row.stopped or row.length >= row.limit):
                 continue
-            start, row_id = row.turn_start, row.request.row_id
+            start = row.turn_start
+            row_id = row.request.row_id
             turn = row.tokens[start:]
             assert row.mask is not None
             row.mask += [True] * len(turn)
@@ -160,13 +155,14 @@ class MultiTurnRollouts:
             if row.length < row.limit and row.num_turns != self.environments.configs[self._names[row_id]].max_turns:
                 row.stopped = False
                 waiting.append(row)
-            self._awaited.add(row_id)
+            self.awaited.add(row_id)
             if self._runner is not None:
-                said = [token for token in turn if token not in self.spec.eos_token_ids]
+                spoken_ids = [token for token in turn if token not in self.spec.eos_token_ids]
                 # models write tool calls between special tokens
-                text = self._decode(said)
+                text = self._decode(spoken_ids)
                 before = self._decode(row.tokens[max(start - TAIL, 0) : start])
-                self._runner.step(row_id, text, TurnContext(before, spelled_marks(self.environments.tokenizer, said, text)))
+                marks = spelled_marks(self.environments.tokenizer, spoken_ids, text)
+                self._runner.step(row_id, text, TurnContext(before, marks))
         return waiting
 
     def _decode(self, ids: list[int]) -> str:
@@ -183,31 +179,31 @@ class MultiTurnRollouts:
 
         Raises EnvironmentFailure. Collective over the replica: every rank of it must call, in program order.
         """
-        if not self._awaited:
+        if not self.awaited:
             return []
-        sent: bytes | None = None
+        payload: bytes | None = None
         if self._runner is not None:  # answers as JSON; empty if there are none
             answers = [self._encode(answer) for answer in self._runner.answers(wait, self.tick)]
-            sent = json.dumps(answers).encode() if answers else b""
-        sent = self.replica.broadcast_bytes(sent, "generation:environments")
-        return [self._take(*answer) for answer in json.loads(sent)] if sent else []
+            payload = json.dumps(answers).encode() if answers else b""
+        payload = self.replica.broadcast_bytes(payload, "generation:environments")
+        return [self._take(*answer) for answer in json.loads(payload)] if payload else []
 
     def _encode(self, answer: Answer) -> Encoded:
         """Return the answer with its observation as tokens; one that the model cannot read has failed."""
-        row_id, said, reward, done, failure = answer
+        row_id, observation, reward, done, failure = answer
         if failure is not None or done or not self.rows[row_id].on_hold:
             return row_id, [], [], reward, done, failure
-        messages = [{"role": "tool", "content": said}] if isinstance(said, str) else said
+        messages = [{"role": "tool", "content": observation}] if isinstance(observation, str) else observation
         try:
             nested: list[Any] = messages
             for _ in range(SPARE_LEVELS):
                 nested = [nested]
             json.dumps(nested)
-            return row_id, self._observation_ids(self.rows[row_id], said), messages, reward, done, None
+            return row_id, self._observation_ids(self.rows[row_id], observation), messages, reward, done, None
         # The boundary to the user's data: whatever JSON, the template or the tokenizer cannot read ends the row.
         except Exception as error:
-            why = str(error) if isinstance(error, TypeError | ValueError) else error_words(error)
-            return row_id, [], [], 0.0, True, f"environment {self._names[row_id]!r}: row {row_id}: {why}"
+            reason = str(error) if isinstance(error, TypeError | ValueError) else error_words(error)
+            return row_id, [], [], 0.0, True, f"environment {self._names[row_id]!r}: row {row_id}: {reason}"
 
     def _observation_ids(self, row: SequenceState, observation: str | list[ChatMessage]) -> list[int]:
         """Return the tokens after the row's turn, at most as many as end the row.
@@ -217,9 +213,11 @@ class MultiTurnRollouts:
         Raises ValueError for tokens that the model does not know, for a template that refuses the messages, and for a beginning
         that leaves the model no token.
         """
-        tokenizer, room = self.environments.tokenizer, row.limit - row.length
-        said = [observation] if isinstance(observation, str) else [str(message["content"]) for message in observation]
-        if sum(map(len, said)) > room * longest_token(tokenizer):  # it ends the row: tokenising megabytes would take minutes
+        tokenizer = self.environments.tokenizer
+        room = row.limit - row.length
+        texts = [observation] if isinstance(observation, str) else [str(message["content"]) for message in observation]
+        num_characters = sum(map(len, texts))
+        if num_characters > room * longest_token(tokenizer):  # it ends the row: tokenising megabytes would take minutes
             ids = [row.tokens[-1]] * room
         elif isinstance(observation, str):
             ids = encode_continued(tokenizer, observation)
@@ -227,7 +225,7 @@ class MultiTurnRollouts:
             data_row = Row(dict(self.environments.rows[row.request.row_id]), "its messages")
             with named_row(data_row.where):
                 text = self._encoder.between_turns(observation, options=chat_options(data_row))
-            ids = encode_continued(tokenizer, text) or [row.tokens[-1]]  # nothing: a template may drop it
+            ids = encode_continued(tokenizer, text) or [row.tokens[-1]]  # a template may leave nothing of the messages
             has_ended = ids[0] == row.tokens[-1] or {ids[0], row.tokens[-1]} <= set(self.spec.eos_token_ids)
             ids = ids[has_ended:]
         if max(ids, default=0) >= self.spec.vocab_size:
@@ -236,7 +234,7 @@ class MultiTurnRollouts:
             )
         if row.num_new == 0 and len(ids) >= room:
             raise ValueError(
-                f"reset() observes {sum(map(len, said))} characters, at least {room} tokens, but max_response_length="
+                f"reset() observes {num_characters} characters, at least {room} tokens, but max_response_length="
                 f"{row.limit - row.prompt_length}, which they count towards, must leave one for the model"
             )
         return ids
@@ -244,16 +242,18 @@ class MultiTurnRollouts:
     def _take(
         self, row_id: int, ids: list[int], messages: list[ChatMessage], reward: float, done: bool, failure: str | None
     ) -> tuple[SequenceState, list[int]]:
-        self._awaited.remove(row_id)
+        self.awaited.remove(row_id)
         row = self.rows[row_id]
         row.reward += reward
         if failure is not None:
-            row.failure, row.reward = failure, math.nan
+            row.failure = failure
+            row.reward = math.nan
             if row.num_new == 0:  # a response has a token: the model answers once, alone
                 del self.rows[row_id]
                 return row, []
         if row.on_hold and (done or row.length + len(ids) >= row.limit):
-            row.stopped, row.ended = done, True
+            row.stopped = done
+            row.ended = True
         if row.ended:  # now, or with its last turn
             return row, []
         assert row.mask is not None

@@ -39,7 +39,7 @@ class PageAllocator:
         return [page for page, count in enumerate(self._references) if count]
 
     def forget_prefixes(self) -> None:
-        """From now on no page is found by its content."""
+        """Forget the content of all pages, so that none is found by it."""
         self._page_of.clear()
         self._prefix_of.clear()
 
@@ -106,10 +106,10 @@ class PrefixTable:
 
 
 class PromptStates:
-    """The states of prompts, by the id of the whole prompt (``SequenceState.prefix_ids``). ``spare``: slots of no row."""
+    """The states of prompts, by the id of the whole prompt (``SequenceState.prefix_ids``). ``spare_slots``: slots of no row."""
 
-    def __init__(self, spare: Iterable[int]) -> None:
-        self._free = list(spare)
+    def __init__(self, spare_slots: Iterable[int]) -> None:
+        self._free = list(spare_slots)
         self._kept: dict[int, int] = {}
         self._fresh: dict[int, int] = {}  # in slots of rows, until the next step
 
@@ -120,22 +120,22 @@ class PromptStates:
         return self._fresh.get(prompt, self._kept.get(prompt))
 
     def note(self, prompt: int, slot: int) -> None:
-        """``slot``, of a row, holds the state until the step after the next plan."""
+        """Note that the slot of a row holds the prompt's state until the step after the next plan."""
         self._fresh[prompt] = slot
 
-    def keep(self, wanted: Collection[int]) -> list[tuple[int, int]]:
-        """Forget prompts that are not ``wanted``. Returns copies (from, to) by which the others outlive the step."""
-        for prompt in [prompt for prompt in self._kept if prompt not in wanted]:
+    def keep(self, prompts: Collection[int]) -> list[tuple[int, int]]:
+        """Forget all but these prompts. Return copies (source slot, target slot) by which their states outlive the step."""
+        for prompt in [prompt for prompt in self._kept if prompt not in prompts]:
             self._free.append(self._kept.pop(prompt))
         copies = []
         for prompt, slot in self._fresh.items():
-            if self._free and prompt in wanted and prompt not in self._kept:
+            if self._free and prompt in prompts and prompt not in self._kept:
                 self._kept[prompt] = self._free.pop()
                 copies.append((slot, self._kept[prompt]))
         self._fresh.clear()
         return copies
 
     def clear(self) -> None:
-        """From now on no prompt is found."""
+        """Forget all prompts."""
         self._fresh.clear()
         self.keep(())

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_spmd.generation.kv_cache import KVCache, fill_lines, slot_mapping
 from rlhf_spmd.generation.sequence import SequenceWork
 from rlhf_spmd.kernels import AttentionRule, CppOps, LayerKernelArgs, on_device
-from rlhf_spmd.kernels.packing import KEY_BLOCK, PaddedGroup, visible
+from rlhf_spmd.kernels.packing import KEY_BLOCK, PaddedGroup, visible_keys
 
 TILE_QUERIES = 64  # queries of one row computed together; long prompts thus skip most keys that they do not see
 MAX_TILE_SCORES = 1 << 22  # elements of one score matrix
@@ -50,29 +50,29 @@ def cut_tiles(work: Sequence[SequenceWork], page_size: int) -> list[Tile]:
 
 def group_tiles(tiles: Sequence[Tile], page_size: int, num_heads: int) -> list[list[Tile]]:
     """Return tiles that are computed together, padded to the longest. A new group starts where padding would cost more than a group."""
-    alike: dict[tuple[int, int], list[Tile]] = {}
+    tiles_by_size: dict[tuple[int, int], list[Tile]] = {}
     for tile in tiles:
-        alike.setdefault((tile.num_pages, tile.num_queries), []).append(tile)
+        tiles_by_size.setdefault((tile.num_pages, tile.num_queries), []).append(tile)
 
     def cost(num_pages: int, count: int) -> int:
         return num_pages * page_size * (GATHER_COST + count)
 
     groups: list[list[Tile]] = []
     queries = real_cost = 0  # of the last group
-    for (num_pages, count), members in sorted(alike.items()):
+    for (num_pages, count), members in sorted(tiles_by_size.items()):
         limit = max(1, MAX_TILE_SCORES // (num_heads * count * num_pages * page_size))
         for first in range(0, len(members), limit):
-            some = members[first : first + limit]
-            merged = len(some) + (len(groups[-1]) if groups else 0)
+            block = members[first : first + limit]
+            merged = len(block) + (len(groups[-1]) if groups else 0)
             widest = max(queries, count)
-            new_cost = real_cost + len(some) * cost(num_pages, count)
+            new_cost = real_cost + len(block) * cost(num_pages, count)
             fits = merged * num_heads * widest * num_pages * page_size <= MAX_TILE_SCORES
             if groups and fits and merged * cost(num_pages, widest) - new_cost <= GROUP_COST:
-                groups[-1] += some
+                groups[-1] += block
                 queries, real_cost = widest, new_cost
             else:
-                groups.append(list(some))
-                queries, real_cost = count, len(some) * cost(num_pages, count)
+                groups.append(list(block))
+                queries, real_cost = count, len(block) * cost(num_pages, count)
     return groups
 
 
@@ -80,9 +80,10 @@ class _Bucket:
     """Tiles padded to equal numbers of queries and pages. Padding repeats the step's first token, and its output is not read."""
 
     def __init__(self, tiles: list[Tile], cache: KVCache, positions: Tensor, group_size: int) -> None:
-        num_pages, device = tiles[-1].num_pages, cache.pages.device  # groups ascend
+        num_pages = tiles[-1].num_pages  # groups ascend
+        device = cache.pages.device
         page_table = fill_lines([tile.pages for tile in tiles], num_pages, np.int64)
-        self.pages = cache.spread(on_device(page_table, device), cache.num_pages)
+        self.pages = cache.index_of_all_heads(on_device(page_table, device), cache.num_pages)
         self.tiles = PaddedGroup([tile.token for tile in tiles], [tile.num_queries for tile in tiles], device)
         self.positions = positions.index_select(0, self.tiles.index).view(len(tiles), -1)
         self.keys = torch.arange(num_pages * cache.page_size, device=device)
@@ -92,7 +93,7 @@ class _Bucket:
     def allowed(self, window: int | None) -> Tensor:
         """Return which keys each query sees, [1, B, S * G, L]."""
         if window not in self._allowed:
-            seen = visible(self.positions, self.keys, window)  # [B, S, L]
+            seen = visible_keys(self.positions, self.keys, window)  # [B, S, L]
             self._allowed[window] = seen.repeat_interleave(self.group_size, 1)[None]
         return self._allowed[window]
 
@@ -106,8 +107,9 @@ class KernelAttention:
 
     def __init__(self, cache: KVCache, positions: Tensor, items: Tensor, page_table: Tensor) -> None:
         assert isinstance(cache.ops, CppOps), "pages of another form"
-        self.cache, self.kernels, self.positions, self.items = cache, cache.ops, positions, items
-        self.space: Tensor | None = None
+        self.cache, self.kernels = cache, cache.ops
+        self.positions, self.items = positions, items
+        self.space: Tensor | None = None  # work space of :class:`CppOps`
         self.page_table = page_table.contiguous().view(-1)  # with one column, reshape alone would return a view with gaps
 
     @classmethod
@@ -152,14 +154,14 @@ class PagedAttention:
     def __init__(self, work: Sequence[SequenceWork], cache: KVCache, num_heads: int) -> None:
         step = slot_mapping(work, cache)
         self.cache, self.positions = cache, step.positions
-        self._spread_slots = cache.spread(step.cache_slots, cache.num_pages * cache.page_size)
+        self._all_slots = cache.index_of_all_heads(step.cache_slots, cache.num_pages * cache.page_size)
         groups = group_tiles(cut_tiles(work, cache.page_size), cache.page_size, num_heads)
         self.buckets = [_Bucket(group, cache, step.positions, num_heads // cache.kv_heads) for group in groups]
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Writes k and v, then attends over the rows' pages."""
         cache = self.cache
-        cache.write(layer_index, self._spread_slots, k, v)
+        cache.write(layer_index, self._all_slots, k, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for bucket in self.buckets:
             keys, values = cache.gather(layer_index, bucket.pages, len(bucket.positions))
@@ -174,14 +176,16 @@ class PagedDecoding:
 
     def __init__(self, positions: Tensor, page_table: Tensor, cache: KVCache, num_heads: int) -> None:
         self.cache, self.positions = cache, positions
-        self.pages = cache.spread(page_table.long(), cache.num_pages)
-        self._spread_slots = cache.spread(cache.cache_slots_of(positions, page_table), cache.num_pages * cache.page_size)
+        self.pages = cache.index_of_all_heads(page_table.long(), cache.num_pages)
+        self._all_slots = cache.index_of_all_heads(
+            cache.cache_slots_of(positions, page_table), cache.num_pages * cache.page_size
+        )
         self.keys = torch.arange(page_table.shape[1] * cache.page_size, device=page_table.device)
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        cache, rows = self.cache, len(q)
-        cache.write(layer_index, self._spread_slots, k, v)
-        keys, values = cache.gather(layer_index, self.pages, rows)
-        queries = q.reshape(rows, cache.kv_heads, -1, q.shape[-1]).transpose(0, 1)
-        seen = visible(self.positions[:, None], self.keys, rule.window)[None].expand(-1, -1, queries.shape[2], -1)
+        cache = self.cache
+        cache.write(layer_index, self._all_slots, k, v)
+        keys, values = cache.gather(layer_index, self.pages, len(q))
+        queries = q.reshape(len(q), cache.kv_heads, -1, q.shape[-1]).transpose(0, 1)
+        seen = visible_keys(self.positions[:, None], self.keys, rule.window)[None].expand(-1, -1, queries.shape[2], -1)
         return cache.ops.attend(queries, keys, values, rule, seen).transpose(0, 1).reshape(q.shape)

@@ -36,13 +36,13 @@ class PipelineChannels:
     def __init__(self, mesh: Mesh) -> None:
         stage = mesh.pp_rank
         last = mesh.layout.pp - 1
-        keep = 4 * mesh.layout.pp
+        max_sends = 4 * mesh.layout.pp  # in flight at a time
         pp, back = mesh.pp, mesh.pp_back
         pp.connect()
         back.connect()
-        self.hidden = Channel((pp, stage - 1), (pp, stage + 1), "generation:hidden", keep)
+        self.hidden = Channel((pp, stage - 1), (pp, stage + 1), "generation:hidden", max_sends)
         others = range(last) if stage == last else [stage]
-        self.tokens = [Channel((back, last), (back, other), "generation:tokens", keep) for other in others]
+        self.tokens = [Channel((back, last), (back, other), "generation:tokens", max_sends) for other in others]
         self.waited = 0.0
 
     def receive_hidden(self, buffer: Tensor) -> Tensor:
@@ -69,9 +69,9 @@ class PipelineChannels:
             channel.finish()
 
     def _take(self, channel: Channel) -> Tensor:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         received = channel.take()
-        self.waited += time.perf_counter() - begun
+        self.waited += time.perf_counter() - started
         return received
 
 
@@ -83,7 +83,7 @@ def connect_channels(mesh: Mesh, device: torch.device) -> None:
     last = mesh.layout.pp - 1
     if not last or not capabilities(device).nccl:
         return
-    mesh.pp.meet(device)  # the last stage broadcasts log-probs at the end of a call
+    mesh.pp.connect_nccl(device)  # the last stage broadcasts log-probs at the end of a call
     channels, token = PipelineChannels(mesh), torch.zeros(1, dtype=torch.int64, device=device)
     if mesh.pp_rank:
         channels.receive_hidden(token.clone())

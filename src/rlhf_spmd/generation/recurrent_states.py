@@ -1,4 +1,4 @@
-"""What layers with linear attention know of the rows in flight: a state of fixed size per row and layer, beside the pages.
+"""The states of rows in flight in layers with linear attention: a fixed number of bytes per row and layer, beside the pages.
 
 A row has a slot from its admission to its end or preemption (``Scheduler``). Its first token begins with zeros, whatever the slot
 held, so slots need no clearing. A row that is preempted computes all of its tokens again, or begins with the state of its prompt
@@ -32,10 +32,10 @@ class RecurrentStates:
 
     def __init__(self, decoder: Decoder, num_slots: int, device: torch.device) -> None:
         inputs, memory = _shapes(decoder)
-        layers, self.num_slots = decoder.num_linear, num_slots
-        wide = torch.promote_types(decoder.dtype, torch.float32)
-        self.inputs = torch.zeros(layers, num_slots, *inputs, dtype=decoder.dtype, device=device)
-        self.memory = torch.zeros(layers, num_slots, *memory, dtype=wide, device=device)
+        wide_dtype = torch.promote_types(decoder.dtype, torch.float32)
+        self.num_slots = num_slots
+        self.inputs = torch.zeros(decoder.num_linear, num_slots, *inputs, dtype=decoder.dtype, device=device)
+        self.memory = torch.zeros(decoder.num_linear, num_slots, *memory, dtype=wide_dtype, device=device)
         self.kernels = decoder.ops.packed_delta
         self._on_host: list[Tensor] | None = None
 
@@ -59,14 +59,17 @@ class RecurrentStates:
         shape: DeltaShape,
         valid: Tensor | None,
     ) -> Tensor:
-        """:func:`~rlhf_spmd.kernels.delta_rule` of rows with these ``slots`` [B]. ``begins`` [B]: those that begin with zeros; ``ends``
-        [B]: how many tokens they have; ``tokens``: x, decay and rate."""
+        """Return :func:`~rlhf_spmd.kernels.delta_rule` of rows, and update their states.
+
+        ``slots`` [B]: the rows' slots. ``begins`` [B]: True for rows that begin with zeros. ``ends`` [B]: the number of their tokens.
+        ``tokens``: x, decay and rate.
+        """
         inputs = self.inputs[layer].index_select(0, slots).masked_fill_(begins[:, None, None], 0)
         memory = self.memory[layer].index_select(0, slots).masked_fill_(begins[:, None, None, None, None], 0)
         out, seen, memory = delta_rule(*tokens, weight, shape, valid, DeltaStates(inputs, memory))
         last = ends[:, None] + torch.arange(inputs.shape[1], device=ends.device)  # the last inputs of each row
-        kept = seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))
-        self.inputs[layer].index_copy_(0, slots, kept)
+        last_inputs = seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))
+        self.inputs[layer].index_copy_(0, slots, last_inputs)
         self.memory[layer].index_copy_(0, slots, memory)
         return out
 
@@ -78,13 +81,13 @@ class RecurrentStates:
 
     def offload(self, used_pages: Sequence[int]) -> None:
         """Free the memory; the states of all slots wait in host memory."""
-        self._on_host = [host_like(each).copy_(each) for each in (self.inputs, self.memory)]
-        self.inputs, self.memory = (each.new_empty(0) for each in (self.inputs, self.memory))
+        self._on_host = [host_like(states).copy_(states) for states in (self.inputs, self.memory)]
+        self.inputs, self.memory = (states.new_empty(0) for states in (self.inputs, self.memory))
 
     def reload(self) -> None:
         """Undo :meth:`offload`, if it was called."""
         if self._on_host is not None:
-            self.inputs, self.memory = (each.to(self.memory.device) for each in self._on_host)
+            self.inputs, self.memory = (states.to(self.memory.device) for states in self._on_host)
             self._on_host = None
 
 
@@ -93,8 +96,8 @@ def slot_bytes(decoder: Decoder) -> int:
     if not decoder.num_linear:
         return 0
     inputs, memory = _shapes(decoder)
-    wide = torch.promote_types(decoder.dtype, torch.float32).itemsize
-    return decoder.num_linear * (math.prod(inputs) * decoder.dtype.itemsize + math.prod(memory) * wide)
+    wide_bytes = torch.promote_types(decoder.dtype, torch.float32).itemsize
+    return decoder.num_linear * (math.prod(inputs) * decoder.dtype.itemsize + math.prod(memory) * wide_bytes)
 
 
 def _shapes(decoder: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -105,48 +108,55 @@ def _shapes(decoder: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class StepMixing:
-    """The tokens of ``work``, in the order in which they are packed, behind those that the rows' slots know. Rows with about as many
-    tokens are computed together."""
+    """Mixes the tokens of ``work``, in the order in which they are packed, from the rows' states on.
+
+    Rows with about as many tokens are computed together.
+    """
 
     def __init__(self, states: RecurrentStates, work: Sequence[SequenceWork]) -> None:
-        self._states, device = states, states.memory.device
+        self._states = states
+        device = states.memory.device
         lengths = [item.num_tokens for item in work]
-        self._packing, self._groups = Packing(lengths, device), list[tuple[Tensor, Tensor, Tensor]]()
+        self._packing = Packing(lengths, device)
+        self._groups = list[tuple[Tensor, Tensor, Tensor]]()  # slots, begins and ends of each group
         order = sorted(range(len(work)), key=lambda i: lengths[i])  # as the groups have it
         for part in self._packing.padded_groups(1, math.inf):
-            some, order = [work[i] for i in order[: part.num_sequences]], order[part.num_sequences :]
-            slots, begins = np.array([item.row.state_slot for item in some]), np.array([item.start == 0 for item in some])
-            ends = np.array([item.num_tokens for item in some])
-            self._groups.append((on_device(slots, device), on_device(begins, device), on_device(ends, device)))
+            members = [work[i] for i in order[: part.num_sequences]]
+            order = order[part.num_sequences :]
+            rows = [(item.row.state_slot, item.start == 0, item.num_tokens) for item in members]
+            slots, begins, ends = (on_device(np.array(column), device) for column in zip(*rows, strict=True))
+            self._groups.append((slots, begins, ends))
 
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
         """x [T, C], ``decay`` and ``rate`` [T, value heads] -> [T, value heads, D]. Updates the rows' states."""
         outs = []
         for part, group in zip(self._packing.padded_groups(1, math.inf), self._groups, strict=True):
-            valid = None if part.full else part.valid[:, :, None]
+            valid = None if part.has_no_padding else part.valid[:, :, None]
             rows = part.gather(x), part.gather(decay), part.gather(rate)
             outs.append(part.without_padding(self._states.mix(layer_index, *group, rows, weight, shape, valid)))
         return torch.cat(outs).index_select(0, self._packing.group_positions(1, math.inf))
 
 
 class PackedStepMixing:
-    """As :class:`StepMixing`, by kernels that take all sequences as they are packed."""
+    """Mixes as :class:`StepMixing` does, by kernels that take all sequences as they are packed."""
 
     def __init__(self, states: RecurrentStates, work: Sequence[SequenceWork], kernels: FlashLinearAttention) -> None:
         self._states = states
         self._kernels = kernels
         device = states.memory.device
-        lengths, kept = np.array([item.num_tokens for item in work]), states.inputs.shape[2]
+        lengths = np.array([item.num_tokens for item in work])
+        kept = states.inputs.shape[2]
         self._packing = Packing(lengths.tolist(), device)
-        # of the inputs that a row had before, of all rows, and then the new ones, the last of each row
+        # the last inputs of each row, as an index of the inputs that the rows had before, followed by the new ones
         last = (lengths - kept)[:, None] + np.arange(kept)
-        before, new = (np.arange(len(work)) * kept + kept)[:, None], (lengths.cumsum() - lengths + len(work) * kept)[:, None]
+        before = (np.arange(len(work)) * kept + kept)[:, None]
+        new = (lengths.cumsum() - lengths + len(work) * kept)[:, None]
         self._last = on_device(np.where(last < 0, before + last, new + last).reshape(-1), device)
         self._slots = on_device(np.array([item.row.state_slot for item in work]), device)
         self._begins = on_device(np.array([item.start == 0 for item in work]), device)
 
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
-        """As :meth:`StepMixing.mix`."""
+        """Mix as :meth:`StepMixing.mix` does."""
         inputs, memory = self._states.inputs[layer_index], self._states.memory[layer_index]
         before = DeltaStates(
             inputs.index_select(0, self._slots).masked_fill_(self._begins[:, None, None], 0),
@@ -161,7 +171,7 @@ class PackedStepMixing:
 
 
 class DecodeMixing:
-    """One token of each row, at ``slots`` and ``positions`` [B], which the host does not read (:class:`StateRows`)."""
+    """Mixes one token of each row, at ``slots`` and ``positions`` [B], which the host does not read (:class:`StateRows`)."""
 
     def __init__(self, states: RecurrentStates, slots: Tensor, positions: Tensor) -> None:
         self._states, self._slots, self._positions = states, slots, positions
@@ -170,7 +180,7 @@ class DecodeMixing:
         return StateRows(self._states.inputs[layer_index], self._states.memory[layer_index], self._slots, self._positions)
 
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
-        """As :meth:`StepMixing.mix`, where each slot is of a row."""
+        """Mix as :meth:`StepMixing.mix` does, where each slot belongs to a row."""
         rows = (x[:, None], decay[:, None], rate[:, None])
         begins = self._positions == 0
         ends = torch.ones_like(self._slots)

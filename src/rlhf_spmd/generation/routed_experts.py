@@ -29,16 +29,18 @@ from rlhf_spmd.parallel.collectives import Group
 def no_experts(spec: ModelSpec) -> Tensor:
     """Return the experts of no token, [0, mixtures of the model, K]."""
     assert spec.experts is not None, f"models of {spec.family} have no experts"
-    return torch.empty(0, len(mixture_numbers(spec)), spec.experts.per_token, dtype=spec.experts.number_dtype)
+    return torch.empty(0, len(mixture_numbers(spec)), spec.experts.experts_per_token, dtype=spec.experts.number_dtype)
 
 
 class ExpertPages:
-    """``values`` [N, page_size, M, K], uint8 or int16, zeros at first. ``columns``: M numbers among all mixtures of the model.
-    ``none``: :func:`no_experts`.
+    """The experts that the tokens in the cache's pages took: ``values`` [N, page_size, M, K], uint8 or int16, zeros at first.
+
+    ``columns``: the numbers of this stage's M mixtures among all mixtures of the model. ``none``: :func:`no_experts`.
     """
 
     def __init__(self, decoder: Decoder, num_pages: int, page_size: int, device: torch.device) -> None:
-        self.none, numbers = no_experts(decoder.spec), mixture_numbers(decoder.spec)
+        self.none = no_experts(decoder.spec)
+        numbers = mixture_numbers(decoder.spec)
         self.columns = [numbers[layer] for layer in decoder.layer_ids if layer in numbers]
         shape = num_pages, page_size, len(self.columns), self.none.shape[2]
         self.values = torch.zeros(shape, dtype=self.none.dtype, device=device)
@@ -46,11 +48,12 @@ class ExpertPages:
     @staticmethod
     def token_bytes(decoder: Decoder) -> int:
         """Return the bytes of one token on this rank."""
-        none, numbers = no_experts(decoder.spec), mixture_numbers(decoder.spec)
+        none = no_experts(decoder.spec)
+        numbers = mixture_numbers(decoder.spec)
         return sum(layer in numbers for layer in decoder.layer_ids) * none.shape[2] * none.itemsize
 
     def of_step(self, cache_slots: Tensor) -> StepRouters:
-        """Return what the routers of a forward pass choose through. ``cache_slots`` int64 [T]: of its tokens."""
+        """Return what the routers of a forward pass choose through. ``cache_slots`` int64 [T]: the slots of its tokens."""
         return StepRouters(self.values.flatten(0, 1), cache_slots)
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
@@ -65,11 +68,12 @@ class ExpertPages:
         return self.values.index_select(0, pages).flatten(0, 1)[first - begin * size : last - begin * size]
 
     def offload(self, used_pages: Sequence[int]) -> None:
-        """Free the memory, of used pages too. Between two calls the rows know all that it held."""
-        self._shape, self.values = self.values.shape, self.values.new_empty(0)
+        """Free the memory, also that of used pages: between two calls the rows have all experts themselves."""
+        self._shape = self.values.shape
+        self.values = self.values.new_empty(0)
 
     def reload(self) -> None:
-        """Take memory again, after :meth:`offload`."""
+        """Allocate the memory again, after :meth:`offload`."""
         self.values = self.values.new_zeros(self._shape)
 
 
@@ -100,17 +104,18 @@ class RowExperts:
     """The experts of a call's rows, on this stage: those that ``pages`` had when a row left them."""
 
     def __init__(self, pages: ExpertPages) -> None:
-        self._pages, self._none = pages, pages.none[:, pages.columns]
+        self._pages = pages
+        self._none = pages.none[:, pages.columns]
         self._collected: dict[SequenceState, list[Tensor]] = {}
         self._in_flight = deque[tuple[SequenceState, HostCopy]]()  # in pinned memory, which must be free for further copies
-        self._known: dict[SequenceState, int] = {}  # tokens, with those of earlier calls
+        self._num_collected: dict[SequenceState, int] = {}  # tokens, with those of earlier calls
 
     def collect(self, row: SequenceState) -> None:
-        """Take from the pages what is not known yet of the row's computed tokens."""
-        known = self._known.get(row, 0 if row.experts is None else len(row.experts))
-        if row.pages and row.num_computed > known:
-            self._in_flight.append((row, HostCopy(self._pages.of_row(row, known, row.num_computed))))
-            self._known[row] = row.num_computed
+        """Take from the pages the experts of the row's computed tokens, but for those that are taken already."""
+        first = self._num_collected.get(row, 0 if row.experts is None else len(row.experts))
+        if row.pages and row.num_computed > first:
+            self._in_flight.append((row, HostCopy(self._pages.of_row(row, first, row.num_computed))))
+            self._num_collected[row] = row.num_computed
         while self._in_flight and self._in_flight[0][1].has_ended:
             self._take()
 
@@ -123,13 +128,13 @@ class RowExperts:
         return self._of_all_tokens(row, self._new(row))
 
     def finish(self, rows: Iterable[SequenceState], pp: Group) -> None:
-        """Note with each row what this call found, of all mixtures.
+        """Give each row the experts that this call has collected, of all mixtures.
 
         Collective over pp: every rank of it must call, in program order.
         """
         rows = list(rows)
         new = [self._new(row) for row in rows]
-        counts = [len(each) for each in new]
+        counts = [len(experts) for experts in new]
         values = torch.cat([self._none, *new])
         if pp.size > 1 and len(values):
             local = values
@@ -140,15 +145,15 @@ class RowExperts:
             row.experts = self._of_all_tokens(row, part) if row.ended else _joined(row.experts, part)
 
     def _new(self, row: SequenceState) -> Tensor:
-        while any(each is row for each, _ in self._in_flight):
+        while any(other is row for other, _ in self._in_flight):
             self._take()
         return torch.cat([self._none, *self._collected.get(row, ())])
 
     def _of_all_tokens(self, row: SequenceState, part: Tensor) -> Tensor:
         """Return one entry per token of the ended ``row``. The last token was never computed; it repeats the entry before it."""
-        known = _joined(row.experts, part)[: row.length - 1]
-        last = known[-1:] if len(known) else torch.arange(part.shape[2], dtype=part.dtype).expand(1, *part.shape[1:])
-        return torch.cat([known, last.expand(row.length - len(known), -1, -1)])
+        computed = _joined(row.experts, part)[: row.length - 1]
+        last = computed[-1:] if len(computed) else torch.arange(part.shape[2], dtype=part.dtype).expand(1, *part.shape[1:])
+        return torch.cat([computed, last.expand(row.length - len(computed), -1, -1)])
 
 
 def _joined(before: Tensor | None, part: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Draws tokens. A draw depends only on (seed, step, row id, position) and on the row's own logits.
 
 A model's vocabulary may be padded: its head has more rows than the tokenizer has ids. No such id is drawn or listed
-among the likeliest (:func:`drawable_ids`). Log-probs count them all the same, as those of training do, in vLLM and verl
+among the likeliest (:func:`num_drawable_ids`). Log-probs count them all the same, as those of training do, in vLLM and verl
 too: they are one distribution over all rows of the head, which generation and training compute alike, bit for bit, and
 padding has next to no part in it.
 
@@ -27,25 +27,13 @@ from rlhf_spmd.kernels.sampling_tensors import Drawn, RowSampler, SamplingTensor
 from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import gather_logits, log_probs_of
 
-__all__ = [
-    "SamplingGroups",
-    "SamplingTensors",
-    "build_sampling_tensors",
-    "draw_rows",
-    "drawable_ids",
-    "filter_weights",
-    "group_by_sampling",
-    "row_keys",
-    "sample",
-    "uniform",
-]
-
-SamplingGroups = list[tuple[SamplingConfig, Tensor | None]]  # settings, and the draws that follow them; None: all draws
+# settings, and the index of the rows that follow them; None: all rows
+SamplingGroups = list[tuple[SamplingConfig, Tensor | None]]
 CHUNK_ELEMENTS = 1 << 25  # logits inverted at once: limits the fp64 work space to 256 MB
 
 
-def drawable_ids(vocab_size: int, eos_ids: Collection[int], decoding: Decoding | None) -> int:
-    """Return the number of ids, from 0 on, that may be drawn: those of the tokenizer (without one, all), and the end tokens."""
+def num_drawable_ids(vocab_size: int, eos_ids: Collection[int], decoding: Decoding | None) -> int:
+    """Return the number below which ids may be drawn: those of the tokenizer (without one, all), and the end tokens."""
     if decoding is None or decoding.tokenizer is None:
         return vocab_size
     return min(vocab_size, max(_largest_id(decoding.tokenizer), *eos_ids, 0) + 1)
@@ -88,7 +76,7 @@ def row_keys(seeds: int | Sequence[int], steps: Tensor, row_ids: Tensor) -> Tens
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     """Return random numbers in [0, 1), fp64 [rows], of 53 bits each; the same on every device.
 
-    ``keys``: from :func:`row_keys`. ``positions``: of the drawn tokens in their responses.
+    ``keys``: from :func:`row_keys`. ``positions``: the positions of the drawn tokens in their responses.
     """
     return _shift_right(_stir(keys, positions), 11).double() * 2.0**-53
 
@@ -150,11 +138,11 @@ def _keep_nucleus(weights: Tensor, top_p: float) -> Tensor:
         before = largest.cumsum(dim=-1, dtype=torch.float64) - largest
         if num_candidates == vocabulary or bool((before[:, -1:] + largest[:, -1:] >= goal).all()):
             break
-    kept = before < goal
-    last = (kept.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)  # none is kept only where weights are not finite
+    in_nucleus = before < goal
+    last = (in_nucleus.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)  # the nucleus is empty only where weights are not finite
     threshold = largest.gather(1, last)
     above = weights > threshold
-    # keep as many tokens with the last kept weight as the nucleus has room for
+    # keep as many tokens with the smallest weight of the nucleus as it has room for
     room = last + 1 - above.sum(dim=-1, keepdim=True)
     ties = weights == threshold
     if bool((ties.sum(dim=-1, keepdim=True) > room).any()):
@@ -198,7 +186,7 @@ def draw_rows(
     positions: Tensor,
     decoder: Decoder,
     groups: SamplingGroups,
-    drawable: int | None = None,
+    num_drawable: int | None = None,
 ) -> Drawn:
     """Draw a token for each row. Returns token ids int64 [B] and their log-probs [B], at the row's temperature and at 1.
 
@@ -208,29 +196,31 @@ def draw_rows(
     - scores: what tokens are drawn from: ``logits`` itself if no rules changed them, else the whole vocabulary [B, V]
     - keys, positions: int64 [B], the arguments of :func:`uniform`
     - groups: the rows by their settings; read only by ops without :class:`RowSampler`, which draw group by group
-    - drawable: as many of the vocabulary's ids, from 0 on, may be drawn (:func:`drawable_ids`); None: all
+    - num_drawable: only token ids below this number are drawn (:func:`num_drawable_ids`); None: all of the vocabulary
 
     A row whose logits or scores are not finite gets some token of the vocabulary, and a log-prob at 1 that is not finite. The two
     log-probs are one tensor if ``settings`` are not tempered. With :class:`RowSampler` the host does not wait.
     Collective over tp: every rank of it must call, in program order; tokens and log-probs are the same on all.
     """
-    drawable = decoder.spec.vocab_size if drawable is None else drawable
+    num_drawable = decoder.spec.vocab_size if num_drawable is None else num_drawable
     if not isinstance(ops, RowSampler):
-        return _draw_groups(scores, logits, settings, keys, positions, decoder, groups, drawable)
-    tp, (first, last) = decoder.tp, decoder.vocab_range
+        return _draw_groups(scores, logits, settings, keys, positions, decoder, groups, num_drawable)
+    tp = decoder.tp
+    first, last = decoder.vocab_range
     if tp.size == 1:
-        return ops.draw_rows(scores[:, :drawable], logits, settings, keys, positions)
+        return ops.draw_rows(scores[:, :num_drawable], logits, settings, keys, positions)
     if settings.filters and not settings.greedy:
         all_logits = gather_logits(decoder, logits)
-        drawn = ops.draw_rows((all_logits if scores is logits else scores)[:, :drawable], all_logits, settings, keys, positions)
-        for each in drawn[: 2 + settings.tempered]:  # devices of different kinds may round differently
-            tp.broadcast(each, 0, "generation:tokens")
+        all_scores = (all_logits if scores is logits else scores)[:, :num_drawable]
+        drawn = ops.draw_rows(all_scores, all_logits, settings, keys, positions)
+        for column in drawn[: 2 + settings.tempered]:  # devices of different kinds may round differently
+            tp.broadcast(column, 0, "generation:tokens")
         return drawn
-    local = (logits if scores is logits else scores[:, first:last])[:, : max(drawable - first, 0)]
+    local = (logits if scores is logits else scores[:, first:last])[:, : max(num_drawable - first, 0)]
     sums = ops.tile_sums(local, logits, settings, -(-decoder.spec.vocab_size // tp.size))
     tiles = torch.stack(tp.all_gather(sums, "generation:tile_sums"))
-    owned = ops.draw_from_tiles(tiles, tp.rank, first, local, logits, settings, keys, positions)
-    results = tp.all_reduce(owned, "generation:tokens")  # only the rank that owns a token has it; the others have zeros
+    local_results = ops.draw_from_tiles(tiles, tp.rank, first, local, logits, settings, keys, positions)
+    results = tp.all_reduce(local_results, "generation:tokens")  # only the rank that owns a token has it; the others have zeros
     log_probs = results[1:].to(logits.dtype)
     return results[0].to(torch.int64), log_probs[0], log_probs[1]
 
@@ -243,41 +233,39 @@ def _draw_groups(
     positions: Tensor,
     decoder: Decoder,
     groups: SamplingGroups,
-    drawable: int,
+    num_drawable: int,
 ) -> Drawn:
     """Draw as :func:`draw_rows`, group by group. Rows do not influence each other, so a group is drawn as if it were alone."""
-    ruled = scores is not logits
-    if not ruled:
+    has_rules = scores is not logits
+    if not has_rules:
         scores = gather_logits(decoder, logits)
     draws = positions if settings.greedy else uniform(keys, positions)
     parts: list[Drawn] = []
-    for sampling, chosen in groups:
-        some = logits
-        some_scores = scores
-        some_draws = draws  # all rows
-        if chosen is not None:
-            some, some_draws = logits[chosen], draws[chosen]
-            some_scores = some if scores is logits else scores[chosen]
-        drawn = sample(some_scores[:, :drawable], sampling, some_draws)
+    for sampling, row_index in groups:
+        index = slice(None) if row_index is None else row_index
+        group_logits = logits[index]
+        group_scores = group_logits if scores is logits else scores[index]
+        drawn = sample(group_scores[:, :num_drawable], sampling, draws[index])
         # cumulative sums may differ between ranks in the last bit, and then their schedules would
         if not capabilities(drawn.device).batch_invariant:
             decoder.tp.broadcast(drawn, 0, "generation:tokens")
-        at_one = log_probs_of(decoder, some, drawn)
-        tempered = sampling.log_prob_temperature
-        parts.append((drawn, at_one if tempered == 1.0 else log_probs_of(decoder, some, drawn, tempered), at_one))
+        log_probs = log_probs_t1 = log_probs_of(decoder, group_logits, drawn)
+        if sampling.log_prob_temperature != 1.0:
+            log_probs = log_probs_of(decoder, group_logits, drawn, sampling.log_prob_temperature)
+        parts.append((drawn, log_probs, log_probs_t1))
     if len(groups) == 1 and groups[0][1] is None:
-        tokens, log_probs, at_one = parts[0]
+        tokens, log_probs, log_probs_t1 = parts[0]
     else:
-        tokens, log_probs, at_one = (_joined(column, groups) for column in zip(*parts, strict=True))
-    if ruled:  # rules may leave no token to draw
-        at_one = at_one.masked_fill(~scores[:, :drawable].amax(1).isfinite(), torch.nan)
-    return tokens, log_probs, at_one
+        tokens, log_probs, log_probs_t1 = (_in_row_order(column, groups) for column in zip(*parts, strict=True))
+    if has_rules:  # rules may leave no token to draw
+        log_probs_t1 = log_probs_t1.masked_fill(~scores[:, :num_drawable].amax(1).isfinite(), torch.nan)
+    return tokens, log_probs, log_probs_t1
 
 
-def _joined(parts: Sequence[Tensor], groups: SamplingGroups) -> Tensor:
+def _in_row_order(parts: Sequence[Tensor], groups: SamplingGroups) -> Tensor:
     """Return one tensor of the parts, in the order of the rows."""
-    joined = parts[0].new_empty(sum(map(len, parts)))
-    for part, (_, chosen) in zip(parts, groups, strict=True):
-        assert chosen is not None, "a group of all rows has no others beside it"
-        joined.index_copy_(0, chosen, part)
-    return joined
+    column = parts[0].new_empty(sum(map(len, parts)))
+    for part, (_, row_index) in zip(parts, groups, strict=True):
+        assert row_index is not None, "a group of all rows has no others beside it"
+        column.index_copy_(0, row_index, part)
+    return column

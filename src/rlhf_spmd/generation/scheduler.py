@@ -38,15 +38,17 @@ GROWING_ROWS_PER_SPARE_PAGE = 4  # an admission leaves one page free for this ma
 class GenerationStats:
     """Counts of one call on this replica.
 
-    - steps: of all micro-batches together
+    - steps: steps of all micro-batches together
     - prefill_tokens: computed tokens beyond one per drawn token: prompts, and what a preemption made to be computed again
     - decode_tokens: drawn tokens
-    - prompt_tokens: prompt tokens of rows that started, again after a preemption; hit_tokens: those found in the cache
-    - num_pages: size of the cache
-    - micro_batches: how many there were
+    - prompt_tokens: prompt tokens of rows that started, again after a preemption
+    - hit_tokens: those of the prompt tokens that were in the cache
+    - num_pages: pages of the cache
+    - micro_batches: number of micro-batches
     - moved_rows: rows that left for other replicas
-    - seconds: duration of the call; busy_seconds: without waits for other replicas; stage_seconds: the part of these in which this
-      rank's host waited for other pipeline stages
+    - seconds: duration of the call
+    - busy_seconds: the same without waits for other replicas
+    - stage_seconds: the part of ``busy_seconds`` in which this rank's host waited for other pipeline stages
     """
 
     steps: int = 0
@@ -66,8 +68,8 @@ class GenerationStats:
 class Scheduler:
     """Schedules the rows of one micro-batch. ``config`` has this micro-batch's share of pages and rows.
 
-    ``recurrent``: the model has layers with linear attention, see ``recurrent_states``; ``spare``: slots that hold states of prompts.
-    Counts are added to ``stats``, which belong to the call in progress. A row that has not ended is in exactly one of
+    ``recurrent``: the model has layers with linear attention, see ``recurrent_states``. ``spare_slots``: those that hold states of
+    prompts. Counts are added to ``stats``, which belong to the call in progress. A row that has not ended is in exactly one of
 
     - waiting: rows without pages, in the order of admission
     - running: rows that may have pages, the oldest admission first
@@ -79,7 +81,7 @@ class Scheduler:
     ``before_release`` is called with each row that is about to leave its pages.
     """
 
-    def __init__(self, config: GenerationConfig, recurrent: bool = False, spare: Iterable[int] = ()) -> None:
+    def __init__(self, config: GenerationConfig, recurrent: bool = False, spare_slots: Iterable[int] = ()) -> None:
         assert config.num_pages is not None, "pages are counted by the generator"
         self.config = config
         self.recurrent = recurrent
@@ -89,7 +91,7 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.before_release: Callable[[SequenceState], None] | None = None
         self.paused: set[SequenceState] = set()
-        self.prompt_states = PromptStates(spare)
+        self.prompt_states = PromptStates(spare_slots)
         self._pending_prefixes: set[int] = set()
         # the lowest last: n rows at a time never have one beyond the first n
         self._free_state_slots = list(reversed(range(config.max_num_seqs)))
@@ -122,7 +124,7 @@ class Scheduler:
         budget = self._continue_running(step, self.config.max_num_batched_tokens)
         self._admit(step, budget)
         if self.prompt_states and step.work:
-            step.state_copies += self.prompt_states.keep(self._wanted_prompts())
+            step.state_copies += self.prompt_states.keep(self._prompts_to_start())
         waits = self.paused or any(row.on_hold or row.length >= row.limit for row in self.running)
         assert step.work or waits, "a step without work: the scheduler cannot make progress"
         return step
@@ -132,9 +134,9 @@ class Scheduler:
         rows = [item.row for item in step.work if item.decodes]
         if not rows:
             return
-        left = [row.limit - row.length for row in rows]
+        tokens_left = [row.limit - row.length for row in rows]
         # a row at its limit computes its last token again, which would change its state
-        tokens = min(max_repeats, min(left) if self.recurrent else max(left))
+        tokens = min(max_repeats, min(tokens_left) if self.recurrent else max(tokens_left))
 
         def missing(row: SequenceState) -> int:
             return max(self._pages_for(min(row.length + tokens, row.limit) - 1) - len(row.pages), 0)
@@ -185,7 +187,7 @@ class Scheduler:
         return budget
 
     def _grow(self, row: SequenceState, count: int) -> bool:
-        """Give ``row`` pages for ``count`` more tokens, from younger rows if need be. False: the row itself was preempted."""
+        """Give ``row`` pages for ``count`` more tokens, from younger rows if need be. Return False if the row itself was preempted."""
         missing = self._pages_for(row.num_computed + count) - len(row.pages)
         while missing > self.pages.num_free:
             youngest = self.running.pop()
@@ -201,7 +203,7 @@ class Scheduler:
         return True
 
     def forget_prefixes(self) -> None:
-        """Rows that start from now on share no page with rows that run."""
+        """Let rows that start from now on share no page with rows that run."""
         self.pages.forget_prefixes()
         self.prompt_states.clear()
         self._pending_prefixes.clear()
@@ -209,7 +211,7 @@ class Scheduler:
             row.pending_prefixes = []
 
     def remove(self, row: SequenceState) -> None:
-        """Take out a row that has not ended."""
+        """Remove a row that has not ended."""
         next(rows for rows in (self.paused, self.running, self.waiting) if row in rows).remove(row)
         self._release(row)
 
@@ -237,20 +239,20 @@ class Scheduler:
                 continue
             shared, tail, pending = prefix
             # the last prompt token is computed again, since its logits give the first draw; preempted rows do the same
-            tokens_at_hand = len(shared) * config.page_size if tail is None else row.prompt_length - 1
-            start = min(tokens_at_hand, row.length - 1)
+            cached_tokens = len(shared) * config.page_size if tail is None else row.prompt_length - 1
+            start = min(cached_tokens, row.length - 1)
             count = min(row.length - start, budget)
             if not config.enable_chunked_prefill and count < row.length - start:
                 break
             count = self._before_last(row, start, count)
             revived = sum(self.pages.references(page) == 0 for page in shared)
             take_over = tail is not None and self.pages.references(tail) == 0
-            new = self._pages_for(start + count) - len(shared) - take_over
+            num_new = self._pages_for(start + count) - len(shared) - take_over
             # keep pages for rows that will grow, so that this row is not preempted in the next few steps
-            if new + revived + take_over + growing // GROWING_ROWS_PER_SPARE_PAGE > self.pages.num_free:
+            if num_new + revived + take_over + growing // GROWING_ROWS_PER_SPARE_PAGE > self.pages.num_free:
                 break
             del self.waiting[skipped]
-            self._start(step, row, shared, tail, take_over, new)
+            self._start(step, row, shared, tail, take_over, num_new)
             if self.recurrent and start:
                 source = self.prompt_states.find(row.prefix_ids[-1])
                 assert source is not None, "pages are shared without their state"
@@ -276,7 +278,8 @@ class Scheduler:
         new = [self.pages.allocate() for _ in range(num_new)]
         if tail is not None and not take_over:
             step.copies.append((tail, new[0]))
-        row.pages, row.state_slot = shared + new, self._free_state_slots.pop()
+        row.pages = shared + new
+        row.state_slot = self._free_state_slots.pop()
 
     def _lookup(self, row: SequenceState) -> tuple[list[int], int | None, list[int]] | None:
         """Return (full pages to share, tail page to copy, prefixes to compute); None: another row is computing what this one needs."""
@@ -299,7 +302,8 @@ class Scheduler:
 
     def _lookup_with_state(self, row: SequenceState) -> tuple[list[int], int | None, list[int]] | None:
         """Return what :meth:`_lookup` does: all pages up to the last prompt token, if the state is there too, or none."""
-        prompt, before_last = row.prefix_ids[-1], row.prompt_length - 1
+        prompt = row.prefix_ids[-1]
+        before_last = row.prompt_length - 1
         if not before_last:
             return [], None, []
         if self.prompt_states.find(prompt) is not None:
@@ -312,14 +316,15 @@ class Scheduler:
         return [], None, list(row.prefix_ids)
 
     def _before_last(self, row: SequenceState, start: int, count: int) -> int:
-        """``count`` tokens of ``row`` from ``start`` on, or those before its last prompt token, if others want the state there."""
-        left = row.prompt_length - 1 - start
-        shares = self.recurrent and self.config.enable_prefix_caching and 0 < left < count
-        return left if shares and row.prefix_ids[-1] in self._wanted_prompts(row) else count
+        """Return how many tokens to compute from ``start`` on: ``count``, or only those before the last prompt token if another row
+        waits for the state there."""
+        num_before = row.prompt_length - 1 - start
+        may_share = self.recurrent and self.config.enable_prefix_caching and 0 < num_before < count
+        return num_before if may_share and row.prefix_ids[-1] in self._prompts_to_start(excluded=row) else count
 
-    def _wanted_prompts(self, but: SequenceState | None = None) -> set[int]:
-        """Return the prompts of rows that may start soon."""
-        return {row.prefix_ids[-1] for row in islice(self.waiting, self.config.max_num_seqs) if row is not but}
+    def _prompts_to_start(self, excluded: SequenceState | None = None) -> set[int]:
+        """Return the prompts of rows that may start soon, other than ``excluded``."""
+        return {row.prefix_ids[-1] for row in islice(self.waiting, self.config.max_num_seqs) if row is not excluded}
 
     def _register_prefixes(self, row: SequenceState) -> None:
         """Let other rows find the prompt pages that ``row`` has computed by now."""

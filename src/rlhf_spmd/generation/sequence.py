@@ -41,7 +41,7 @@ class SamplingOverrides(NamedTuple):
 class Request:
     """One row to generate. Rows of one prompt share ``group_id``.
 
-    - row_id: stable and unique; keys the random draws
+    - row_id: a stable and unique number, which keys the random draws
     - min_new_tokens: the row's own ``min_response_length``; the larger of the two counts
     - overrides: how this row is sampled; None: as the call says
     - draw_key: a seed and a number that key the draws in place of the call's seed and ``row_id``
@@ -59,7 +59,7 @@ class Request:
 
 
 class TokenLogprobs(NamedTuple):
-    """What is known of a response's tokens beside their ids, one entry per token; the fields are those of ``Completion``."""
+    """What is known of a response's tokens beside their ids, with one entry per token. The fields are those of ``Completion``."""
 
     log_probs: Tensor
     log_probs_t1: Tensor
@@ -72,16 +72,17 @@ class TokenLogprobs(NamedTuple):
 class Completion:
     """The response to a request. All tensors are on the CPU and have one entry per token.
 
-    - token_ids: with the stop token, if there was one
+    - token_ids: the response, with the stop token if there was one
     - log_probs: [tokens], fp32 (fp64 for an fp64 model), at the sampling temperature (1 for greedy decoding). They are those of
       the whole vocabulary before penalties, masks, top-k, top-p and min-p, as training computes them
     - log_probs_t1: the same at temperature 1
     - versions: int64 [tokens], the version of the weights that drew each token
     - top_log_probs: ids and log-probs at temperature 1 of the likeliest tokens, [tokens, logprobs] each; None if not asked for
     - mask: with an environment, whether the model drew each token; the others have log-prob 0
-    - reward, num_turns: with an environment, the sum of its rewards and the number of the model's turns
+    - reward: with an environment, the sum of its rewards
+    - num_turns: with an environment, the number of the model's turns
     - observations: the messages that stand for each run of the environment's tokens; a text is one of the role ``tool``
-    - failure: why the environment failed, which ended the row, whose reward is nan then; else None
+    - failure: why the environment failed. It ended the row, whose reward is nan then. None: it has not failed
     - experts: if they are recorded, those that each token of prompt and response took, [tokens, mixtures, experts of a token]
     """
 
@@ -106,18 +107,21 @@ class SequenceState:
 
     - step: keys the row's draws in all calls
     - response: the tokens that the response begins with
-    - token_logprobs: of the tokens that earlier calls drew; experts: if recorded, those of the tokens that earlier calls computed
+    - token_logprobs: the log-probs of the tokens that earlier calls drew
     - mask, reward, num_turns, observations, failure: see :class:`Completion`
-    - stopped: a stop token or stop string ended the row; ended: it stopped or reached its limit
+    - stopped: a stop token or stop string ended the row
+    - ended: the row stopped or reached its limit
+    - experts: if recorded, the experts of the tokens that earlier calls computed
 
-    These belong to the micro-batch that the row is in:
+    The other fields belong to the micro-batch that the row is in, and begin anew in another one:
 
-    - index: the row's line in the runner's token buffer
-    - min_new: tokens to draw before the row may stop
+    - buffer_line: the row's line in the runner's token buffer
+    - min_new_tokens: tokens to draw before the row may stop
     - prefix_ids: identify the prompt up to the end of each of its pages (:class:`~.page_allocator.PrefixTable`)
     - num_computed: tokens whose keys and values lie in ``pages``. The last token is computed only when the next step needs it, so
       a running row has num_computed < length
-    - state_slot: of the row's states in layers with linear attention, while it has pages; -1: it has none
+    - pages: the row's pages of the cache, in the order of its tokens
+    - state_slot: the slot of the row's states in layers with linear attention, while it has pages; -1: it has none
     - pending_prefixes: those ``prefix_ids`` whose pages this row is computing for all rows
     - on_hold: the row waits for its environment and is not scheduled
     """
@@ -134,8 +138,9 @@ class SequenceState:
     stopped: bool = False
     ended: bool = False
     experts: Tensor | None = None
-    index: int = 0
-    min_new: int = 0
+    # -- what belongs to the micro-batch that the row is in
+    buffer_line: int = 0
+    min_new_tokens: int = 0
     prefix_ids: tuple[int, ...] = ()
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
@@ -180,17 +185,17 @@ class SequenceState:
         self.leave_pages()
 
     def completion(self, token_logprobs: TokenLogprobs | None = None, experts: Tensor | None = None) -> Completion:
-        """Return the ended row's completion. ``token_logprobs``, ``experts``: of the whole row, if its own do not have them yet."""
-        known = token_logprobs or self.token_logprobs
-        assert self.ended and known is not None, f"row {self.request.row_id} has not ended"
+        """Return the ended row's completion. ``token_logprobs``, ``experts``: those of the whole row, if it has not taken them yet."""
+        logprobs = token_logprobs or self.token_logprobs
+        assert self.ended and logprobs is not None, f"row {self.request.row_id} has not ended"
         return Completion(
             self.request.row_id,
             self.token_ids,
-            known.log_probs,
-            known.log_probs_t1,
+            logprobs.log_probs,
+            logprobs.log_probs_t1,
             "stop" if self.stopped else "length",
-            known.versions,
-            (known.top_ids, known.top_log_probs) if known.top_ids.shape[1] else None,
+            logprobs.versions,
+            (logprobs.top_ids, logprobs.top_log_probs) if logprobs.top_ids.shape[1] else None,
             self.mask,
             self.reward,
             self.num_turns,

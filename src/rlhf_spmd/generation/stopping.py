@@ -32,8 +32,8 @@ class StopStrings:
         while True:
             window = token_ids[max(len(token_ids) - width, first) :]
             text = self.decode(window)
-            is_whole = len(window) == len(token_ids) - first
-            if is_whole or len(text.lstrip(UNFINISHED)) > self._longest + len(self.decode(window[-1:])):
+            is_complete = len(window) == len(token_ids) - first
+            if is_complete or len(text.lstrip(UNFINISHED)) > self._longest + len(self.decode(window[-1:])):
                 return self._find(text, window) is not None
             width *= 2
 
@@ -55,8 +55,8 @@ class StopStrings:
     def _may_complete(self, token: int) -> bool:
         if token not in self._candidate:
             text = self.decode([token])
-            odd = not text or UNFINISHED in text
-            self._candidate[token] = odd or not self._last.isdisjoint(text)
+            is_fragment = not text or UNFINISHED in text
+            self._candidate[token] = is_fragment or not self._last.isdisjoint(text)
         return self._candidate[token]
 
 

@@ -36,7 +36,7 @@ from rlhf_spmd.kernels.triton_paged_attention import TileShape, score_factors
 
 PROGRAMS = 1 << 12  # for single tokens: an H100 holds some 400 at a time
 PART_BYTES = 256 << 20  # more are written by so many rows that these keep the GPU busy without sharing
-LATENT_PROGRAMS = 1 << 9  # the same of latent attention, of which it holds 132; their parts take up to 33 KB for each split
+LATENT_PROGRAMS = 1 << 9  # the same for latent attention: an H100 holds 132, whose parts take up to 33 KB for each split
 
 
 class TritonAttention:
@@ -60,8 +60,10 @@ class TritonAttention:
         longest: int,
         arrived: Tensor,
     ) -> None:
-        self.cache, self.positions, self.cache_slots, self.page_table = cache, positions, cache_slots, page_table
-        self.singles, self.chunks, self.arrived = singles, chunks, arrived
+        self.cache, self.page_table = cache, page_table
+        self.positions, self.cache_slots = positions, cache_slots
+        self.singles, self.chunks = singles, chunks
+        self.arrived = arrived
         self.group_size = num_heads // cache.kv_heads
         self.num_splits = -(-longest // triton_paged_attention.SPLIT_KEYS)
         programs = PROGRAMS if cache.kv_tensors_per_page == 2 else LATENT_PROGRAMS
@@ -79,7 +81,7 @@ class TritonAttention:
         num_heads: int,
         shape_of: Callable[[int, int, int, int], TileShape] = TileShape.of_chunks,
     ) -> TritonAttention:
-        """``work`` is in the order in which its tokens are packed. ``shape_of`` chooses the tile of chunks."""
+        """Return the context of ``work``, in the order in which its tokens are packed. ``shape_of``: chooses the tile of chunks."""
         step = slot_mapping(work, cache)
         group_size = num_heads // cache.kv_heads
         device = cache.pages.device
@@ -94,7 +96,7 @@ class TritonAttention:
             for done in range(0, count, width):
                 tiles[count > 1].append((first + done, start + done, min(width, count - done), line))
         tiles[1].sort(key=lambda tile: -tile[1])  # the tiles with most keys start first
-        singles, chunks = (on_device(np.array(some, dtype=np.int32), device) if some else None for some in tiles)
+        singles, chunks = (on_device(np.array(kind, dtype=np.int32), device) if kind else None for kind in tiles)
         wide = None if chunks is None else (chunks, shape)
         longest = max((start + 1 for _, start, _, _ in tiles[0]), default=1)
         arrived = torch.zeros(len(tiles[0]), _num_tiles(cache, num_heads), dtype=torch.int32, device=device)
@@ -108,9 +110,8 @@ class TritonAttention:
         arrived = torch.empty(len(positions), counters, dtype=torch.int32, device=positions.device)
         sizes = page_table.stride(0), counters, cache.page_size, triton.next_power_of_2(counters)
         triton_paged_attention.locate_rows[(len(positions),)](positions, page_table, cache_slots, arrived, *sizes, num_warps=1)
-        return cls(
-            cache, num_heads, positions, cache_slots, page_table, None, None, page_table.shape[1] * cache.page_size, arrived
-        )
+        longest = page_table.shape[1] * cache.page_size
+        return cls(cache, num_heads, positions, cache_slots, page_table, None, None, longest, arrived)
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [T, H * G, D], k and v [T, H, D] -> [T, H * G, D]. Writes k and v, then attends over the rows' pages."""
@@ -123,25 +124,22 @@ class TritonAttention:
         return PageTarget(self.cache.pages[layer_index], self.cache_slots)
 
     def attend_written(self, layer_index: int, q: Tensor, rule: AttentionRule) -> Tensor:
-        """As :meth:`attend`, where the step's keys and values are in the pages already. Returns as many elements of a head as values
-        have."""
+        """Attend as :meth:`attend` does, where the step's keys and values are in the pages already.
+
+        Return as many elements of a head as values have.
+        """
         cache = self.cache
         pages = cache.pages[layer_index]
         heads = cache.kv_heads
         dim = cache.value_dim
         out = torch.empty(*q.shape[:2], dim, dtype=q.dtype, device=q.device)
         scale, cap = score_factors(rule)
-        has_sinks, sinks = rule.sinks is not None, q if rule.sinks is None else rule.sinks.float()
+        has_sinks = rule.sinks is not None
+        sinks = q if rule.sinks is None else rule.sinks.float()
         strides = (*q.stride()[:2], pages.stride(1), self.page_table.stride(0))
-        sizes = (
-            self.group_size,
-            cache.page_size,
-            dim,
-            cache.head_dim - dim,
-            rule.window or 0,
-            rule.softcap is not None,
-            triton_paged_attention.SPLIT_KEYS,
-        )
+        split_keys = triton_paged_attention.SPLIT_KEYS
+        shape_sizes = self.group_size, cache.page_size, dim, cache.head_dim - dim
+        sizes = *shape_sizes, rule.window or 0, rule.softcap is not None, split_keys
         if self.chunks is not None:
             tiles, shape = self.chunks
             programs = len(tiles) * heads * triton.cdiv(self.group_size, shape.rows)
@@ -167,7 +165,7 @@ def _tile_of_singles(cache: KVCache, group_size: int) -> TileShape:
 
 
 def _num_tiles(cache: KVCache, num_heads: int) -> int:
-    """Tiles of a single token."""
+    """Return the number of tiles of a single token."""
     group_size = num_heads // cache.kv_heads
     return cache.kv_heads * triton.cdiv(group_size, _tile_of_singles(cache, group_size).rows)
 

@@ -17,9 +17,11 @@ Read in this order. For ``generate``, ``evaluate`` and ``score``, which read and
 For ``LLM`` and ``serve``, which answer requests:
 
 - ``sampling_params``: ``SamplingParams`` and outputs, with vLLM's names
-- ``requests``: turns prompts into requests of the engine, and completions into outputs
+- ``requests``: turns prompts into requests of the engine
+- ``outputs``: turns completions into outputs
 - ``llm``: the class ``LLM``
 - ``openai_forms``: OpenAI's JSON
-- ``service``: the queue in front of the engine
+- ``answers``: a client's answer, whole or as a stream, while its responses grow
+- ``service``: the queue of clients' requests in front of the engine
 - ``endpoint``: HTTP
 """

@@ -77,12 +77,13 @@ class AccessRules:
 
     def check_token(self, headers: Mapping[str, str]) -> None:
         """Raise HttpError for a missing or wrong bearer token."""
-        header, expected = headers.get("authorization", ""), f"Bearer {self.token}"
-        if self.token is not None and not hmac.compare_digest(header.encode(), expected.encode()):
+        header = headers.get("authorization", "")
+        if self.token is not None and not hmac.compare_digest(header.encode(), f"Bearer {self.token}".encode()):
             raise HttpError(401, "the bearer token is missing or wrong", "invalid_api_key")
 
 
 def is_loopback(host: str) -> bool:
+    """Return True for an address of this machine alone; False for a name."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -93,7 +94,9 @@ class Endpoint:
     """Passes requests to ``service`` and its answers back. Raises ValueError if it cannot listen."""
 
     def __init__(self, port: int, access: AccessRules, service: Service) -> None:
-        self.access, self.service, self.numbers = access, service, count()
+        self.access = access
+        self.service = service
+        self.numbers = count()
         self.readers = [ThreadPoolExecutor(READERS, f"read-{kind}-requests") for kind in ("short", "long")]
         host = access.host
         try:
@@ -140,7 +143,6 @@ class Endpoint:
         ]
         cors = Middleware(CORSMiddleware, allow_origins=self.access.origins, allow_methods=["*"], allow_headers=["*"])
         handlers = {
-            HttpError: _answer_error,
             ValueError: _answer_error,
             HTTPException: _answer_http_error,
             ClientDisconnect: _answer_nobody,
@@ -151,7 +153,8 @@ class Endpoint:
 
     async def _gate(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse requests from elsewhere, and log each request in a line on standard error."""
-        started, status = time.perf_counter(), "gone"
+        start_time = time.perf_counter()
+        status = "gone"
         request = Request(scope)
 
         async def send_and_note_status(message: Message) -> None:
@@ -166,10 +169,10 @@ class Endpoint:
         except HttpError as error:
             await _answer_error(request, error)(scope, receive, send_and_note_status)
         finally:
-            who = f"{request.client.host}:{request.client.port}" if request.client else "-"
-            asked = f"{request.method} {scope['raw_path'].decode('ascii', 'replace')}"
-            seconds = time.perf_counter() - started
-            print(f"{time.strftime('%H:%M:%S')} {who} {asked} {status} {seconds:.3f} s", file=sys.stderr, flush=True)
+            client = f"{request.client.host}:{request.client.port}" if request.client else "-"
+            line = f"{request.method} {scope['raw_path'].decode('ascii', 'replace')}"
+            seconds = time.perf_counter() - start_time
+            print(f"{time.strftime('%H:%M:%S')} {client} {line} {status} {seconds:.3f} s", file=sys.stderr, flush=True)
 
     async def _models(self, request: Request) -> Response:
         self.access.check_token(request.headers)
@@ -186,28 +189,30 @@ class Endpoint:
     async def _answer(self, chat: bool, request: Request) -> Response:
         """Answer a completion or chat request. Raises ValueError, or ClientDisconnect if the client goes away."""
         self.access.check_token(request.headers)
-        loop, service, limit = asyncio.get_running_loop(), self.service, self.access.max_queued_requests
+        loop = asyncio.get_running_loop()
+        service = self.service
+        limit = self.access.max_queued_requests
         if len(service.replies) - len(service.running) >= limit:
             raise HttpError(429, f"max_queued_requests={limit} requests wait already; ask again later")
         parts: asyncio.Queue[Part] = asyncio.Queue()
         number = next(self.numbers)
         service.replies[number] = lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
-        ended = True  # for the service: it does not know of the request yet
+        is_served = False  # the service has the request, and has not ended its answer
 
         def leave() -> None:
             del service.replies[number]
-            if not ended:
+            if is_served:
                 service.arrivals.put((number, None))
 
         async def events(part: Part) -> AsyncIterator[str]:
-            nonlocal ended
+            nonlocal is_served
             while part is not None:
                 yield f"data: {json.dumps(part[1])}\n\n"
                 part = await parts.get()
-            ended = True
+            is_served = False
             yield "data: [DONE]\n\n"
 
-        stays = False
+        is_stream = False
         try:
             raw = await _read(request, self.access.max_body_bytes)
             body = await loop.run_in_executor(self.readers[len(raw) > LONG_BYTES], service.read, raw, chat)
@@ -215,14 +220,14 @@ class Endpoint:
             if service.state != "on":
                 raise HttpError(503, "the server is ending")
             service.arrivals.put((number, body))
-            ended = False
+            is_served = True
             first = await _unless_gone(request, parts.get())
             assert first is not None, "an answer has a part"
-            stays = first[0] == 200 and bool(body["body"].get("stream"))
-            ended = not stays
-            return EventStream(events(first), leave) if stays else JSONResponse(first[1], first[0])
+            is_stream = first[0] == 200 and bool(body["body"].get("stream"))
+            is_served = is_stream
+            return EventStream(events(first), leave) if is_stream else JSONResponse(first[1], first[0])
         finally:
-            if not stays:
+            if not is_stream:
                 leave()
 
 
@@ -276,9 +281,9 @@ class ServedConnection(H11Protocol):
 
 async def _read(request: Request, max_bytes: int) -> bytes:
     """Return the body of a request. Raises HttpError if it is longer than ``max_bytes``, by its header or in fact, or too slow."""
-    length, body = request.headers.get("content-length", "0"), bytearray()
+    body = bytearray()
     too_long = HttpError(413, f"a request has at most max_body_bytes={max_bytes} bytes")
-    if int(length) > max_bytes:  # h11 has seen that it is a number
+    if int(request.headers.get("content-length", "0")) > max_bytes:  # h11 has seen that it is a number
         raise too_long
     try:
         async with asyncio.timeout(BODY_S):
@@ -294,22 +299,23 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 async def _unless_gone(request: Request, awaited: Any) -> Any:
     """Return the result of ``awaited``. Raises ClientDisconnect if the client goes away before."""
 
-    async def gone() -> None:
+    async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    wanted, left = asyncio.ensure_future(awaited), asyncio.ensure_future(gone())
+    reply, disconnected = asyncio.ensure_future(awaited), asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait({wanted, left}, return_when=asyncio.FIRST_COMPLETED)
-        if not wanted.done():
+        await asyncio.wait({reply, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if not reply.done():
             raise ClientDisconnect
-        return wanted.result()
+        return reply.result()
     finally:
-        wanted.cancel()
-        left.cancel()
+        reply.cancel()
+        disconnected.cancel()
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that failed with ``error``."""
     status, content = error_answer(error)
     return JSONResponse(content, status, {"WWW-Authenticate": "Bearer"} if status == 401 else None)
 

@@ -51,7 +51,7 @@ def inference_program(
     schema: type[ModelSourceConfig],
     prepare: Callable[[str | None, Sequence[str], Launch], Any],
     work: Callable[[Any, World, Board], None],
-    interrupt_notice: str | None = None,
+    interrupt_notice: str = "",
 ) -> tuple[Callable[..., Iterator[Key]], Callable[..., None]]:
     """Return the functions ``keys(overrides)`` and ``main(argv)`` of a program.
 
@@ -62,15 +62,16 @@ def inference_program(
     def keys(overrides: Sequence[str] = ()) -> Iterator[Key]:
         return list_keys(schema, {})
 
-    def settings(loaded: CheckedModel) -> ProgramSettings:
+    def settings(loaded: CheckedModel[ModelSourceConfig]) -> ProgramSettings:
         config = loaded.config
         files = {"model.path (its tokenizer and configuration)": text_digest(Path(config.model.path)), **file_digests(config)}
+        must_match = {**loaded.must_match, **files}
         return ProgramSettings(
-            timeout_s=config.timeout_s,
-            threads=config.threads,
-            must_match={**loaded.must_match, **files},
-            interrupt_notice=interrupt_notice or "",
+            timeout_s=config.timeout_s, threads=config.threads, must_match=must_match, interrupt_notice=interrupt_notice
         )
+
+    def dry_run_line(loaded: CheckedModel[ModelSourceConfig], num_ranks: int) -> str:
+        return f"{name}: good for {num_ranks} rank{'s' * (num_ranks > 1)}, {loaded.layout}"
 
     def main(argv: Sequence[str] | None = None) -> None:
         command = read_command_line(name, description, keys, partial(read_config, schema), argv)
@@ -78,12 +79,8 @@ def inference_program(
             lambda: prepare(command.config, command.overrides, command.launch),
             lambda context: work(context.prepared, context.world, context.board),
             settings,
-            saves_on_signal=interrupt_notice is not None,
-            dry_run=(
-                lambda loaded: f"{name}: good for {command.launch.size} rank{'s' * (command.launch.size > 1)}, {loaded.layout}"
-            )
-            if command.dry_run
-            else None,
+            saves_on_signal=bool(interrupt_notice),
+            dry_run=partial(dry_run_line, num_ranks=command.launch.size) if command.dry_run else None,
         )
 
     return keys, main

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,10 @@ from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.data.messages import unread_variables
 from rlhf_spmd.data.tokenizer import end_token_ids
-from rlhf_spmd.inference.requests import EngineConfig, Prompt, RequestProcessor, is_ids, prepare_model
+from rlhf_spmd.generation import Completion
+from rlhf_spmd.inference.inference_engine import gather_records
+from rlhf_spmd.inference.outputs import OutputBuilder
+from rlhf_spmd.inference.requests import EngineConfig, Prompt, PromptRequest, RequestProcessor, is_ids, prepare_model
 from rlhf_spmd.inference.sampling_params import RequestOutput, SamplingParams
 from rlhf_spmd.kernels.devices import set_up_cuda
 from rlhf_spmd.parallel.launch import read_launch
@@ -62,6 +65,7 @@ class LLM:
         set_up_cuda()
         loaded = prepare_model(config, read_launch())
         self.processor = RequestProcessor(loaded, join_world())
+        self.output_builder = OutputBuilder(self.processor.engine.generator, loaded.tokenizer)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers, or None if the model has none."""
@@ -93,10 +97,10 @@ class LLM:
         ``chat_template``: Jinja text or a file of it, in place of the tokenizer's; ``chat_template_kwargs``: its variables, such as
         ``enable_thinking``. Collective as :class:`LLM` says.
         """
-        talks = [messages] if len(messages) > 0 and isinstance(messages[0], Mapping) else messages
-        if isinstance(talks, str) or not all(isinstance(talk, list | tuple) for talk in talks):
+        conversations = [messages] if len(messages) > 0 and isinstance(messages[0], Mapping) else messages
+        if isinstance(conversations, str) or not all(isinstance(value, list | tuple) for value in conversations):
             raise ValueError("a conversation is a list of messages with 'role' and 'content'")
-        prompts = self.processor.encode(talks, chat_template, chat_template_kwargs)
+        prompts = self.processor.encode(conversations, chat_template, chat_template_kwargs)
         template = read_template(chat_template, "chat_template")
         if self.processor.engine.world.rank == 0:
             for line in unread_variables("chat_template_kwargs", chat_template_kwargs or {}, self.get_tokenizer(), template):
@@ -107,21 +111,62 @@ class LLM:
     def _answer(
         self, prompts: Sequence[Prompt], params: Params, use_tqdm: bool, ends: Sequence[int] = ()
     ) -> list[RequestOutput]:
-        """``ends``: the end tokens of a chat template that is not the tokenizer's."""
-        params_of = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
-        if wrong := [type(value).__name__ for value in params_of if not isinstance(value, SamplingParams)]:
+        """Return the outputs. ``ends``: the end tokens of a chat template that is not the tokenizer's."""
+        params_list = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        if wrong := [type(value).__name__ for value in params_list if not isinstance(value, SamplingParams)]:
             raise ValueError(f"sampling_params are a {wrong[0]}: give SamplingParams, or a list of them")
-        if len(params_of) != len(prompts):
+        if len(params_list) != len(prompts):
             raise ValueError(
-                f"sampling_params: {len(params_of)} of them for {len(prompts)} prompts; give one for all, or one for each"
+                f"sampling_params: {len(params_list)} of them for {len(prompts)} prompts; give one for all, or one for each"
             )
         if ends:
-            stops = [[*(value.stop_token_ids or ()), *(() if value.ignore_eos else ends)] for value in params_of]
-            params_of = [replace(value, stop_token_ids=stop) for value, stop in zip(params_of, stops, strict=True)]
-        asked = self.processor.requests(prompts, params_of)
+            stops = [[*(value.stop_token_ids or ()), *(() if value.ignore_eos else ends)] for value in params_list]
+            params_list = [replace(value, stop_token_ids=stop) for value, stop in zip(params_list, stops, strict=True)]
+        requests = self.processor.requests(prompts, params_list)
         engine = self.processor.engine
         shown = use_tqdm and engine.world.rank == 0 and sys.stderr.isatty()
         # the bar counts this replica's responses, so only one replica has a total
-        total = sum(len(each.requests) for each in asked) if engine.mesh.layout.dp == 1 else None
+        total = sum(len(request.rows) for request in requests) if engine.mesh.layout.dp == 1 else None
         with tqdm(total=total, unit=" responses", disable=not shown) as bar:
-            return self.processor.generate(asked, bar.update)
+            return generate_outputs(self.processor, self.output_builder, requests, bar.update)
+
+
+def generate_outputs(
+    processor: RequestProcessor,
+    builder: OutputBuilder,
+    requests: Sequence[PromptRequest],
+    report: Callable[[int], Any] = lambda count: None,
+) -> list[RequestOutput]:
+    """Return the outputs of ``requests``. ``report`` gets the number of this replica's responses that have just ended.
+
+    Collective over the world: every rank of it must call, in program order, with the same arguments. Raises NotFinite.
+    """
+    engine = processor.engine
+    indices = engine.groups_of_replica([request.rows for request in requests])
+    completions = generate_completions(processor, [requests[i] for i in indices], report)
+    num_likeliest = {i: number for i in sorted(indices) if (number := requests[i].params.prompt_logprobs) is not None}
+    prompts = [requests[i].prompt_ids for i in num_likeliest]
+    prompt_entries = dict(zip(num_likeliest, engine.prompt_entries(prompts, [*num_likeliest.values()]), strict=True))
+    records = []
+    for i in indices if engine.leads else ():
+        responses = [builder.record(requests[i], completions[row.row_id]) for row in requests[i].rows]
+        records.append((i, [responses, prompt_entries.get(i)]))
+    gathered = gather_records(engine.world, records, "generate:results")
+    shared = engine.world.all.broadcast_json(gathered, "generate:results")
+    return [builder.output(request, *record) for request, (_, record) in zip(requests, shared, strict=True)]
+
+
+def generate_completions(
+    processor: RequestProcessor, requests: Sequence[PromptRequest], report: Callable[[int], Any]
+) -> dict[int, Completion]:
+    """Return the completions of this replica's ``requests`` by row id. Those with equal ``sampling`` run in one call."""
+    calls: dict[str, list[PromptRequest]] = {}
+    for request in requests:
+        calls.setdefault(repr(request.sampling), []).append(request)
+    completions: dict[int, Completion] = {}
+    for call in calls.values():
+        groups = [request.rows for request in call]
+        for ended in processor.engine.complete(groups, call[0].sampling, processor.seed):
+            completions |= {completion.row_id: completion for completion in ended}
+            report(len(ended))
+    return completions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
 
@@ -57,14 +57,18 @@ class ModelSourceConfig:
     threads: Annotated[int, Range(least=1, most=MOST_THREADS)] = 1
 
 
-@dataclass(frozen=True)
-class CheckedModel:
-    """What one rank has read and checked of a model, before any process group exists.
+Config = TypeVar("Config", bound=ModelSourceConfig)
+CheckedConfig = TypeVar("CheckedConfig", bound=ModelSourceConfig, covariant=True)
 
-    ``config`` has ``model``. ``checkpoint``: where the weights are, if not in the model's directory.
+
+@dataclass(frozen=True)
+class CheckedModel(Generic[CheckedConfig]):
+    """A model that one rank has read and checked, before any process group exists.
+
+    ``checkpoint``: where the weights are, if not in the model's directory.
     """
 
-    config: Any
+    config: CheckedConfig
     spec: ModelSpec
     layout: Layout
     checkpoint: Path | None
@@ -73,11 +77,8 @@ class CheckedModel:
     @property
     def must_match(self) -> dict[str, str]:
         """Return values that must be equal on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
-        sources = base_directory(self.config.model.path, self.checkpoint), self.checkpoint
+        sources = (base_directory(self.config.model.path, self.checkpoint), self.checkpoint)
         return {"set of weights": str([weights_digest(Path(source)) for source in sources if source is not None])}
-
-
-Config = TypeVar("Config", bound=ModelSourceConfig)
 
 
 def find_weights(path: str) -> tuple[str, Path | None]:
@@ -87,19 +88,19 @@ def find_weights(path: str) -> tuple[str, Path | None]:
     checkpoint. The run's export is read instead if it was made from that checkpoint, or if there is none. Raises ValueError for a
     checkpoint whose run does not name the model that it started from.
     """
-    here = named_checkpoint(Path(path))
-    complete = committed(here)
-    exported = (here / EXPORT_DIR / "config.json").is_file() and (here / CONFIG_FILE).is_file()
-    if exported and (not complete or exported_checkpoint(here) == complete[0].path.name):
-        return str(here / EXPORT_DIR), None
-    checkpoint = here if (here / COMMIT).is_file() else complete[0].path if complete else None
-    if (here / "config.json").is_file() or checkpoint is None:
+    directory = named_checkpoint(Path(path))
+    checkpoints = committed(directory)
+    has_export = (directory / EXPORT_DIR / "config.json").is_file() and (directory / CONFIG_FILE).is_file()
+    if has_export and (not checkpoints or exported_checkpoint(directory) == checkpoints[0].path.name):
+        return str(directory / EXPORT_DIR), None
+    checkpoint = directory if (directory / COMMIT).is_file() else checkpoints[0].path if checkpoints else None
+    if (directory / "config.json").is_file() or checkpoint is None:
         return path, None
-    written = checkpoint.parent.parent / CONFIG_FILE
+    run_config = checkpoint.parent.parent / CONFIG_FILE
     key = f"models.{ROLE}.path"
-    model = resolved_key(written, key) if written.exists() else None
+    model = resolved_key(run_config, key) if run_config.exists() else None
     if model is None:
-        raise ValueError(f"model.path={path} is a checkpoint, and {written} does not name {key}, whose tokenizer it needs")
+        raise ValueError(f"model.path={path} is a checkpoint, and {run_config} does not name {key}, whose tokenizer it needs")
     return model, checkpoint
 
 
@@ -108,19 +109,18 @@ def read_weights(config: Config, launch: Launch, generation_ep: int = 1) -> tupl
 
     The checkpoint has the weights if they are not in the model's directory. Local: no communication. Raises ValueError, one line.
     """
-    named = Path(config.model.path)
+    path = Path(config.model.path)
     directory, checkpoint = find_weights(config.model.path)
-    if launch.rank == 0 and (named / CONFIG_FILE).is_file():
-        source = (checkpoint.name if checkpoint else exported_checkpoint(named)) or "an unknown checkpoint"
-        print(f"model.path={named}: the weights of {source}, from {checkpoint or directory}", file=sys.stderr)
+    if launch.rank == 0 and (path / CONFIG_FILE).is_file():
+        source = (checkpoint.name if checkpoint else exported_checkpoint(path)) or "an unknown checkpoint"
+        print(f"model.path={path}: the weights of {source}, from {checkpoint or directory}", file=sys.stderr)
     config = replace(config, model=replace(config.model, path=local_directory(directory, "model.path")))
     spec = read_spec(config.model.path)
     layout = resolve_layout(config.layout, launch.size, "layout on all ranks")
-    layout = replace(
-        layout, expert_parallel_generation=check_generation_ep(spec, generation_ep, layout.tp, "generation", "layout.tp")
-    )
-    sizes = layout.pp, layout.tp, layout.vpp, layout.cp, layout.ep
-    check_layout(spec, "layout", *sizes, expert_parallel_generation=layout.expert_parallel_generation)
+    expert_parallel = check_generation_ep(spec, generation_ep, layout.tp, "generation", "layout.tp")
+    layout = replace(layout, expert_parallel_generation=expert_parallel)
+    sizes = (layout.pp, layout.tp, layout.vpp, layout.cp, layout.ep)
+    check_layout(spec, "layout", *sizes, expert_parallel_generation=expert_parallel)
     if checkpoint is None:
         check_pretrained(spec, config.model.path, "lm")
     else:
@@ -147,8 +147,8 @@ def load_from_checkpoint(spec: ModelSpec, weights: RoleState, directory: str, ch
         return
     dtype = DTYPES[read_manifest(checkpoint).dtype_of(ROLE)]
     stored = {name: torch.empty(value.shape, dtype=dtype) for name, value in weights.tensors.items()}
-    beside = frozenset([spec.names.second_head])  # an actor that is also the critic has one
-    load_checkpoint(checkpoint, ROLE, RoleState(weights.shards, stored), world.all, beside)
+    unread = frozenset([spec.names.second_head])  # an actor that is also the critic has one
+    load_checkpoint(checkpoint, ROLE, RoleState(weights.shards, stored), world.all, unread)
     with torch.no_grad():
         for name, value in weights.tensors.items():
             value.copy_(stored.pop(name))

@@ -23,19 +23,14 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "best_of": (1,),
     "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex"), ()),
     "tools": ([],),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "web_search_options": (),
+    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
 }
 MAX_DEPTH = 100  # of nested lists and objects in a request's JSON
 MAX_STOPS, STOP_CHARACTERS = 64, 4096  # stop texts of a request, and their characters: all are looked for after each token
@@ -51,7 +46,8 @@ class HttpError(ValueError):
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -65,8 +61,8 @@ def read_body(raw: bytes) -> dict[str, Any]:
     """Return a request's JSON object. Raises ValueError if it is none, too deep, or has text that is not Unicode."""
 
     def depth(value: Any) -> int:
-        inner = value.values() if isinstance(value, dict) else value
-        return 1 + max((depth(each) for each in inner if isinstance(each, dict | list)), default=0)
+        children = value.values() if isinstance(value, dict) else value
+        return 1 + max((depth(child) for child in children if isinstance(child, dict | list)), default=0)
 
     text = raw.decode("utf-8-sig")
     try:
@@ -93,9 +89,9 @@ def check_sizes(body: Mapping[str, Any], vocab_size: int, longest: int) -> None:
         if isinstance(value, list | dict) and len(value) > limit:
             raise ValueError(f"{key} has {len(value)} entries, and may have {limit}")
     stop = body.get("stop")
-    if (
-        length := sum(len(each) for each in (stop if isinstance(stop, list) else [stop]) if isinstance(each, str))
-    ) > STOP_CHARACTERS:
+    stops = stop if isinstance(stop, list) else [stop]
+    length = sum(len(text) for text in stops if isinstance(text, str))
+    if length > STOP_CHARACTERS:
         raise ValueError(f"stop has {length} characters, and may have {STOP_CHARACTERS}")
 
 
@@ -141,33 +137,31 @@ def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, Sam
 
     ``max_tokens`` may be 0 with ``echo``; the sampling parameters then have 1.
     """
-    asked = {key: value for key, value in body.items() if value is not None and value not in NOT_YET.get(key, ())}
+    request_fields = {key: value for key, value in body.items() if value is not None and value not in NOT_YET.get(key, ())}
     for key in NOT_YET:
-        if key in asked:
+        if key in request_fields:
             raise ValueError(f"{key} {'are' if key.endswith('s') else 'is'} not supported yet; leave the field out")
-    shaping = {each.name for each in fields(AnswerFormat)} - {"generates"}
-    settings = {key: value for key, value in asked.items() if key not in OTHER and key not in shaping}
+    format_keys = {field.name for field in fields(AnswerFormat)} - {"generates"}
+    settings = {key: value for key, value in request_fields.items() if key not in OTHER and key not in format_keys}
     if bad := [key for key in INTERNAL if key in settings]:
         raise ValueError(f"unknown key '{bad[0]}'")
     if chat:
         settings["max_tokens"] = settings.pop("max_completion_tokens", settings.get("max_tokens"))
         likeliest = settings.pop("top_logprobs", 0)
         settings["logprobs"] = likeliest if settings.pop("logprobs", False) else None
-    answer: AnswerFormat = _read(AnswerFormat, {key: value for key, value in asked.items() if key in shaping})
+    format_values = {key: value for key, value in request_fields.items() if key in format_keys}
+    format: AnswerFormat = read_section(AnswerFormat, format_values, strict=True)
     if type(max_tokens := settings.get("max_tokens")) is int and max_tokens == 0:  # neither false nor 0.0
-        answer, settings["max_tokens"] = replace(answer, generates=False), 1
-    params: SamplingParams = _read(SamplingParams, settings)
-    if answer.echo and chat:
+        format = replace(format, generates=False)
+        settings["max_tokens"] = 1
+    params: SamplingParams = read_section(SamplingParams, settings, strict=True)
+    if format.echo and chat:
         raise ValueError("echo=true is for /v1/completions: a chat's prompt is its messages")
-    if answer.chat_template_kwargs and not chat:
+    if format.chat_template_kwargs and not chat:
         raise ValueError("chat_template_kwargs are for /v1/chat/completions: a completion's prompt has no template")
-    if not (answer.generates or answer.echo):
+    if not (format.generates or format.echo):
         raise ValueError("max_tokens=0 is for echo=true, which answers with the prompt; otherwise it must be at least 1")
-    return answer, replace(params, prompt_logprobs=params.logprobs if answer.echo else None)
-
-
-def _read(schema: Any, values: Mapping[str, Any]) -> Any:
-    return read_section(schema, values, strict=True)
+    return format, replace(params, prompt_logprobs=params.logprobs if format.echo else None)
 
 
 @dataclass(frozen=True)
@@ -193,8 +187,8 @@ def choice_of(index: int, delta: TextDelta, chat: bool, to_bytes: ToBytes, part:
     content: dict[str, Any] = {"text": delta.text}
     if chat:
         role = {} if part == "later" else {"role": "assistant"}
-        thoughts = {} if delta.reasoning is None else {"reasoning_content": delta.reasoning or None}
-        content = {"message" if part is None else "delta": {**role, **thoughts, "content": delta.text}}
+        reasoning = {} if delta.reasoning is None else {"reasoning_content": delta.reasoning or None}
+        content = {"message" if part is None else "delta": {**role, **reasoning, "content": delta.text}}
     log_probs = None
     if delta.entries is not None:
         log_probs = _chat_logprobs(delta.entries, to_bytes) if chat else _completion_logprobs(delta.entries, delta.offsets)
@@ -203,36 +197,36 @@ def choice_of(index: int, delta: TextDelta, chat: bool, to_bytes: ToBytes, part:
 
 
 def _completion_logprobs(entries: Sequence[Entry], offsets: Sequence[int]) -> dict[str, Any]:
-    """``top_logprobs`` also has the token itself. Of tokens with the same text it has the likeliest."""
+    """Return a completion's ``logprobs``. ``top_logprobs`` has the token itself, too, and of equal texts the likeliest."""
     drawn = [next(iter(entry.values())) for entry in entries]
-    best = [[token, *(each for _, each in reversed(_ranked(entry)))] for token, entry in zip(drawn, entries, strict=True)]
+    top_logprobs = []
+    for token, entry in zip(drawn, entries, strict=True):
+        tokens = [token, *(likely for _, likely in reversed(_ranked(entry)))]  # of equal texts the last stays
+        by_text = {log_prob.decoded_token: _finite(log_prob.logprob) for log_prob in tokens}
+        top_logprobs.append(None if isnan(token.logprob) else by_text)
     return {
         "tokens": [token.decoded_token for token in drawn],
         "token_logprobs": [_finite(token.logprob) for token in drawn],
-        "top_logprobs": [
-            None if isnan(token.logprob) else {each.decoded_token: _finite(each.logprob) for each in tokens}
-            for token, tokens in zip(drawn, best, strict=True)
-        ],
+        "top_logprobs": top_logprobs,
         "text_offset": [*offsets],
     }
 
 
 def _chat_logprobs(entries: Sequence[Entry], to_bytes: ToBytes) -> dict[str, Any]:
-    def named(token: int, log_prob: Logprob) -> dict[str, Any]:
-        return {
-            "token": log_prob.decoded_token,
-            "logprob": _finite(log_prob.logprob),
-            "bytes": to_bytes(token, log_prob.decoded_token),
-        }
+    def logprob_object(token: int, log_prob: Logprob) -> dict[str, Any]:
+        text = log_prob.decoded_token
+        return {"token": text, "logprob": _finite(log_prob.logprob), "bytes": to_bytes(token, text)}
 
-    first = [next(iter(entry.items())) for entry in entries]
-    ranked = [[named(token, each) for token, each in _ranked(entry)] for entry in entries]
-    return {"content": [{**named(*drawn), "top_logprobs": top} for drawn, top in zip(first, ranked, strict=True)]}
+    content = []
+    for entry in entries:
+        top_logprobs = [logprob_object(*pair) for pair in _ranked(entry)]
+        content.append({**logprob_object(*next(iter(entry.items()))), "top_logprobs": top_logprobs})
+    return {"content": content}
 
 
 def _ranked(entry: Entry) -> list[tuple[int, Logprob]]:
     """Return the likeliest tokens in order."""
-    return sorted(((token, each) for token, each in entry.items() if each.rank), key=lambda each: each[1].rank or 0)
+    return sorted((pair for pair in entry.items() if pair[1].rank), key=lambda pair: pair[1].rank or 0)
 
 
 def _finite(log_prob: float) -> float | None:
@@ -247,7 +241,8 @@ class TextOffsets:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], length: int = 0) -> None:
-        self.decode, self.length = decode, length
+        self.decode = decode
+        self.length = length
         self._texts: dict[int, str] = {}
         self._open: list[int] = []  # the tokens so far of an incomplete character
 

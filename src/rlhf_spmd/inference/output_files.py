@@ -30,13 +30,14 @@ def check_out(out: Path, *sources: str) -> None:
 
 
 def write_rows(out: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as lines of JSON, all or none."""
     atomic_write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def other_job(out: str, what: str) -> ValueError:
-    """Return the error for ``out`` that has results of another job."""
+def other_job(out: str, finding: str) -> ValueError:
+    """Return the error for ``out`` that has results of another job. ``finding``: says where they are."""
     return ValueError(
-        f"out={out}: {what} of a job with another model, other prompts or other settings; remove it, or give another out"
+        f"out={out}: {finding} of a job with another model, other prompts or other settings; remove it, or give another out"
     )
 
 
@@ -48,7 +49,8 @@ class Journal:
     """
 
     def __init__(self, directory: Path, job: str, out: str, checks: bool) -> None:
-        self.directory, self.job = directory, job
+        self.directory = directory
+        self.job = job
         self._file: Any = None
         for path in sorted(directory.glob("*.jsonl")) if checks else ():
             with path.open(encoding="utf-8", errors="replace") as lines:

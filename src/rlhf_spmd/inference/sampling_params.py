@@ -23,7 +23,7 @@ class SamplingParams:
 
     - n: responses
     - max_tokens: of each response; None: what the model's context leaves. min_tokens: before it may stop
-    - seed: keys the draws, whatever else is asked at the same time; None: the engine's seed and the number of the response do
+    - seed: keys the draws, so that other prompts do not change them; None: the engine's seed and the number of the response do
     - stop, stop_token_ids: end a response; they are left out of ``text`` unless include_stop_str_in_output
     - logprobs: that many of the likeliest tokens beside each drawn one, at temperature 1 and before any penalty; 0: only the drawn
       token. prompt_logprobs: the same for the prompt's tokens
@@ -65,9 +65,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Put every field in its declared type. Raises ValueError, one line."""
-        for each in fields(self):
-            value = read_value(type_hints(SamplingParams)[each.name], getattr(self, each.name), each.name)
-            object.__setattr__(self, each.name, value)
+        for name in [field.name for field in fields(self)]:
+            value = read_value(type_hints(SamplingParams)[name], getattr(self, name), name)
+            object.__setattr__(self, name, value)
         functions = self.logits_processors
         if not (functions is None or (isinstance(functions, list | tuple) and all(map(callable, functions)))):
             raise ValueError(f"logits_processors={functions!r} must be a list of functions")
@@ -87,7 +87,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Logprob:
-    """The log-prob of a token at its place, in nats. ``rank``: 1 for the likeliest; None outside those that were asked for."""
+    """The log-prob of a token at its place, in nats. ``rank``: 1 for the likeliest; None outside the ``logprobs`` likeliest."""
 
     logprob: float
     rank: int | None

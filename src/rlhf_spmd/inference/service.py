@@ -1,4 +1,4 @@
-"""Answers requests in OpenAI's form with an engine that generates for a moment at a time. ``endpoint`` puts HTTP in front."""
+"""The queue of clients' requests in front of an engine that generates for a moment at a time. ``endpoint`` puts HTTP in front."""
 
 from __future__ import annotations
 
@@ -10,33 +10,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
-from math import nan
 from queue import Empty, Queue
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 
-from rlhf_spmd.config.schema import counted
-from rlhf_spmd.data.reasoning import begins_reasoning, split_reasoning
-from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, prompt_texts, token_bytes
+from rlhf_spmd.config.words import counted
 from rlhf_spmd.generation import Completion, GenerationLimits, NotFinite, Request, SamplingConfig
 from rlhf_spmd.generation.sequence import SequenceState
-from rlhf_spmd.inference.openai_forms import (
-    OTHER,
-    AnswerFormat,
-    Entry,
-    HttpError,
-    TextDelta,
-    TextOffsets,
-    check_sizes,
-    choice_of,
-    error_answer,
-    prompts_of,
-    read_body,
-    read_request,
-)
-from rlhf_spmd.inference.requests import Prompt, PromptRequest, RequestProcessor, entries_of, prompt_log_probs
+from rlhf_spmd.inference.answers import ClientAnswer
+from rlhf_spmd.inference.openai_forms import OTHER, HttpError, check_sizes, error_answer, prompts_of, read_body, read_request
+from rlhf_spmd.inference.outputs import OutputBuilder
+from rlhf_spmd.inference.requests import Prompt, RequestProcessor
 from rlhf_spmd.inference.sampling_params import CompletionOutput
 
 TURN_S = 0.2  # seconds of generation after which new requests join and streams are sent what is new
@@ -45,8 +30,8 @@ END_S = 8.0  # seconds that running requests have when the service is told to en
 MAX_ROWS = 4096  # responses of one request
 MAX_LOG_PROBS = 1 << 27  # rows * longest response * (1 + logprobs) of a request, and of the rows in flight, on the device
 AHEAD = 1.25  # times max_num_seqs: rows in flight, some of which wait for a place in a step; more would hold up later requests
-OF_REQUESTS = ValueError, TypeError, LookupError, ArithmeticError  # raised by the host's code, which is alike on all ranks
-FORGET = 4096  # requests after which the cache and the table of its prompts' prefixes are made anew
+SHARED_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError)  # raised by the host's code, which is alike on all ranks
+REQUESTS_PER_CACHE = 4096  # requests after which the cache and the table of its prompts' prefixes are made anew
 
 T = TypeVar("T")
 Part = tuple[int, dict[str, Any]] | None  # a part of an answer: status and JSON; None ends the answer
@@ -54,42 +39,19 @@ Arrival = tuple[int, dict[str, Any] | None]  # a request's number and what Servi
 
 
 @dataclass
-class StreamProgress:
-    """What a stream has sent of one response."""
-
-    text: str = ""
-    reasoning: str = ""
-    content: str = ""
-    tokens: int = 0
-    first: bool = True
-    ended: bool = False
-    offsets: TextOffsets | None = None
-
-
-@dataclass
 class ServedRequest:
     """A client's request while it is answered.
 
-    - asked: its prompts; rows: by row id of each response, the number of its prompt
+    - sampling: how all its rows are sampled
     - unstarted: the rows that are not in flight yet
-    - ended: finished responses by row id; sent: what has been streamed, by row id
-    - unscored: numbers of the prompts whose tokens still need log-probs; scored: those log-probs by number
+    - unscored: numbers of the prompts whose tokens still need log-probs
     """
 
     number: int
-    chat: bool
-    format: AnswerFormat
-    asked: list[PromptRequest]
-    ended: dict[int, CompletionOutput] = field(default_factory=dict)
-    sent: dict[int, StreamProgress] = field(default_factory=dict)
-    unscored: deque[int] = field(default_factory=deque)
-    scored: dict[int, list[Entry]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.rows = {request.row_id: number for number, each in enumerate(self.asked) for request in each.requests}
-        self.sampling, self.unstarted = self.asked[0].sampling, deque(each for asked in self.asked for each in asked.requests)
-        if self.asked[0].params.prompt_logprobs is not None:
-            self.unscored.extend(range(len(self.asked)))
+    answer: ClientAnswer
+    sampling: SamplingConfig
+    unstarted: deque[Request]
+    unscored: deque[int]
 
 
 def fit_together(num_rows: int, longest: int, sampling: SamplingConfig) -> bool:
@@ -97,11 +59,12 @@ def fit_together(num_rows: int, longest: int, sampling: SamplingConfig) -> bool:
     return num_rows * longest * (1 + sampling.logprobs) <= MAX_LOG_PROBS
 
 
-def longest_of(requests: Iterable[Request]) -> int:
+def longest_of(rows: Iterable[Request]) -> int:
     """Return the most tokens that one of these rows may get; 0 without rows."""
-    return max((request.max_new_tokens for request in requests), default=0)
+    return max((row.max_new_tokens for row in rows), default=0)
 
 
+@dataclass(eq=False)
 class Service:
     """Answers requests on all ranks. Rank 0 has the endpoint, and only its ``must_end``, ``arrivals`` and ``replies`` are used.
 
@@ -113,28 +76,29 @@ class Service:
     - reasoning_tags: between which a chat's answer has reasoning; None: it is not separated
     - waiting: requests with rows that have not started, in the order of their turns
     - running: requests with rows in flight, or prompts that are scored, by number
+    - sampling: of the rows in flight
     - num_admitted: requests so far that were not refused
-    - state: "on"; then "ending", in which new requests are refused; then "over"
+    - state: "on"; then "ending" until ``end_by`` at the latest, in which new requests are refused; then "over"
     """
 
-    def __init__(
-        self,
-        processor: RequestProcessor,
-        name: str,
-        must_end: Callable[[], bool] = lambda: False,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-        reasoning_tags: Sequence[str] | None = None,
-    ) -> None:
-        self.processor, self.engine, self.name, self.must_end = processor, processor.engine, name, must_end
-        self.variables, self.reasoning_tags = variables, reasoning_tags
-        self.arrivals: Queue[Arrival] = Queue()
-        self.replies: dict[int, Callable[[Part], Any]] = {}
-        self.waiting: deque[ServedRequest] = deque()
-        self.running: dict[int, ServedRequest] = {}
-        self.sampling = SamplingConfig()  # of the rows in flight
-        self.num_admitted = 0
-        self.state, self.end_by = "on", 0.0
-        processor.longest = self.engine.generator.reserve_pages(processor.longest)
+    processor: RequestProcessor
+    name: str
+    must_end: Callable[[], bool] = lambda: False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_tags: Sequence[str] | None = None
+    arrivals: Queue[Arrival] = field(default_factory=Queue)
+    replies: dict[int, Callable[[Part], Any]] = field(default_factory=dict)
+    waiting: deque[ServedRequest] = field(default_factory=deque)
+    running: dict[int, ServedRequest] = field(default_factory=dict)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    num_admitted: int = 0
+    state: str = "on"
+    end_by: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.engine = self.processor.engine
+        self.output_builder = OutputBuilder(self.engine.generator, self.processor.tokenizer)
+        self.processor.longest = self.engine.generator.reserve_pages(self.processor.longest)
 
     def read(self, raw: bytes, chat: bool) -> dict[str, Any]:
         """Return a request with its prompts as token ids, as JSON. Raises ValueError or DataError.
@@ -150,29 +114,28 @@ class Service:
         if not 0 < len(prompts) * params.n <= MAX_ROWS:
             raise ValueError(f"{len(prompts)} prompts, n={params.n}: a request is for 1 to {MAX_ROWS} responses")
         variables = {**self.variables, **format.chat_template_kwargs}
-        read = self.processor.encode(prompts, variables=variables, generates=format.generates)
-        rest = {key: value for key, value in body.items() if key not in OTHER}
-        return {"chat": chat, "body": rest, "prompts": read}
+        encoded = self.processor.encode(prompts, variables=variables, generates=format.generates)
+        fields = {key: value for key, value in body.items() if key not in OTHER}
+        return {"chat": chat, "body": fields, "prompts": encoded}
 
     def turn(self) -> bool:
         """Take what has arrived, and generate for a moment. Return True while the service goes on.
 
         Collective over the world: every rank of it must call, in program order.
         """
-        heard = (self._state(), self._arrived()) if self.engine.world.rank == 0 else None
-        self.state, arrivals = self.engine.mesh.replica.broadcast_json(heard, "serve:requests")
+        news = (self._state(), self._arrived()) if self.engine.world.rank == 0 else None
+        self.state, arrivals = self.engine.mesh.replica.broadcast_json(news, "serve:requests")
         for arrival in arrivals:
             self._take(*arrival)
         if self.state != "on":
-            self._fail(
-                [each for each in self.waiting if each.number not in self.running], HttpError(503, "the server is ending")
-            )
+            waiting = [request for request in self.waiting if request.number not in self.running]
+            self._fail(waiting, HttpError(503, "the server is ending"))
         if self.state == "over":
             self._fail([*self.running.values()], HttpError(503, "the server has ended"))
             return False
-        requests = self._admit()
+        rows = self._admit()
         self._score()
-        self._generate(requests)
+        self._generate(rows)
         return True
 
     def _arrived(self) -> list[Arrival]:
@@ -195,39 +158,43 @@ class Service:
             print(f"ending: {running}, others are refused", file=sys.stderr, flush=True)
         return "ending" if self.running and time.monotonic() < self.end_by else "over"
 
-    def _take(self, number: int, request: dict[str, Any] | None) -> None:
-        if request is None:
+    def _take(self, number: int, message: dict[str, Any] | None) -> None:
+        """Put an arrived request in the queue, or answer why not; forget one whose client went away."""
+        if message is None:
             return self._forget([number])
         if self.state != "on":
             return self._put(number, error_answer(HttpError(503, "the server is ending")))
         try:
-            served = self._job(number, **request)
+            request = self._admitted_request(number, **message)
         except Exception as error:  # a process boundary: one request fails, on all ranks, and the service goes on
             if not self._is_shared(error):
                 raise
             return self._put(number, error_answer(error))
         self.num_admitted += 1
-        if self.num_admitted % FORGET == 0:
+        if self.num_admitted % REQUESTS_PER_CACHE == 0:
             self.engine.generator.before_training()
-        if served.unstarted:
-            self.waiting.append(served)
+        if request.unstarted:
+            self.waiting.append(request)
         else:
-            self.running[number] = served
+            self.running[number] = request
 
-    def _job(self, number: int, chat: bool, body: Mapping[str, Any], prompts: Sequence[Prompt]) -> ServedRequest:
-        """Return the request while it is answered. Raises ValueError."""
+    def _admitted_request(self, number: int, chat: bool, body: Mapping[str, Any], prompts: Sequence[Prompt]) -> ServedRequest:
+        """Return the request with its rows, none of which has started. Raises ValueError."""
         format, params = read_request(body, chat)
-        asked = self.processor.requests(prompts, [params] * len(prompts))
-        served = ServedRequest(number, chat, format, asked)
-        if not fit_together(len(served.rows), longest_of(served.unstarted), served.sampling):
+        prompt_requests = self.processor.requests(prompts, [params] * len(prompts))
+        rows = [row for prompt_request in prompt_requests for row in prompt_request.rows]
+        sampling = prompt_requests[0].sampling
+        if not fit_together(len(rows), longest_of(rows), sampling):
             raise ValueError(
-                f"{len(served.rows)} responses with so many tokens and logprobs do not fit; ask for fewer in max_tokens, n or logprobs"
+                f"{len(rows)} responses with so many tokens and logprobs do not fit; ask for fewer in max_tokens, n or logprobs"
             )
+        answer = ClientAnswer(number, chat, format, prompt_requests, self.output_builder, self.name, self.reasoning_tags)
         if not format.generates:
-            none = CompletionOutput(0, "", [], 0.0, None if params.logprobs is None else [], "length", None)
-            served.ended = dict.fromkeys(served.rows, none)
-            served.unstarted.clear()
-        return served
+            empty = CompletionOutput(0, "", [], 0.0, None if params.logprobs is None else [], "length", None)
+            answer.responses = dict.fromkeys(answer.rows, empty)
+            rows.clear()
+        unscored = deque(range(len(prompts)) if params.prompt_logprobs is not None else ())
+        return ServedRequest(number, answer, sampling, deque(rows), unscored)
 
     def _admit(self) -> list[Request]:
         """Return the rows that start now: one of each request in turn, so that a request with many rows does not hold up the others.
@@ -235,222 +202,128 @@ class Service:
         Rows in flight are sampled alike. A request with another ``sampling`` waits until they have ended, and none overtakes it.
         """
         generator = self.engine.generator
-        requests = list[Request]()
-        num_rows, longest = len(generator.kept), longest_of(row.request for row in generator.kept)
+        rows = list[Request]()
+        num_rows = len(generator.kept)
+        longest = longest_of(state.request for state in generator.kept)
         if self.waiting and not num_rows:
             self.sampling = self.waiting[0].sampling
-        turns = deque(takewhile(lambda served: served.sampling == self.sampling, self.waiting))
-        others, served_before = [*self.waiting][len(turns) :], deque[ServedRequest]()
-        while num_rows < AHEAD * generator.config.max_num_seqs and (turns or served_before):
+        turns = deque(takewhile(lambda request: request.sampling == self.sampling, self.waiting))
+        later = [*self.waiting][len(turns) :]
+        next_turns = deque[ServedRequest]()
+        while num_rows < AHEAD * generator.config.max_num_seqs and (turns or next_turns):
             if not turns:
-                turns, served_before = served_before, turns
+                turns, next_turns = next_turns, turns
             longest = max(longest, turns[0].unstarted[0].max_new_tokens)
             if num_rows and not fit_together(num_rows + 1, longest, self.sampling):
                 break
             num_rows += 1
-            served = turns.popleft()
-            requests.append(served.unstarted.popleft())
-            self.running[served.number] = served
-            if served.unstarted:
-                served_before.append(served)
-        self.waiting = deque([*turns, *others, *served_before])
-        return requests
+            request = turns.popleft()
+            rows.append(request.unstarted.popleft())
+            self.running[request.number] = request
+            if request.unstarted:
+                next_turns.append(request)
+        self.waiting = deque([*turns, *later, *next_turns])
+        return rows
 
     def _score(self) -> None:
         """Compute log-probs of prompts' tokens, about as many as a step of the generator computes; one prompt of each request in turn.
 
         Collective over the world: every rank of it must call, in program order.
         """
-        generator, prompts = self.engine.generator, list[tuple[ServedRequest, int]]()
-        left = max_tokens = generator.config.max_num_batched_tokens
-        turns = deque(served for served in self.running.values() if served.unscored)
-        while turns and left > 0:
-            served = turns.popleft()
-            prompts.append((served, served.unscored.popleft()))
-            left -= len(served.asked[prompts[-1][1]].prompt_ids)
-            if served.unscored:
-                turns.append(served)
-        for served, _ in prompts:  # in the next turn the others come first
-            self.running[served.number] = self.running.pop(served.number)
-        if not prompts:
-            return
-        asked = [served.asked[number] for served, number in prompts]
+        prompts = list[tuple[ServedRequest, int]]()
+        num_tokens = 0
+        turns = deque(request for request in self.running.values() if request.unscored)
+        while turns and num_tokens < self.engine.generator.config.max_num_batched_tokens:
+            request = turns.popleft()
+            number = request.unscored.popleft()
+            prompts.append((request, number))
+            num_tokens += len(request.answer.prompt_requests[number].prompt_ids)
+            if request.unscored:
+                turns.append(request)
+        for request, _ in prompts:  # in the next turn the others come first
+            self.running[request.number] = self.running.pop(request.number)
 
         def score() -> None:
-            num_likeliest = [each.params.prompt_logprobs or 0 for each in asked]
-            entries = prompt_log_probs(generator, [each.prompt_ids for each in asked], num_likeliest, max_tokens)
-            for (served, number), each, scored in zip(prompts, asked, entries, strict=True):
-                if any(value != value for entry in scored for _, value in entry):
-                    raise NotFinite(each.requests[0].row_id)
-                first = self.processor.named([[(each.prompt_ids[0], nan)]])
-                served.scored[number] = [*first, *self.processor.named(scored)]
+            prompt_requests = [request.answer.prompt_requests[number] for request, number in prompts]
+            num_likeliest = [prompt_request.params.prompt_logprobs or 0 for prompt_request in prompt_requests]
+            ids = [prompt_request.prompt_ids for prompt_request in prompt_requests]
+            entries = self.engine.prompt_entries(ids, num_likeliest)
+            for (request, number), prompt_entries in zip(prompts, entries, strict=True):
+                request.answer.add_prompt_entries(number, prompt_entries)
 
-        self._attempt(score, [served for served, _ in prompts])
+        if prompts:
+            self._attempt(score, [request for request, _ in prompts])
 
-    def _generate(self, requests: Sequence[Request]) -> None:
-        """Generate for a moment and deliver what is new. Collective over the world: every rank of it must call, in program order."""
-        engine, limits, ended = self.engine, GenerationLimits(seconds=TURN_S), list[Completion]()
-        settings = self.sampling, self.processor.seed, 0, limits, 0, engine.tick
-        if requests or engine.generator.kept:
-            new = {request.row_id for request in requests}
-            newcomers = [served for served in self.running.values() if not new.isdisjoint(served.rows)]
-            ended = self._attempt(lambda: engine.generator.generate_until(requests, *settings), newcomers) or []
+    def _generate(self, rows: Sequence[Request]) -> None:
+        """Generate for a moment and deliver what is new. ``rows``: those that start now.
+
+        Collective over the world: every rank of it must call, in program order.
+        """
+        generator = self.engine.generator
+        settings = (self.sampling, self.processor.seed, 0, GenerationLimits(seconds=TURN_S), 0, self.engine.tick)
+        ended = list[Completion]()
+        if rows or generator.kept:
+            row_ids = {row.row_id for row in rows}
+            newcomers = [request for request in self.running.values() if not row_ids.isdisjoint(request.answer.rows)]
+            ended = self._attempt(lambda: generator.generate_until(rows, *settings), newcomers) or []
         completions = {completion.row_id: completion for completion in ended}
-        kept = {row.request.row_id: row for row in engine.generator.kept}
-        for served in list(self.running.values()):
-            try:
-                self._deliver(served, completions, kept)
-            except Exception as error:  # a process boundary: one request fails, on all ranks, and the service goes on
-                if not self._is_shared(error):
-                    raise
-                self._fail([served], error)
+        states = {state.request.row_id: state for state in generator.kept}
+        for request in list(self.running.values()):
+            self._attempt(partial(self._deliver, request, completions, states), [request])
 
     def _is_shared(self, error: Exception) -> bool:
         """Return True if every rank has met ``error``, so that all drop the same request."""
-        return self.engine.world.size == 1 or isinstance(error, OF_REQUESTS)
+        return self.engine.world.size == 1 or isinstance(error, SHARED_ERRORS)
 
-    def _attempt(self, work: Callable[[], T], newcomers: Sequence[ServedRequest]) -> T | None:
-        """Return the result of ``work``. If it fails, the request that the error names, else the ``newcomers``, get the error.
+    def _attempt(self, work: Callable[[], T], suspects: Sequence[ServedRequest]) -> T | None:
+        """Return the result of ``work``. If it fails, the request that the error names, else the ``suspects``, get the error.
 
-        Raises what no newcomer can have caused, and what the other ranks may not have met.
+        Raises what no suspect can have caused, and what the other ranks may not have met.
         """
         try:
             return work()
         except NotFinite as error:
-            self._fail([served for served in self.running.values() if error.row_id in served.rows], error)
-        except Exception as error:  # a process boundary
-            culprits = newcomers or ([*self.running.values()] if isinstance(error, torch.OutOfMemoryError) else [])
-            if not culprits or not self._is_shared(error):
+            self._fail([request for request in self.running.values() if error.row_id in request.answer.rows], error)
+        except Exception as error:  # a process boundary: these requests fail, on all ranks, and the service goes on
+            suspects = suspects or ([*self.running.values()] if isinstance(error, torch.OutOfMemoryError) else [])
+            if not suspects or not self._is_shared(error):
                 raise
-            self._fail(culprits, error)
+            self._fail(suspects, error)
         return None
 
     def _fail(self, failed: Sequence[ServedRequest], error: Exception) -> None:
-        """Answer these requests with ``error``, which every rank has raised. The others go on."""
+        """ClientAnswer these requests with ``error``, which every rank has raised. The others go on."""
         status, answer = error_answer(error)
         if failed and not isinstance(error, ValueError) and self.engine.world.rank == 0:
             print(f"{counted(len(failed), 'request')} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        for served in failed:
-            self._put(served.number, (status, answer))
-            self._put(served.number, None)
-        self._forget([served.number for served in failed])
+        for request in failed:
+            self._put(request.number, (status, answer))
+            self._put(request.number, None)
+        self._forget([request.number for request in failed])
 
     def _forget(self, numbers: Collection[int]) -> None:
         """Generate no more for these requests."""
-        gone = [self.running.pop(number) for number in numbers if number in self.running]
-        self.engine.generator.drop({row for served in gone for row in served.rows})
-        self.waiting = deque(served for served in self.waiting if served.number not in numbers)
+        stopped = [self.running.pop(number) for number in numbers if number in self.running]
+        self.engine.generator.drop({row for request in stopped for row in request.answer.rows})
+        self.waiting = deque(request for request in self.waiting if request.number not in numbers)
 
-    def _deliver(self, served: ServedRequest, completions: Mapping[int, Completion], kept: Mapping[int, SequenceState]) -> None:
-        """Send what is new of a request. ``completions``: of the rows that have just ended; ``kept``: the rows in flight."""
-        for row in served.rows.keys() & completions.keys():
-            asked = served.asked[served.rows[row]]
-            (served.ended[row],) = self.processor.output(asked, [self.processor.record(asked, completions[row])]).outputs
-        if served.unscored:
+    def _deliver(
+        self, request: ServedRequest, completions: Mapping[int, Completion], states: Mapping[int, SequenceState]
+    ) -> None:
+        """Send what is new of a request. ``completions``: of the rows that have just ended; ``states``: the rows in flight."""
+        answer = request.answer
+        for row in answer.rows.keys() & completions.keys():
+            answer.add_response(completions[row])
+        if request.unscored:
             return
-        if served.format.stream:
-            for index, row in enumerate(served.rows):
-                self._send_more(served, index, row, kept.get(row))
-        if len(served.ended) < len(served.rows):
+        for chunk in answer.new_chunks(states):
+            self._put(request.number, (200, chunk))
+        if len(answer.responses) < len(answer.rows):
             return
-        del self.running[served.number]
-        num_generated, num_prompt_tokens = (
-            sum(len(output.token_ids) for output in served.ended.values()),
-            sum(len(asked.prompt_ids) for asked in served.asked),
-        )
-        usage = {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_generated,
-            "total_tokens": num_prompt_tokens + num_generated,
-        }
-        if not served.format.stream:
-            wholes = [
-                self._delta(served, row, StreamProgress(), served.ended[row].text, served.ended[row].logprobs)
-                for row in served.rows
-            ]
-            self._reply(served, [self._choice(served, index, delta) for index, delta in enumerate(wholes)], usage=usage)
-        elif served.format.stream_options.include_usage:
-            self._reply(served, [], usage=usage)
-        self._put(served.number, None)
-
-    def _send_more(self, served: ServedRequest, index: int, row: int, kept: SequenceState | None) -> None:
-        """Send the rest of a response to its stream, if the text has grown or the response has ended.
-
-        ``kept``: the row, if it is still generated.
-        """
-        sent, asked = served.sent.setdefault(row, StreamProgress()), served.asked[served.rows[row]]
-        if row in served.ended:
-            text, entries = served.ended[row].text, served.ended[row].logprobs
-            entries = entries and entries[sent.tokens :]
-        elif kept is not None and kept.token_logprobs is not None:
-            text, entries, noted, first = self._text(asked, kept.token_ids), None, kept.token_logprobs, sent.tokens
-            if asked.params.logprobs is not None:
-                top = (noted.top_ids[first:], noted.top_log_probs[first:]) if noted.top_ids.shape[1] else None
-                entries = self.processor.named(entries_of(kept.token_ids[first:], noted.log_probs_t1[first:].double(), top))
-        else:
-            return
-        is_news = row in served.ended or len(text) > len(sent.text) or (sent.first and served.format.echo)
-        if sent.ended or not is_news:
-            return
-        part = "first" if sent.first else "later"
-        self._reply(served, [self._choice(served, index, self._delta(served, row, sent, text, entries), part)])
-
-    def _delta(
-        self, served: ServedRequest, row: int, sent: StreamProgress, text: str, entries: Sequence[Entry] | None
-    ) -> TextDelta:
-        """Return what is new in a response since ``sent``, which is updated.
-
-        ``text``: the response's whole text so far; ``entries``: the log-probs of its new tokens.
-        """
-        asked, ended = served.asked[served.rows[row]], served.ended.get(row)
-        new, shown_entries, offsets, reasoning = text[len(sent.text) :], entries, list[int](), None
-        if served.chat and self.reasoning_tags is not None:
-            begun = begins_reasoning(self._prompt(asked), self.reasoning_tags[0])
-            parts = split_reasoning(text, begun, self.reasoning_tags, ended is not None)
-            reasoning, new = parts[0][len(sent.reasoning) :], parts[1][len(sent.content) :]
-            sent.reasoning, sent.content = parts
-        if entries is not None and not served.chat:
-            echoed = len(self._prompt(asked)) if served.format.echo else 0
-            if sent.offsets is None:
-                sent.offsets = TextOffsets(partial(self.processor.decode, skips=asked.params.skip_special_tokens), echoed)
-            offsets = [min(offset, echoed + len(text)) for offset in sent.offsets.add([next(iter(entry)) for entry in entries])]
-        if sent.first and served.format.echo:
-            new = self._prompt(asked) + new
-            if entries is not None:
-                scored = served.scored[served.rows[row]]
-                shown_entries, offsets = [*scored, *entries], [*self._prompt_offsets(asked), *offsets]
-        sent.text, sent.tokens, sent.first, sent.ended = text, sent.tokens + len(entries or ()), False, ended is not None
-        finish, stop = (ended.finish_reason, ended.stop_reason) if ended else (None, None)
-        return TextDelta(new, shown_entries, offsets, finish, stop, reasoning)
-
-    def _prompt(self, asked: PromptRequest) -> str:
-        return prompt_texts(self.processor.tokenizer, [asked.prompt_ids])[0] if asked.prompt is None else asked.prompt
-
-    def _prompt_offsets(self, asked: PromptRequest) -> list[int]:
-        """Return where each prompt token begins in the prompt's text.
-
-        The text has neither the special tokens that a tokenizer starts each text with, nor the blank that some put before it.
-        """
-        begin = [] if self.processor.tokenizer is None else added_ids(self.processor.tokenizer)[0]
-        before = len(begin) * (asked.prompt_ids[: len(begin)] == begin)
-        ids, decode_on = asked.prompt_ids[before:], partial(self.processor.decode, skips=False)
-        offsets = TextOffsets(decode_on, len(self._prompt(asked)) - len(decode_on(ids))).add(ids)
-        return [0] * before + [max(offset, 0) for offset in offsets]
-
-    def _text(self, asked: PromptRequest, ids: Sequence[int]) -> str:
-        """Return the text of an unfinished response, without what may be the beginning of a character or of a stop string."""
-        reserve = max(map(len, asked.sampling.stop), default=1) - 1
-        text = self.processor.text_of(asked, ids, stopped=False)[0].rstrip(UNFINISHED)
-        return text[: max(len(text) - reserve, 0)]
-
-    def _choice(self, served: ServedRequest, index: int, delta: TextDelta, part: str | None = None) -> dict[str, Any]:
-        return choice_of(index, delta, served.chat, partial(token_bytes, self.processor.tokenizer), part)
-
-    def _reply(self, served: ServedRequest, choices: list[dict[str, Any]], **more: Any) -> None:
-        kind = ("chat.completion.chunk" if served.format.stream else "chat.completion") if served.chat else "text_completion"
-        name = f"{'chatcmpl' if served.chat else 'cmpl'}-{served.number}"
-        head = {"id": name, "object": kind, "created": int(time.time()), "model": self.name}
-        self._put(served.number, (200, {**head, "choices": choices, **more}))
+        del self.running[request.number]
+        if (last_chunk := answer.last_chunk()) is not None:
+            self._put(request.number, (200, last_chunk))
+        self._put(request.number, None)
 
     def _put(self, number: int, part: Part) -> None:
         """Pass a part of an answer on. Does nothing on ranks without an endpoint, and if the client went away."""

@@ -24,19 +24,25 @@ from rlhf_spmd.kernels import triton_lm_head, triton_paged_attention
 from rlhf_spmd.kernels.flash_attention import TorchFlash
 from rlhf_spmd.kernels.gpu_ops import GpuOps
 from rlhf_spmd.kernels.gradients import differentiable
+from rlhf_spmd.kernels.layer_args import AttentionRule
 from rlhf_spmd.kernels.ops import UNCHANGED, Ops
-from rlhf_spmd.kernels.packing import AttentionRule, Packing
+from rlhf_spmd.kernels.packing import Packing
 from rlhf_spmd.kernels.sampling_tensors import Drawn, SamplingTensors
 from rlhf_spmd.kernels.triton_paged_attention import TileShape, score_factors
 from rlhf_spmd.kernels.triton_products import product
 
-PAGE_SIZE = 64  # of packed sequences' keys: a multiple of every block
+PAGE_SIZE = 64  # tokens of a page of packed sequences: a multiple of every block of keys
 
 
 class BatchInvariantGpuOps(GpuOps):
-    """``flash``: torch's backward pass of attention; None: through torch's own forward pass, as for what flash attention has not."""
+    """Ops on GPUs whose bits do not depend on the batch.
 
-    name, chunk_invariant = "triton", True
+    ``flash``: the flash attention whose backward pass is used; None: autograd of torch's plain attention, as for rules that flash
+    attention does not have.
+    """
+
+    name = "triton"
+    chunk_invariant = True
 
     def __init__(self, flash: TorchFlash | None = None) -> None:
         super().__init__()
@@ -64,7 +70,7 @@ class BatchInvariantGpuOps(GpuOps):
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         if not len(q):
             return torch.zeros_like(q)
-        if rule.sinks is not None:  # of models with experts, which are not exact here anyway
+        if rule.sinks is not None:  # only models with experts have sinks, and they are not exact here anyway
             return Ops.attend_packed(self, q, k, v, packing, rule)
         flash = self._flash if self._flash is not None and self._flash.fits(q, rule) else None
         return differentiable(partial(_packed, packing, rule), partial(_packed_backward, flash, packing, rule), q, k, v)
@@ -97,7 +103,8 @@ def _packed(
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """Return the attention over packed sequences. Writes keys and values to pages as a cache has them, then reads these."""
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-    (tokens, heads, dim), group = k.shape, q.shape[1] // k.shape[1]
+    tokens, heads, dim = k.shape
+    group = q.shape[1] // heads
     shape = TileShape.of_invariant_chunks(dim, q.element_size(), PAGE_SIZE, group)
     tiles = packing.tiles(shape.rows // group, PAGE_SIZE)
     pages = k.new_empty(2, heads, tiles.num_pages, PAGE_SIZE * dim)
@@ -121,5 +128,5 @@ def _packed_backward(
         return flash.backward(packing, rule, needed, grad, q, k, v, out, log_sums)
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        again = Ops().attend_packed(q, k, v, packing, rule)
-    return torch.autograd.grad(again, (q, k, v), grad)
+        recomputed = Ops().attend_packed(q, k, v, packing, rule)
+    return torch.autograd.grad(recomputed, (q, k, v), grad)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_spmd.kernels.packing import AttentionRule
+from rlhf_spmd.kernels.layer_args import AttentionRule
 
 HEAD_DIMS = 8  # torch's fused kernels take multiples of it
 
@@ -52,9 +52,11 @@ def attend_dense(
 def _attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, allowed: Tensor | None, sinks: Tensor) -> Tensor:
     """Return :func:`attend_dense` with one more dim and one more key, the first: their product is the sink. Dims are a multiple of
     ``HEAD_DIMS`` then, which torch's fused kernels ask for. Half precision rounds a sink like a query."""
-    dim, more = q.shape[-1], HEAD_DIMS - q.shape[-1] % HEAD_DIMS
-    q = torch.cat([q, (sinks / rule.scale).to(q.dtype).expand(*q.shape[:-1], 1), q.new_zeros(*q.shape[:-1], more - 1)], -1)
-    k, v = F.pad(k, (0, more, 1, 0)), F.pad(v, (0, more, 1, 0))
+    dim = q.shape[-1]
+    extra_dims = HEAD_DIMS - dim % HEAD_DIMS
+    sink_dim = (sinks / rule.scale).to(q.dtype).expand(*q.shape[:-1], 1)
+    q = torch.cat([q, sink_dim, q.new_zeros(*q.shape[:-1], extra_dims - 1)], -1)
+    k, v = F.pad(k, (0, extra_dims, 1, 0)), F.pad(v, (0, extra_dims, 1, 0))
     k[..., 0, dim] = 1
     plain = AttentionRule(rule.scale)
     if allowed is None:  # one more query, which nobody reads, keeps causal attention square
@@ -65,17 +67,17 @@ def _attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, all
 def sink_gradients(sinks: Sequence[Tensor], grad: Tensor, out: Tensor, log_sums: Tensor) -> list[Tensor]:
     """Return the gradients of the ``sinks`` [heads], of which there are one or none, from the output [T, heads, D], its gradient
     and the scores' log-sum-exps [T, heads], sinks included."""
-    along = (grad.float() * out.float()).sum(-1)
-    return [-(torch.exp(sink.float() - log_sums) * along).sum(0).to(sink.dtype) for sink in sinks]
+    projection = (grad.float() * out.float()).sum(-1)
+    return [-(torch.exp(sink.float() - log_sums) * projection).sum(0).to(sink.dtype) for sink in sinks]
 
 
 class LatentKeys(NamedTuple):
-    """How keys of latent attention come about in generation, and queries that fit them. A token has one key for all heads, which the
+    """What keys of latent attention in generation, and their queries, are made with. A token has one key for all heads, which the
     cache holds.
 
-    - weight [C], eps: of the norm of the short vector
-    - to_keys [H, N, C]: the matrices that would make each head's keys from it; queries are multiplied by them instead
-    - cos, sin [T, 1, E / 2], interleaved: as for ``Ops.rotate``
+    - weight, eps: [C], the weight of the short vector's norm, and its epsilon
+    - to_keys: [H, N, C], the matrices that would make each head's keys of the short vector; queries are multiplied by them instead
+    - cos, sin, interleaved: tables [T, 1, E / 2] and order of pairs, as for ``Ops.rotate``
     """
 
     weight: Tensor
@@ -90,8 +92,9 @@ def latent_heads(ops: Any, q: Tensor, short: Tensor, keys: LatentKeys) -> tuple[
     """Return queries [T, H, C + E] and keys [T, C + E], without gradients.
 
     ``q``: [T, H, N + E]; ``short`` [T, C + E]: the short vector and the elements that are rotated. ``ops`` norm and rotate."""
-    (rank, nope), turns = (keys.weight.shape[0], keys.to_keys.shape[1]), (keys.cos, keys.sin, keys.interleaved)
+    rank, nope = keys.weight.shape[0], keys.to_keys.shape[1]
+    rotation = keys.cos, keys.sin, keys.interleaved
     absorbed = torch.bmm(q[..., :nope].transpose(0, 1), keys.to_keys).transpose(0, 1)
-    q = torch.cat([absorbed, ops.rotate(q[..., nope:], *turns)], 2)
+    q = torch.cat([absorbed, ops.rotate(q[..., nope:], *rotation)], 2)
     normed = ops.rms_norm(short[:, :rank], keys.weight, keys.eps)
-    return q, torch.cat([normed, ops.rotate(short[:, None, rank:], *turns)[:, 0]], 1)
+    return q, torch.cat([normed, ops.rotate(short[:, None, rank:], *rotation)[:, 0]], 1)

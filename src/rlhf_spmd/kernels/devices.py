@@ -96,7 +96,7 @@ class HostCopy:
         return self._event is None or self._event.query()
 
     def values(self) -> Tensor:
-        """Waits for the copy."""
+        """Return the values, after waiting for the copy."""
         if self._event is not None:
             self._event.synchronize()
         return self._values
@@ -108,7 +108,7 @@ class HostCopy:
 
 
 def wait(device: torch.device | None = None) -> None:
-    """Makes the host wait for the work of the current stream of ``device``, by default ``model_device()``."""
+    """Make the host wait for the work of the current stream of ``device``, by default ``model_device()``."""
     if capabilities(device or model_device()).streams:
         torch.cuda.current_stream(device).synchronize()
 
@@ -244,12 +244,12 @@ def usual_settings(environment: Mapping[str, str]) -> dict[str, str]:
     - ``NCCL_GRAPH_REGISTER=0``, needed with it: NCCL would register the buffers of captured collectives by itself, and would read
       outside of them in expandable segments.
     """
-    usual = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     if not any(name in environment for name in ALLOCATOR):
-        usual[ALLOCATOR[0]] = EXPANDABLE
-    if any(EXPANDABLE in {**environment, **usual}.get(name, "") for name in ALLOCATOR):
-        usual["NCCL_GRAPH_REGISTER"] = "0"
-    return {name: value for name, value in usual.items() if name not in environment}
+        settings[ALLOCATOR[0]] = EXPANDABLE
+    if any(EXPANDABLE in {**environment, **settings}.get(name, "") for name in ALLOCATOR):
+        settings["NCCL_GRAPH_REGISTER"] = "0"
+    return {name: value for name, value in settings.items() if name not in environment}
 
 
 def set_up_cuda() -> None:

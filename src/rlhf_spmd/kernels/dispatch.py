@@ -1,4 +1,4 @@
-"""Chooses the :class:`Ops` of a model by its dtype and device, when the model is built."""
+"""The choice of the :class:`Ops` of a model by its dtype and device, when the model is built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf_spmd.kernels.flash_linear_attention import choose_packed_delta
 from rlhf_spmd.kernels.ops import Ops
 
 ATTENTION = ("auto", "torch", "cpp")
-TARGET = "RLHF_SPMD_TARGET"  # variable of the environment: what the kernels are compiled for, to try another processor's build
+TARGET = "RLHF_SPMD_TARGET"  # environment variable: what the C++ kernels are compiled for, to try another processor's build
 _log = logging.getLogger(__name__)
 
 
@@ -47,36 +47,43 @@ def _load_batch_invariant_gpu(dtype: torch.dtype) -> Ops:
     return BatchInvariantGpuOps(TorchFlash() if flash else None)
 
 
-_BATCH_INVARIANT, _TORCH = BatchInvariantOps(), Ops()
+_BATCH_INVARIANT = BatchInvariantOps()
+_TORCH = Ops()
 
 
 def choose_ops(
-    dtype: torch.dtype, device: torch.device, wanted: str = "auto", where: str = "attention", batch_invariant_gpu: bool = False
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = "auto",
+    where: str = "attention",
+    batch_invariant_gpu: bool = False,
 ) -> Ops:
     """Return the ops of a model of ``dtype`` on ``device``; the package's docstring has the table.
 
     - device: "meta" (no memory yet) stands for the device of this process's models
-    - wanted: one of ATTENTION, the value of the configuration key ``where``
+    - attention: one of ATTENTION, the value of the configuration key ``where``
     - batch_invariant_gpu: ops on GPUs must be batch-invariant, which is slower; the caller has checked that Triton compiles
 
-    Compiles the C++ kernels at first use. Raises ValueError if ``wanted`` is cpp and they do not serve here, or if the
+    Compiles the C++ kernels at first use. Raises ValueError if ``attention`` is cpp and they do not serve here, or if the
     environment names an impossible target.
     """
-    if wanted not in ATTENTION:
-        raise ValueError(f"{where}={wanted!r} is not known; allowed: {', '.join(ATTENTION)}")
+    if attention not in ATTENTION:
+        raise ValueError(f"{where}={attention!r} is not known; allowed: {', '.join(ATTENTION)}")
     batch_invariant = capabilities(model_device() if device.type == "meta" else device).batch_invariant
-    fits = batch_invariant and wanted != "torch" and dtype in (torch.float32, torch.bfloat16)
-    cpp = _load() if fits else None
-    if wanted == "cpp" and cpp is None:
+    cpp = _load() if batch_invariant and attention != "torch" and dtype in (torch.float32, torch.bfloat16) else None
+    if attention == "cpp" and cpp is None:
         raise ValueError(
             f"{where}=cpp: the C++ kernels compute float32 and bfloat16 on the CPU where a C++ compiler is installed, here "
             f"{dtype} on {device.type}; set it to auto or torch"
         )
-    if batch_invariant_gpu and not batch_invariant:
+    if batch_invariant:
+        return cpp or _BATCH_INVARIANT
+    if batch_invariant_gpu:
         return _load_batch_invariant_gpu(dtype)
-    plain = batch_invariant or wanted == "torch" or not torch.cuda.is_available()  # such as a plan for GPUs that are not here
-    if plain or unavailable("triton", torch.device("cuda"), dtype) is not None:
-        return cpp or (_BATCH_INVARIANT if batch_invariant else _TORCH)
+    # a plan may be for GPUs that are not here: it computes nothing, so it needs no GPU kernels
+    needs_no_gpu_kernels = attention == "torch" or not torch.cuda.is_available()
+    if needs_no_gpu_kernels or unavailable("triton", torch.device("cuda"), dtype) is not None:
+        return _TORCH
     return _load_gpu(dtype)
 
 

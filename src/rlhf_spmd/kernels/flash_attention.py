@@ -17,7 +17,8 @@ from torch import Tensor
 from rlhf_spmd.kernels.dense_attention import sink_gradients
 from rlhf_spmd.kernels.devices import model_device, shared_memory, unavailable
 from rlhf_spmd.kernels.gradients import differentiable
-from rlhf_spmd.kernels.packing import AttentionRule, Packing
+from rlhf_spmd.kernels.layer_args import AttentionRule
+from rlhf_spmd.kernels.packing import Packing
 
 DTYPES = (torch.bfloat16, torch.float16)  # no flash kernel computes others
 MAX_HEAD_DIM = 256
@@ -25,10 +26,10 @@ SMALL_HEAD_DIM = 192  # the most in backward passes of GPUs with less shared mem
 
 
 class TorchFlash:
-    """torch's kernels, through the operators below ``torch.nn.attention.varlen``, whose own signature changes between versions.
+    """Flash attention by torch's operators below ``torch.nn.attention.varlen``, whose own signature changes between versions.
 
-    They know no sinks. With one more score per head, whose value is 0, an output of softmax sums' logarithm ``l`` is multiplied by
-    sigmoid(l - sink), and the logarithm becomes logaddexp(l, sink); the backward kernels need no more than these two.
+    The operators have no sinks. A sink is one more score per head, whose value is 0. It multiplies an output by sigmoid(l - sink),
+    where l is the log-sum-exp of the scores, and makes l logaddexp(l, sink). The backward operator takes output and l.
     ``name``: the attention's name in the log line at the start of a run.
     """
 
@@ -40,14 +41,14 @@ class TorchFlash:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         """Return :meth:`~rlhf_spmd.kernels.Ops.attend_packed` for at least one token."""
-        halves = partial(self._forward, packing, rule), partial(self.backward, packing, rule)
-        return differentiable(*halves, *map(_rows, (q, k, v)), *_sinks(rule))
+        forward, backward = partial(self._forward, packing, rule), partial(self.backward, packing, rule)
+        return differentiable(forward, backward, *map(_rows, (q, k, v)), *_sinks(rule))
 
     def _forward(
         self, packing: Packing, rule: AttentionRule, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        sequences, options = _sequences(packing), _options(rule)
-        out, log_sums, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *sequences, 0.0, True, False, **options)
+        inputs = q, k, v, *_sequences(packing)
+        out, log_sums, *_ = torch.ops.aten._flash_attention_forward(*inputs, 0.0, True, False, **_options(rule))
         for sink in sinks:
             column = sink.float()[:, None]
             out = (out * torch.sigmoid(log_sums - column).t()[..., None]).to(q.dtype)
@@ -68,11 +69,9 @@ class TorchFlash:
         *sinks: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return gradients of q, k, v and the sinks from the output's. ``log_sums``: fp32 [H * G, T]."""
-        state = q.new_empty(2, dtype=torch.uint64)  # of random numbers: nothing is dropped, so nobody reads it
-        sequences, options = _sequences(packing), _options(rule)
-        grads: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
-            _rows(grad), q, k, v, out, log_sums, *sequences, 0.0, True, state, state, **options
-        )
+        state = q.new_empty(2, dtype=torch.uint64)  # dropout's generator, which nothing reads: nothing is dropped
+        inputs = _rows(grad), q, k, v, out, log_sums, *_sequences(packing)
+        grads: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(*inputs, 0.0, True, state, state, **_options(rule))
         return *grads, *sink_gradients(sinks, grad, out, log_sums.t())
 
 
@@ -85,7 +84,7 @@ class FlashAttn(TorchFlash):
         return _fits(q) if rule.sinks is None else super().fits(q, rule)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
-        if rule.sinks is not None:  # of which its functions' gradients know nothing
+        if rule.sinks is not None:  # its functions' gradients know no sinks
             return super().attend(q, k, v, packing, rule)
         from flash_attn import flash_attn_varlen_func
 
@@ -106,7 +105,7 @@ def choose_packed(dtype: torch.dtype) -> TorchFlash | None:
 
 
 def _sequences(packing: Packing) -> tuple[Tensor, Tensor, int, int]:
-    bounds, longest = packing.filled
+    bounds, longest = packing.nonempty_bounds
     return bounds, bounds, longest, longest
 
 

@@ -19,11 +19,13 @@ from rlhf_spmd.kernels.flash_attention import DTYPES
 from rlhf_spmd.kernels.linear_attention import DeltaShape, DeltaStates, split_channels
 from rlhf_spmd.kernels.packing import Packing
 
-PACKAGE, LEAST = "flash-linear-attention", (0, 5)  # since when value heads may outnumber key heads
+PACKAGE = "flash-linear-attention"
+MIN_VERSION = (0, 5)  # since it value heads may outnumber key heads
 
 
 class FlashLinearAttention:
-    """Two functions of the package: the convolution and the rule. ``name``: in the log line at the start of a run."""
+    """Linear attention by two functions of the package: the convolution and the rule. ``name``: in the log line at the start of a
+    run."""
 
     name = "fla"
 
@@ -37,16 +39,16 @@ class FlashLinearAttention:
         packing: Packing,
         before: DeltaStates | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """x [T, C], ``decay`` and ``rate`` [T, value heads], ``weight`` [C, 1, kernel] -> the outputs [T, value heads, D].
+        """Return the outputs [T, value heads, D], and with ``before`` the memory behind the last tokens.
 
-        ``before``: the states of the sequences, which all have tokens; the memory behind these is returned, too. None: sequences
-        begin.
+        ``x``: [T, C]; ``decay`` and ``rate``: [T, value heads]; ``weight``: [C, 1, kernel]. ``before``: the states of the sequences,
+        which all have tokens; None: sequences begin.
         """
         from fla.modules.convolution import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         inputs, memory = (None, None) if before is None else before
-        if inputs is not None:  # the package has places for as many as ``kernel``, the oldest of which it never reads
+        if inputs is not None:  # the package keeps ``kernel`` inputs, the oldest of which it never reads
             inputs = F.pad(inputs.transpose(1, 2), (1, 0)).contiguous()
         options = {"initial_state": inputs, "activation": "silu", "cu_seqlens": packing.long_bounds}
         mixed, _ = causal_conv1d(x[None].contiguous(), weight[:, 0], **options)
@@ -76,6 +78,6 @@ def choose_packed_delta(dtype: torch.dtype) -> FlashLinearAttention | None:
 
 def _is_new() -> bool:
     try:
-        return tuple(int(part) for part in version(PACKAGE).split(".")[:2]) >= LEAST
+        return tuple(int(part) for part in version(PACKAGE).split(".")[:2]) >= MIN_VERSION
     except (PackageNotFoundError, ValueError):
         return False

@@ -28,9 +28,10 @@ from rlhf_spmd.kernels.dense_attention import LatentKeys
 from rlhf_spmd.kernels.flash_attention import TorchFlash
 from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
 from rlhf_spmd.kernels.gradients import differentiable
+from rlhf_spmd.kernels.layer_args import AttentionRule, HeadShape, Norms, PageTarget
 from rlhf_spmd.kernels.linear_attention import DeltaShape, MixerWeights, StateRows
 from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS, UNCHANGED, LogitTransform, Ops
-from rlhf_spmd.kernels.packing import AttentionRule, HeadShape, Norms, Packing, PageTarget
+from rlhf_spmd.kernels.packing import Packing
 from rlhf_spmd.kernels.products import Groups
 from rlhf_spmd.kernels.routing import RoutingRule
 from rlhf_spmd.kernels.sampling_tensors import Drawn, SamplingTensors
@@ -43,11 +44,13 @@ class GpuOps(Ops):
     padded sequences. ``packed_delta``: as in Ops.
     """
 
-    chunk_logits, keeps_logits = GPU_CHUNK_LOGITS, True
+    chunk_logits = GPU_CHUNK_LOGITS
+    keeps_logits = True
     head_columns = 128  # products of odd widths run at less than half of the rate (H100, torch 2.11)
 
     def __init__(self, packed: TorchFlash | None = None, packed_delta: FlashLinearAttention | None = None) -> None:
-        self._packed, self.packed_delta = packed, packed_delta
+        self._packed = packed
+        self.packed_delta = packed_delta
         self.name = self.name if packed is None else packed.name
 
     def min_rows(self, numel: int, inner: int) -> int:
@@ -69,28 +72,24 @@ class GpuOps(Ops):
         total, out = differentiable(forward, backward, x, y, weight)
         return total, out
 
-    def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(
+        self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape
+    ) -> tuple[Tensor, Tensor, Tensor]:
         def forward(qkv: Tensor, *norms: Tensor | None) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
             q_weight, k_weight = norms
-            return triton_qkv.heads(qkv, (q_weight, k_weight), cos, sin, shape), (qkv, cos, sin, *norms)
+            return triton_qkv.split_heads(qkv, (q_weight, k_weight), cos, sin, shape), (qkv, cos, sin, *norms)
 
         def backward(_: object, *tensors: Any) -> tuple[Tensor | None, ...]:
             grad_q, grad_k, grad_v, qkv, cos, sin, q_weight, k_weight = tensors
-            return triton_qkv.heads_backward((grad_q, grad_k, grad_v), qkv, (q_weight, k_weight), cos, sin, shape)
+            return triton_qkv.split_heads_backward((grad_q, grad_k, grad_v), qkv, (q_weight, k_weight), cos, sin, shape)
 
         q, k, v = differentiable(forward, backward, qkv, *norms)
         return q, k, v
 
     def heads_to_pages(
-        self,
-        qkv: Tensor,
-        norms: Norms,
-        cos: Tensor,
-        sin: Tensor,
-        shape: HeadShape,
-        pages: PageTarget,
+        self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape, pages: PageTarget
     ) -> Tensor:
-        return triton_qkv.heads(qkv, norms, cos, sin, shape, pages)[0]
+        return triton_qkv.split_heads(qkv, norms, cos, sin, shape, pages)[0]
 
     def latent_to_pages(self, q: Tensor, short: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
         return triton_latent.latent_to_pages(q, short, keys, pages)
@@ -103,11 +102,11 @@ class GpuOps(Ops):
     ) -> tuple[Tensor, Tensor]:
         return triton_layers.norm_backward(grad, None, x, weight, scale, unit_offset)
 
-    def gate(self, gate_up: Tensor, gelu: bool) -> Tensor:
-        return triton_layers.gate(gate_up, gelu)
+    def gated_activation_forward(self, gate_up: Tensor, gelu: bool) -> Tensor:
+        return triton_layers.gated_activation(gate_up, gelu)
 
-    def gate_backward(self, gelu: bool, _: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
-        return (triton_layers.gate_backward(grad, gate_up, gelu),)
+    def gated_activation_backward(self, gelu: bool, _: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
+        return (triton_layers.gated_activation_backward(grad, gate_up, gelu),)
 
     def delta_rule_step(self, product: Tensor, weights: MixerWeights, shape: DeltaShape, states: StateRows) -> Tensor:
         return triton_delta.delta_rule_step(product, weights, shape, states)
@@ -143,7 +142,7 @@ class GpuOps(Ops):
         return triton_lm_head.logit_gradients(logits, labels, first, log_z, grads, entropy, transform, dtype)
 
     def sum_product(self, total: Tensor, a: Tensor, b: Tensor, begins: bool) -> None:
-        """The product itself adds in fp32, so it needs no memory of its own."""
+        """Add the product as :meth:`ProductOps.sum_product` does. It adds in fp32 itself, so it needs no memory for a product."""
         if total.dtype == a.dtype:
             torch.addmm(total, a, b, beta=0 if begins else 1, out=total)
         elif begins:
@@ -154,29 +153,26 @@ class GpuOps(Ops):
     # -- experts: the host learns how many rows each has only where no grouped product fits
 
     def route(
-        self,
-        logits: Tensor,
-        score_bias: Tensor | None,
-        rule: RoutingRule,
-        dtype: torch.dtype,
-        chosen: Tensor | None = None,
+        self, logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype, expert_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         def forward(logits: Tensor) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
-            weights, numbers = triton_route.route(logits, score_bias, rule, dtype, chosen)
-            return (weights, numbers), (logits, numbers)
+            weights, ids = triton_route.route(logits, score_bias, rule, dtype, expert_ids)
+            return (weights, ids), (logits, ids)
 
-        def backward(_: object, grad: Tensor, __: object, logits: Tensor, numbers: Tensor) -> tuple[Tensor]:
-            return (triton_route.route_backward(rule, grad, logits, numbers),)
+        def backward(_: object, grad: Tensor, __: object, logits: Tensor, ids: Tensor) -> tuple[Tensor]:
+            return (triton_route.route_backward(rule, grad, logits, ids),)
 
-        weights, numbers = differentiable(forward, backward, logits)
-        return weights, numbers.detach()
+        weights, ids = differentiable(forward, backward, logits)
+        return weights, ids.detach()
 
-    def local_choices(self, weights: Tensor, chosen: Tensor, first: int, num_local: int, count: int) -> tuple[Tensor, Tensor]:
-        return triton_experts.local_choices(weights, chosen, first, num_local, count)
+    def local_choices(
+        self, weights: Tensor, expert_ids: Tensor, first: int, num_local: int, num_experts: int
+    ) -> tuple[Tensor, Tensor]:
+        return triton_experts.local_choices(weights, expert_ids, first, num_local, num_experts)
 
-    def sort_choices(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        experts, order = chosen.flatten().sort(stable=True)
-        return experts, order, triton_experts.places_of(order)
+    def sort_choices(self, expert_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sorted_ids, pair_of_row = expert_ids.flatten().sort(stable=True)
+        return sorted_ids, pair_of_row, triton_experts.rows_of_pairs(pair_of_row)
 
     def sigmoid_gate(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.sigmoid(self.linear(x, weight))
@@ -195,20 +191,20 @@ class GpuOps(Ops):
         forward = partial(triton_experts.grouped_product, groups)
         return differentiable(forward, partial(triton_experts.grouped_product_backward, groups), x, weight)
 
-    def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
+    def expert_rows(self, x: Tensor, pair_of_row: Tensor, row_of_pair: Tensor, per_token: int) -> Tensor:
         def backward(_: object, grad: Tensor) -> tuple[Tensor]:
-            return (triton_experts.sum_rows(grad.contiguous(), places, per_token),)
+            return (triton_experts.sum_rows(grad.contiguous(), row_of_pair, per_token),)
 
-        tokens = torch.div(order, per_token, rounding_mode="floor")
+        tokens = torch.div(pair_of_row, per_token, rounding_mode="floor")
         return differentiable(lambda x: (x.index_select(0, tokens), ()), backward, x)
 
-    def sum_experts(self, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    def sum_experts(self, rows: Tensor, weights: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
         def forward(rows: Tensor, weights: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
             rows = rows.contiguous()
-            return triton_experts.sum_rows(rows, places, weights.shape[1], weights), (rows, weights)
+            return triton_experts.sum_rows(rows, row_of_pair, weights.shape[1], weights), (rows, weights)
 
         def backward(_: object, grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-            return triton_experts.sum_rows_backward(grad, rows, places, weights)
+            return triton_experts.sum_rows_backward(grad, rows, row_of_pair, weights)
 
         return differentiable(forward, backward, rows, weights)
 
@@ -222,9 +218,9 @@ class GpuOps(Ops):
 
     def draw_rows(self, scores: Tensor, logits: Tensor, settings: SamplingTensors, keys: Tensor, positions: Tensor) -> Drawn:
         keys, positions = keys.contiguous(), positions.contiguous()
-        rows, at_one = len(scores), torch.empty(len(scores), dtype=torch.float32, device=scores.device)
-        tempered = torch.empty_like(at_one) if settings.tempered else at_one
-        out = torch.empty(rows, dtype=torch.int64, device=scores.device), tempered, at_one
+        tokens = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
+        at_one = torch.empty(len(scores), dtype=torch.float32, device=scores.device)
+        out = tokens, torch.empty_like(at_one) if settings.tempered else at_one, at_one
         tiles = triton_draw.sum_tiles(scores, logits, settings, logits.shape[1])
         triton_draw.pick(tiles[None], 0, 0, scores, logits, settings, keys, positions, out)
         if settings.filters and not settings.greedy:

@@ -34,10 +34,10 @@ class _Node(torch.autograd.Function):
     ) -> Any:
         out, saved = forward(*inputs)
         ctx.save_for_backward(*saved)
-        ctx.backward_half = backward
+        ctx.backward_function = backward
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.backward_half(ctx.needs_input_grad[2:], *grads, *ctx.saved_tensors)
+        return None, None, *ctx.backward_function(ctx.needs_input_grad[2:], *grads, *ctx.saved_tensors)

@@ -22,11 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens, as transformers and flash-linear-attention have it
-EPS = 1e-6  # of the length of queries and keys
+EPS = 1e-6  # added to the squared length of queries and keys
 
 
 class DeltaShape(NamedTuple):
-    """Heads of one rank. ``fused_slices``: channels are so many equal parts, each of queries, keys and values."""
+    """The heads of one rank.
+
+    - keys, values: number of key heads and of value heads
+    - key_dim, value_dim: elements of a head
+    - kernel: tokens that the convolution sees
+    - fused_slices: number of equal parts of the channels, each with queries, keys and values
+    """
 
     keys: int
     values: int
@@ -42,15 +48,23 @@ class DeltaShape(NamedTuple):
 
 
 class DeltaStates(NamedTuple):
-    """The state behind the tokens so far: the last ``inputs`` of the convolution [B, kernel - 1, C], and ``memory`` [B, H, G, K, D]."""
+    """The state after the tokens so far.
+
+    - inputs: [B, kernel - 1, C], the last inputs of the convolution
+    - memory: [B, H, G, K, D]
+    """
 
     inputs: Tensor
     memory: Tensor
 
 
 class MixerWeights(NamedTuple):
-    """Parameters of a layer beside its matrices: ``conv`` [C, 1, kernel], ``decay`` and ``decay_bias`` [H * G], ``norm`` [D] and its
-    ``eps``."""
+    """The parameters of a layer beside its matrices.
+
+    - conv: [C, 1, kernel]
+    - decay, decay_bias: [H * G]
+    - norm, eps: weight [D] and epsilon of the norm
+    """
 
     conv: Tensor
     decay: Tensor
@@ -60,9 +74,12 @@ class MixerWeights(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """The states of one token of each row in a layer: ``inputs`` [N, kernel - 1, C] and ``memory`` [N, H, G, K, D] of all slots;
-    ``slots`` int64 [B], -1: a copy of the first row, which gets what that one gets; ``positions`` int64 [B], 0: the row begins with
-    zeros."""
+    """The states of one token of each row in a layer.
+
+    - inputs, memory: [N, kernel - 1, C] and [N, H, G, K, D], the states of all slots
+    - slots: int64 [B], the slot of each row; -1: padding, whose output is that of the first row
+    - positions: int64 [B]; at 0 the row begins with zeros
+    """
 
     inputs: Tensor
     memory: Tensor
@@ -88,8 +105,8 @@ def delta_rule(
     is False for tokens behind a sequence's end, which leave the memory as it is. ``states`` None: sequences begin.
     """
     before = x.new_zeros(len(x), shape.kernel - 1, x.shape[2]) if states is None else states.inputs
-    seen = torch.cat([before, x], 1)
-    q, k, v = _heads(_convolve(seen, weight), shape)
+    inputs = torch.cat([before, x], 1)
+    q, k, v = _heads(_convolve(inputs, weight), shape)
     wide = q.dtype
     decay, rate = decay.to(wide), rate.to(wide)
     if valid is not None:
@@ -98,17 +115,18 @@ def delta_rule(
     memory = v.new_zeros(len(x), shape.keys, by_head[3], shape.key_dim, shape.value_dim) if states is None else states.memory
     rule = _one_token if x.shape[1] == 1 else _chunks
     out, memory = rule(q, k, v, decay.view(by_head), rate.view(by_head), memory)
-    return out.flatten(2, 3).to(x.dtype), seen, memory
+    return out.flatten(2, 3).to(x.dtype), inputs, memory
 
 
-def _convolve(seen: Tensor, weight: Tensor) -> Tensor:
-    """Return silu of the convolution [B, S, C] of ``seen`` [B, kernel - 1 + S, C], in fp32 at least."""
-    wide, kernel = torch.promote_types(seen.dtype, torch.float32), weight.shape[2]
-    seen, weight = seen.to(wide), weight.to(wide)
-    num = seen.shape[1] - kernel + 1
-    total = seen[:, :num] * weight[:, 0, 0]
-    for offset in range(1, kernel):
-        total = total + seen[:, offset : offset + num] * weight[:, 0, offset]
+def _convolve(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Return silu of the convolution [B, S, C] of ``inputs`` [B, kernel - 1 + S, C], in fp32 at least."""
+    wide = torch.promote_types(inputs.dtype, torch.float32)
+    inputs, weight = inputs.to(wide), weight.to(wide)
+    kernel = weight.shape[2]
+    num_tokens = inputs.shape[1] - kernel + 1
+    total = inputs[:, :num_tokens] * weight[:, 0, 0]
+    for tap in range(1, kernel):
+        total = total + inputs[:, tap : tap + num_tokens] * weight[:, 0, tap]
     return F.silu(total)
 
 
@@ -131,7 +149,8 @@ def split_channels(x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor
 def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Return output and memory for S = 1, see :func:`_chunks`."""
     memory = memory * decay[:, 0, :, :, None, None].exp()
-    key, query = k[:, 0, :, None, :, None], q[:, 0, :, None, None, :]  # [B, H, 1, K, 1] and [B, H, 1, 1, K]
+    key = k[:, 0, :, None, :, None]  # [B, H, 1, K, 1]
+    query = q[:, 0, :, None, None, :]  # [B, H, 1, 1, K]
     recalled = key.transpose(3, 4) @ memory
     memory = memory + key * ((v[:, 0, :, :, None] - recalled) * rate[:, 0, :, :, None, None])
     return (query @ memory).transpose(2, 3).transpose(1, 2), memory
@@ -151,23 +170,27 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory
         return x.movedim((1, 2), (-3, -2))
 
     q, k = cut(q)[:, :, None], cut(k)[:, :, None]  # the value heads of a key head share them
-    v, rate, sums = cut(v), cut(rate[..., None]), cut(decay[..., None]).cumsum(-2)  # [B, H, G, N, L, .]
-    ahead = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    between = (sums - sums.transpose(-1, -2)).masked_fill(ahead, -torch.inf).exp()  # decay from the column's token to the row's
-    system = (k @ k.transpose(-1, -2)) * between * rate  # whose diagonal is taken to be one
+    v, rate = cut(v), cut(rate[..., None])  # [B, H, G, N, L, .]
+    sums = cut(decay[..., None]).cumsum(-2)
+    is_future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    # decay from the column's token to the row's
+    pair_decay = (sums - sums.transpose(-1, -2)).masked_fill(is_future, -torch.inf).exp()
+    system = (k @ k.transpose(-1, -2)) * pair_decay * rate  # whose diagonal is taken to be one
     right_sides = torch.cat([v * rate, k * (rate * sums.exp())], -1)
     solved = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
     values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
-    scores = (q @ k.transpose(-1, -2)) * between
-    from_before, last = q * sums.exp(), sums[..., -1:, :]
-    to_memory, kept = (k * (last - sums).exp()).transpose(-1, -2), last.exp()
-    heads, memory = memory.shape[:3], memory.flatten(0, 2)
+    scores = (q @ k.transpose(-1, -2)) * pair_decay
+    last = sums[..., -1:, :]
+    queries = q * sums.exp()
+    writes = (k * (last - sums).exp()).transpose(-1, -2)
+    heads = memory.shape[:3]
+    memory = memory.flatten(0, 2)
     # unbound at once: each index into all chunks would have a gradient of all chunks
-    parts = (x.flatten(0, 2).unbind(1) for x in (values, reads, from_before, scores, to_memory, kept))
+    parts = (x.flatten(0, 2).unbind(1) for x in (values, reads, queries, scores, writes, last.exp()))
     outs = []
-    for value, read, query, score, write, keep in zip(*parts, strict=True):
-        new = torch.baddbmm(value, read, memory, alpha=-1)
-        outs.append(torch.baddbmm(score @ new, query, memory))
-        memory = torch.baddbmm(memory * keep, write, new)
+    for value, read, query, score, write, memory_decay in zip(*parts, strict=True):
+        change = torch.baddbmm(value, read, memory, alpha=-1)
+        outs.append(torch.baddbmm(score @ change, query, memory))
+        memory = torch.baddbmm(memory * memory_decay, write, change)
     out = torch.stack(outs, 1).flatten(1, 2)[:, :length].unflatten(0, heads)  # [B, H, G, S, D]
     return out.permute(0, 3, 1, 2, 4), memory.unflatten(0, heads)

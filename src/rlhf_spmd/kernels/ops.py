@@ -20,20 +20,11 @@ from torch import Tensor
 from rlhf_spmd.kernels.dense_attention import LatentKeys, attend_dense, latent_heads
 from rlhf_spmd.kernels.flash_linear_attention import FlashLinearAttention
 from rlhf_spmd.kernels.gradients import differentiable
-from rlhf_spmd.kernels.packing import (
-    AttentionRule,
-    HeadShape,
-    LayerOptions,
-    LayerParts,
-    Norms,
-    Packing,
-    PageTarget,
-    pad_rows,
-    visible,
-)
+from rlhf_spmd.kernels.layer_args import AttentionRule, HeadShape, LayerOptions, LayerParts, Norms, PageTarget
+from rlhf_spmd.kernels.packing import Packing, pad_rows, visible_keys
 from rlhf_spmd.kernels.products import ProductOps
 
-GPU_CHUNK_LOGITS = 1 << 28  # of GpuOps: 1 GiB; the weight is read, and sums are added to, once for so many
+GPU_CHUNK_LOGITS = 1 << 28  # ``chunk_logits`` of GpuOps, 1 GiB: for each chunk the weight is read, and sums are added to, once
 
 
 class LogitTransform(NamedTuple):
@@ -47,23 +38,19 @@ UNCHANGED = LogitTransform()
 
 
 class Ops(ProductOps):
-    """The operations of a model, in torch. Subclasses replace some of them by kernels for one kind of device.
+    """The operations of a model, in torch. Subclasses replace some of them by kernels for one kind of device."""
 
-    - name: the attention's name in ``models.<role>.attention``.
-    - joins_layers: :meth:`layer` can run the attention over packed sequences as one of its steps.
-    - chunk_logits: the most logits that the head computes at once; backward_rows: the most rows of a chunk in its backward pass.
-    - small_head: up to this many logits, the head's backward pass computes a chunk of rows over the whole vocabulary.
-    - keeps_logits: such a chunk's logits are kept from the forward pass instead of recomputed.
-    - head_columns: larger chunks are computed in blocks of the vocabulary, whose width is a multiple of this.
-    - chunk_invariant: paged attention gives a prompt's tokens the same bits in one chunk and one by one.
-    - wide_head: the products of the head's backward pass are in fp32 for half-precision weights too.
-    - packed_delta: kernels of linear attention over packed sequences; None: :func:`~rlhf_spmd.kernels.delta_rule`.
-    """
-
-    packed_delta: FlashLinearAttention | None = None
-    name, joins_layers, chunk_invariant = "torch", False, False
-    chunk_logits, backward_rows = 1 << 26, 1 << 13
-    small_head, keeps_logits, wide_head, head_columns = 1 << 23, False, False, 1
+    name = "torch"  # the attention's name in ``models.<role>.attention``
+    chunk_invariant = False  # paged attention gives a prompt's tokens the same bits in one chunk and one by one
+    joins_layers = False  # :meth:`fused_layer` can run the attention over packed sequences as one of its steps
+    packed_delta: FlashLinearAttention | None = None  # linear attention over packed sequences; None: :func:`.delta_rule`
+    # the LM head
+    chunk_logits = 1 << 26  # the most logits that are computed at once
+    backward_rows = 1 << 13  # the most rows of a chunk in the backward pass
+    small_head = 1 << 23  # up to so many logits, the backward pass computes a chunk of rows over the whole vocabulary
+    keeps_logits = False  # such a chunk's logits are kept from the forward pass instead of recomputed
+    head_columns = 1  # larger chunks are computed in blocks of the vocabulary, whose width is a multiple of this
+    wide_head = False  # the products of the backward pass are in fp32 for half-precision weights too
 
     @staticmethod
     def page_elements(page_size: int, head_dim: int) -> int:
@@ -88,13 +75,15 @@ class Ops(ProductOps):
         total = x + y
         return total, self.rms_norm(total, weight, eps, unit_offset)
 
-    def heads(self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(
+        self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [T, Hq, D], k and v [T, Hkv, D] of ``qkv`` [T, (Hq + 2 Hkv) * D]. q and k are normed if ``norms`` has weights, and
         rotated by ``cos`` and ``sin`` [T, 1, D / 2]; with fewer columns only their first dims are rotated."""
-        queries, keys, dim = shape.queries, shape.keys, shape.dim
-        per_head = qkv.view(qkv.shape[0], queries + 2 * keys, dim)
+        queries, keys = shape.queries, shape.keys
+        per_head = qkv.view(qkv.shape[0], queries + 2 * keys, shape.dim)
         if shape.fused_slices > 1:
-            blocks = per_head.view(qkv.shape[0], shape.fused_slices, -1, dim)
+            blocks = per_head.view(qkv.shape[0], shape.fused_slices, -1, shape.dim)
             parts = blocks.split([n // shape.fused_slices for n in (queries, keys, keys)], 2)
             per_head = torch.cat([part.flatten(1, 2) for part in parts], 1)
         q_weight, k_weight = norms
@@ -110,16 +99,13 @@ class Ops(ProductOps):
         return q, k, v
 
     def heads_to_pages(
-        self,
-        qkv: Tensor,
-        norms: Norms,
-        cos: Tensor,
-        sin: Tensor,
-        shape: HeadShape,
-        pages: PageTarget,
+        self, qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, shape: HeadShape, pages: PageTarget
     ) -> Tensor:
-        """Return q of :meth:`heads`, without gradients. Writes k and v of the first ``len(pages.cache_slots)`` tokens to ``pages``."""
-        q, k, v = self.heads(qkv, norms, cos, sin, shape)
+        """Return q of :meth:`split_heads`, without gradients.
+
+        Writes k and v of the first ``len(pages.cache_slots)`` tokens to ``pages``.
+        """
+        q, k, v = self.split_heads(qkv, norms, cos, sin, shape)
         for block, x in zip(pages.pages.view(2, shape.keys, -1, shape.dim), (k, v), strict=True):
             block.index_copy_(1, pages.cache_slots, x[: len(pages.cache_slots)].transpose(0, 1))
         return q
@@ -130,11 +116,13 @@ class Ops(ProductOps):
         pages.pages.view(-1, entries.shape[1]).index_copy_(0, pages.cache_slots, entries[: len(pages.cache_slots)])
         return q
 
-    def gated(self, gate_up: Tensor, gelu: bool) -> Tensor:
+    def gated_activation(self, gate_up: Tensor, gelu: bool) -> Tensor:
         """Return silu(gate) * up [T, n] of ``gate_up`` [T, 2n] = [gate; up]; with ``gelu``, gelu(gate) * up in its tanh form."""
         if not torch.is_grad_enabled():
-            return self.gate(gate_up, gelu)
-        return differentiable(lambda x: (self.gate(x, gelu), [x]), partial(self.gate_backward, gelu), gate_up)
+            return self.gated_activation_forward(gate_up, gelu)
+        return differentiable(
+            lambda x: (self.gated_activation_forward(x, gelu), [x]), partial(self.gated_activation_backward, gelu), gate_up
+        )
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         """Return ``x`` [T, heads, D] rotated by ``cos`` and ``sin`` [T, 1, D / 2]; with fewer columns only its first dims are rotated.
@@ -153,25 +141,26 @@ class Ops(ProductOps):
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         """Return the causal attention within each sequence, [T, H * G, D]. ``q``: [T, H * G, D]; ``k`` and ``v``: [T, H, D]."""
-        outs, sinks = [], None if rule.sinks is None else rule.sinks[None, :, None, None]
+        sinks = None if rule.sinks is None else rule.sinks[None, :, None, None]
+        outs = []
         for part in packing.padded_groups(q.shape[1], math.inf):
             queries, keys, values = (part.gather(x).transpose(1, 2) for x in (q, k, v))
             position = torch.arange(part.num_queries, device=q.device)
-            reached = rule.window is not None and part.num_queries > rule.window
-            allowed = visible(position, position, rule.window) if reached else None
+            needs_mask = rule.window is not None and part.num_queries > rule.window
+            allowed = visible_keys(position, position, rule.window) if needs_mask else None
             mixed = attend_dense(queries, keys, values, rule, allowed, sinks).transpose(1, 2)
             outs.append(part.without_padding(mixed))
         return torch.cat(outs).index_select(0, packing.group_positions(q.shape[1], math.inf)) if outs else torch.zeros_like(q)
 
-    def layer(
-        self, parts: LayerParts, options: LayerOptions, rule: AttentionRule, index: int
+    def fused_layer(
+        self, parts: LayerParts, options: LayerOptions, rule: AttentionRule, layer_index: int
     ) -> Callable[..., Tensor | None] | None:
         """Return one function for a whole layer on one rank, without gradients, or None. Its bits equal those of the operations.
 
         The function takes x [R, hidden], cos, sin, the attention and the number of tokens, and returns [R, hidden], or None
         for an attention that it does not know.
 
-        ``index``: the attention's name for the layer.
+        ``layer_index``: the attention's name for the layer.
         """
         return None
 
@@ -189,20 +178,21 @@ class Ops(ProductOps):
         self, unit_offset: bool, _: object, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return gradients of x and of the weight, from ``grad`` of :meth:`norm`'s first result, its inputs and the scales."""
-        normal, grad = x.to(scale.dtype) * scale, grad.to(scale.dtype)
+        normal = x.to(scale.dtype) * scale
+        grad = grad.to(scale.dtype)
         grad_weight = (grad * normal).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         grad_normal = grad * (1 + weight.to(grad.dtype) if unit_offset else weight)
-        along = (grad_normal * normal).mean(-1, keepdim=True)
-        return grad_normal.addcmul_(normal, along, value=-1).mul_(scale).to(x.dtype), grad_weight
+        projection = (grad_normal * normal).mean(-1, keepdim=True)
+        return grad_normal.addcmul_(normal, projection, value=-1).mul_(scale).to(x.dtype), grad_weight
 
-    def gate(self, gate_up: Tensor, gelu: bool) -> Tensor:
-        """Return :meth:`gated` of ``gate_up``, without gradients."""
-        # of views with gaps: on CPUs, silu of a contiguous tensor rounds the last elements differently; here all rows end alike
+    def gated_activation_forward(self, gate_up: Tensor, gelu: bool) -> Tensor:
+        """Return :meth:`gated_activation` of ``gate_up``, without gradients."""
+        # views with gaps: on CPUs, silu of a contiguous tensor rounds the last elements differently; here all rows end alike
         gate, up = gate_up.chunk(2, -1)
         return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
 
-    def gate_backward(self, gelu: bool, _: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
-        """Return the gradient of [gate; up] from the gradient of :meth:`gate`'s result."""
+    def gated_activation_backward(self, gelu: bool, _: object, grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
+        """Return the gradient of [gate; up] from the gradient of :meth:`gated_activation_forward`'s result."""
         gate, up = gate_up.chunk(2, -1)
         grads = torch.empty_like(gate_up)
         grad_gate, grad_up = grads.chunk(2, -1)
@@ -219,15 +209,16 @@ class Ops(ProductOps):
 
     def apply_rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         """Return :meth:`rotate` of ``x``, without gradients."""
-        out, turned = torch.empty_like(x), 2 * cos.shape[-1]
-        first = slice(0, turned, 2) if interleaved else slice(turned // 2)
-        second = slice(1, turned, 2) if interleaved else slice(turned // 2, turned)
+        out = torch.empty_like(x)
+        rotated_dims = 2 * cos.shape[-1]
+        first = slice(0, rotated_dims, 2) if interleaved else slice(rotated_dims // 2)
+        second = slice(1, rotated_dims, 2) if interleaved else slice(rotated_dims // 2, rotated_dims)
         a, b = x[..., first], x[..., second]
         # no addcmul: it may fuse the rounding on some elements and not on others
         torch.sub(a * cos, b * sin, out=out[..., first])
         torch.add(b * cos, a * sin, out=out[..., second])
-        if turned < x.shape[-1]:
-            out[..., turned:] = x[..., turned:]
+        if rotated_dims < x.shape[-1]:
+            out[..., rotated_dims:] = x[..., rotated_dims:]
         return out
 
     def apply_rotary_backward(self, interleaved: bool, _: object, grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
@@ -253,8 +244,8 @@ class Ops(ProductOps):
         ``entropy`` the sum of exp(l - largest) * (l - largest), else 0. ``transform``: the logits are the result of
         :meth:`transform_logits`. Overwrites the logits unless ``keeps_logits``."""
         local = labels - first
-        inside = (local >= 0) & (local < logits.shape[1])
-        label_logits = logits.gather(1, local.masked_fill(~inside, 0)[:, None])[:, 0].masked_fill(~inside, 0)
+        is_local = (local >= 0) & (local < logits.shape[1])
+        label_logits = logits.gather(1, local.masked_fill(~is_local, 0)[:, None])[:, 0].masked_fill(~is_local, 0)
         maximum = logits.amax(-1)
         shifted = logits.sub_(maximum[:, None])
         exponentials = shifted.exp() if entropy else shifted.exp_()
@@ -275,16 +266,16 @@ class Ops(ProductOps):
         else:
             grad = log_p.exp().neg_()
             grad *= log_p.add_(entropy[0]).mul_(entropy[1]).add_(grads)
-        inside = ((local >= 0) & (local < grad.shape[1]))[:, None]
-        return grad.scatter_add_(1, local[:, None].masked_fill(~inside, 0), grads.masked_fill(~inside, 0))
+        is_local = ((local >= 0) & (local < grad.shape[1]))[:, None]
+        return grad.scatter_add_(1, local[:, None].masked_fill(~is_local, 0), grads.masked_fill(~is_local, 0))
 
     def cap_logits(self, logits: Tensor, softcap: float) -> Tensor:
         """Return softcap * tanh(logits / softcap), written over ``logits``."""
         return logits.div_(softcap).tanh_().mul_(softcap)
 
     def transform_logits(self, logits: Tensor, transform: LogitTransform) -> Tensor:
-        """Return ``logits`` after ``transform``, in place. Subclasses whose head kernels apply it as they read return them as they
-        were."""
+        """Return ``logits`` after ``transform``, in place. Subclasses whose head kernels apply it as they read return ``logits``
+        unchanged."""
         if transform.softcap is not None:
             logits = self.cap_logits(logits, transform.softcap)
         return logits if transform.temperature == 1.0 else logits.div_(transform.temperature)

@@ -1,4 +1,4 @@
-"""The rule which keys a query sees, and packed sequences gathered into rectangles.
+"""Packed sequences: their bounds, rectangles of sequences of similar length, and tiles for attention over pages.
 
 Shape legend: B sequences, S queries of each, H KV heads, G query heads per KV head, L keys, D head_dim, T tokens.
 """
@@ -7,133 +7,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels.devices import on_device
+from rlhf_spmd.kernels.layer_args import LayerKernelArgs
 
 KEY_BLOCK = 64  # key lengths are multiples of it, see ``batch_invariant``
 QUERY_BLOCK = 64  # queries whose keys are cut at one length: skips most of the future in long sequences
 
 
-class LayerKernelArgs(NamedTuple):
-    """Where the attention's inputs are, for the C++ kernel of a whole layer: addresses and sizes. All but the first two are 0 without
-    a cache.
-
-    - items: address of the rows' items, see :meth:`CppOps.attend_paged`, or without a cache of the bounds of the sequences
-    - num_items: number of rows, or of sequences
-    - page_table: address of the page table
-    - cache: address of the layer's pages
-    - num_pages, page_size, page_elements: pages of the cache, tokens of a page, and elements of a page of one head
-    """
-
-    items: int
-    num_items: int
-    page_table: int = 0
-    cache: int = 0
-    num_pages: int = 0
-    page_size: int = 0
-    page_elements: int = 0
-
-
-@dataclass(frozen=True)
-class AttentionRule:
-    """How a layer turns scores into probabilities.
-
-    - scale, softcap: softmax(softcap * tanh(q k^T * scale / softcap)); without softcap, softmax(q k^T * scale)
-    - window: a query at position i sees keys j with i - window < j <= i; without window, all j <= i
-    - sinks [query heads]: one more score of each head, as of a key whose value is 0. A parameter; rules are compared without
-    """
-
-    scale: float
-    softcap: float | None = None
-    window: int | None = None
-    sinks: Tensor | None = field(default=None, compare=False, repr=False)
-
-    def sinks_of_rows(self, kv_heads: int, rows: int, heads_dim: int = 1) -> Tensor | None:
-        """Return the sinks [1, kv_heads, rows, 1], or [kv_heads, 1, rows, 1] with ``heads_dim`` 0; None without sinks. In the rows the
-        G query heads of a KV head lie beside each other."""
-        if self.sinks is None:
-            return None
-        heads = self.sinks.view(kv_heads, -1)
-        return heads.repeat(1, -(-rows // heads.shape[1]))[:, :rows, None].unsqueeze(1 - heads_dim)
-
-
-Norms = tuple[Tensor | None, Tensor | None]  # weights [D] of the norms of queries and keys
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """How a token's row of the qkv product is divided into heads.
-
-    - queries, keys: number of query heads and of key heads; there are as many value heads as key heads
-    - dim: elements of a head
-    - fused_slices: number of equal parts of the row, each with queries, keys and values
-    - eps, unit_offset: options of the norms of queries and keys
-    - interleaved: neighbours are rotated together, not a dim of the first half and one of the second
-    """
-
-    queries: int
-    keys: int
-    dim: int
-    fused_slices: int = 1
-    eps: float = 1e-6
-    unit_offset: bool = False
-    interleaved: bool = False
-
-
-class LayerParts(NamedTuple):
-    """The parameters of a layer, each with a weight and a bias; None for a norm that the layer does not have."""
-
-    input_norm: Any | None
-    qkv: Any
-    q_norm: Any | None
-    k_norm: Any | None
-    out: Any
-    attention_norm: Any | None
-    post_norm: Any | None
-    gate_up: Any
-    down: Any
-    mlp_norm: Any | None
-
-
-@dataclass(frozen=True)
-class LayerOptions:
-    """What layers differ in.
-
-    - heads: of its attention, on one rank; their eps, unit_offset and interleaved are those of all norms and rotations of the layer
-    - inner: columns of the MLP
-    - gelu: in place of silu
-    - norms_over_all_heads: q and k have one norm over all heads, not one per head
-    - residual: multiplies what is added to the rows
-    """
-
-    heads: HeadShape
-    inner: int
-    gelu: bool
-    norms_over_all_heads: bool = False
-    residual: float = 1.0
-
-
-class PageTarget(NamedTuple):
-    """Where a step's keys and values of a layer go.
-
-    ``pages`` [2, H, N, page_size * D]; ``cache_slots`` int64 [T]: page * page_size + offset of each token.
-    """
-
-    pages: Tensor
-    cache_slots: Tensor
-
-
-def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+def visible_keys(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     """Return which keys (positions [L]) each query (positions [..., R]) sees: bool [..., R, L]."""
-    ahead = queries[..., None] - keys
-    return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+    distance = queries[..., None] - keys
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -158,22 +49,25 @@ class PaddedGroup:
     - valid: bool [B, S], the positions that are no padding; the outputs of the others are dropped
     - real_index: int64, the positions that are no padding, among B * S
     - packed_rows: int64, the packed row of each entry of ``real_index``
-    - full: nothing is padding
+    - has_no_padding: the sequences have equal lengths
 
     Padding comes after every real query of its sequence, so no query sees it as a key. The host computes the indices,
     because it knows the lengths.
     """
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
-        self.num_sequences, self.num_queries = len(starts), max(lengths)
+        self.num_sequences = len(starts)
+        self.num_queries = max(lengths)
+        self.num_keys = round_up(self.num_queries, KEY_BLOCK)
         offsets = np.arange(self.num_queries)
         valid = offsets < np.array(lengths)[:, None]
         index = np.where(valid, np.array(starts)[:, None] + offsets, 0).reshape(-1)
         real_index = np.flatnonzero(valid)
-        self.full = len(real_index) == len(index)
-        self.valid, self.index = on_device(valid, device), on_device(index, device)
-        self.real_index, self.packed_rows = on_device(real_index, device), on_device(index[real_index], device)
-        self.num_keys = round_up(self.num_queries, KEY_BLOCK)
+        self.has_no_padding = len(real_index) == len(index)
+        self.valid = on_device(valid, device)
+        self.index = on_device(index, device)
+        self.real_index = on_device(real_index, device)
+        self.packed_rows = on_device(index[real_index], device)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rectangle [B, S, ...] of packed rows ``x`` [T, ...]."""
@@ -182,7 +76,7 @@ class PaddedGroup:
     def without_padding(self, x: Tensor) -> Tensor:
         """Return the rows of ``x`` [B, S, ...] that are no padding, in the order of ``packed_rows``."""
         flat = x.reshape(-1, *x.shape[2:])
-        return flat if self.full else flat.index_select(0, self.real_index)
+        return flat if self.has_no_padding else flat.index_select(0, self.real_index)
 
     def queries(self, x: Tensor, kv_heads: int) -> Tensor:
         """Return the queries ``x`` [T, H * G, D] as rows [B, H, S * G, D], the G heads of one query together."""
@@ -227,22 +121,23 @@ class Packing:
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self.lengths, self.device = lengths, device
+        self.lengths = lengths
+        self.device = device
         self.bounds = torch.tensor([0, *itertools.accumulate(lengths)])
         self._padded_groups: dict[tuple[int, float], list[PaddedGroup]] = {}
         self._group_positions: dict[tuple[int, float], Tensor] = {}
         self._tiles: dict[tuple[int, int], PackedTiles] = {}
 
     @cached_property
-    def filled(self) -> tuple[Tensor, int]:
+    def nonempty_bounds(self) -> tuple[Tensor, int]:
         """Return the bounds of the n sequences that have tokens, int32 [n + 1] on the device, and the length of the longest."""
         bounds = [0, *itertools.accumulate(n for n in self.lengths if n)]
         return on_device(torch.tensor(bounds, dtype=torch.int32), self.device), max(self.lengths, default=0)
 
     @cached_property
     def long_bounds(self) -> Tensor:
-        """Return the bounds of ``filled`` as int64. Always the same tensor: flash-linear-attention keeps by it what it prepares."""
-        return self.filled[0].long()
+        """Return the bounds of ``nonempty_bounds`` as int64. It is always the same tensor: flash-linear-attention caches by it."""
+        return self.nonempty_bounds[0].long()
 
     def layer_kernel_args(self, layer_index: int) -> LayerKernelArgs:
         """Return the packing's bounds for the C++ kernel of a whole layer. They are the same in every layer."""
@@ -253,7 +148,8 @@ class Packing:
         but a group has at least one sequence."""
         key = num_heads, max_scores
         if key not in self._padded_groups:
-            starts, lengths = self.bounds.tolist(), self.lengths
+            lengths = self.lengths
+            starts = self.bounds.tolist()
             groups: list[list[int]] = []
             for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: lengths[i]):
                 shortest = lengths[groups[-1][0]] if groups else 0
@@ -276,27 +172,28 @@ class Packing:
             self._group_positions[key] = torch.argsort(packed_rows)
         return self._group_positions[key]
 
-    def tiles(self, width: int, page_size: int) -> PackedTiles:
-        """Return tiles of up to ``width`` queries, those with most keys first."""
-        key = width, page_size
+    def tiles(self, max_queries: int, page_size: int) -> PackedTiles:
+        """Return tiles of up to ``max_queries`` queries, those with most keys first."""
+        key = max_queries, page_size
         if key not in self._tiles:
-            lengths, firsts = np.array(self.lengths, dtype=np.int64), self.bounds[:-1].numpy()
-            counts = -(-lengths // page_size)
-            first_pages = counts.cumsum() - counts  # of each sequence
-            within = np.arange(lengths.sum()) - firsts.repeat(lengths)
-            per_row = -(-lengths // width)
-            starts = (np.arange(per_row.sum()) - (per_row.cumsum() - per_row).repeat(per_row)) * width
-            sequence = np.arange(len(lengths)).repeat(per_row)
-            tiles = np.stack([firsts[sequence] + starts, starts, np.minimum(lengths[sequence] - starts, width), sequence], 1)
+            lengths = np.array(self.lengths, dtype=np.int64)
+            first_tokens = self.bounds[:-1].numpy()
+            num_pages = -(-lengths // page_size)
+            first_pages = num_pages.cumsum() - num_pages
+            num_tiles = -(-lengths // max_queries)
+            starts = (np.arange(num_tiles.sum()) - (num_tiles.cumsum() - num_tiles).repeat(num_tiles)) * max_queries
+            sequence = np.arange(len(lengths)).repeat(num_tiles)
+            num_queries = np.minimum(lengths[sequence] - starts, max_queries)
+            tiles = np.stack([first_tokens[sequence] + starts, starts, num_queries, sequence], 1)
             tiles = tiles[np.argsort(-starts, kind="stable")].astype(np.int32)
-            table = (first_pages[:, None] + np.arange(counts.max(initial=1))).astype(
-                np.int32
-            )  # a row's last numbers are never read
-            slots = first_pages.repeat(lengths) * page_size + within
+            # short sequences' last numbers are never read
+            table = (first_pages[:, None] + np.arange(num_pages.max(initial=1))).astype(np.int32)
+            positions = np.arange(lengths.sum()) - first_tokens.repeat(lengths)
+            slots = first_pages.repeat(lengths) * page_size + positions
             self._tiles[key] = PackedTiles(
-                tiles=on_device(tiles, self.device),
-                table=on_device(table, self.device),
-                slots=on_device(slots, self.device),
-                num_pages=int(counts.sum()),
+                on_device(tiles, self.device),
+                on_device(table, self.device),
+                on_device(slots, self.device),
+                int(num_pages.sum()),
             )
         return self._tiles[key]

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.devices import capabilities, wait
 
-ALIGNMENT = 512  # bytes: of every tensor in a slab
-ARENA_SLAB = 256 << 20  # the least that an arena asks the driver for: registering takes a second for a few GB
-PAGE = 2 << 20  # a large slab's size is a multiple of it, so that the system may give large pages, which are registered sooner
+ALIGNMENT = 512  # bytes, of every tensor in a slab
+ARENA_SLAB = 256 << 20  # bytes, the least that an arena asks the driver for: registering takes a second for a few GB
+PAGE = 2 << 20  # bytes; a large slab has a multiple of it, so that the system may give large pages, which are registered sooner
 
-Form = tuple[Sequence[int], torch.dtype]
+ShapeAndDtype = tuple[Sequence[int], torch.dtype]
 
 
 class PinnedSlab(mmap.mmap):
@@ -68,16 +68,18 @@ class PinnedSlab(mmap.mmap):
             self._driver.cudaHostUnregister(self._address)
 
 
-def host_zeros(forms: Sequence[Form], device: torch.device) -> list[Tensor]:
+def host_zeros(shapes_and_dtypes: Sequence[ShapeAndDtype], device: torch.device) -> list[Tensor]:
     """Return zeros in host memory of these shapes and dtypes, each with a storage of its own.
 
     They share one pinned slab if copies to and from ``device`` need one, which is freed with the last of them.
     """
     if not capabilities(device).pinned:
-        return [torch.zeros(tuple(shape), dtype=dtype) for shape, dtype in forms]
-    sizes = [_rounded(math.prod(shape) * dtype.itemsize) for shape, dtype in forms]
-    slab, offset, tensors = (PinnedSlab(sum(sizes)) if any(sizes) else None), 0, list[Tensor]()
-    for (shape, dtype), size in zip(forms, sizes, strict=True):
+        return [torch.zeros(tuple(shape), dtype=dtype) for shape, dtype in shapes_and_dtypes]
+    sizes = [_rounded(math.prod(shape) * dtype.itemsize) for shape, dtype in shapes_and_dtypes]
+    slab = PinnedSlab(sum(sizes)) if any(sizes) else None
+    offset = 0
+    tensors = []
+    for (shape, dtype), size in zip(shapes_and_dtypes, sizes, strict=True):
         tensors.append(slab.cut(offset, shape, dtype) if slab is not None and size else torch.zeros(tuple(shape), dtype=dtype))
         offset += size
     return tensors
@@ -93,7 +95,7 @@ class PinnedArena:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slabs: list[PinnedSlab] = []
-        self._free: list[list[tuple[int, int]]] = []  # of each slab: (offset, size), ascending, no two adjacent
+        self._free: list[list[tuple[int, int]]] = []  # holes of each slab: (offset, size), ascending, no two adjacent
         self._given_back: deque[tuple[PinnedSlab, int, int]] = deque()  # by finalizers, which may run in the middle of anything
 
     @property
@@ -124,7 +126,7 @@ class PinnedArena:
         return self._slabs[number], offset
 
     def _grow(self, size: int) -> tuple[PinnedSlab, int]:
-        """Adds a slab. Slabs without tensors are freed first."""
+        """Add a slab. Slabs without tensors are freed first."""
         empty = [number for number, slab in enumerate(self._slabs) if self._free[number] == [(0, len(slab))]]
         if empty:
             wait(self._device)  # for copies to memory that was given back
@@ -136,14 +138,15 @@ class PinnedArena:
         return slab, 0
 
     def _collect(self) -> None:
-        """Adds what finalizers returned to the holes; adjacent holes become one."""
+        """Add what finalizers returned to the holes; adjacent holes become one."""
         while self._given_back:
             slab, offset, size = self._given_back.popleft()
-            number = next(n for n, known in enumerate(self._slabs) if known is slab)
+            number = next(n for n, other in enumerate(self._slabs) if other is slab)
             holes = self._free[number]
-            for before in [hole for hole in holes if hole[0] + hole[1] == offset or offset + size == hole[0]]:
-                holes.remove(before)
-                offset, size = min(offset, before[0]), size + before[1]
+            for hole in [hole for hole in holes if hole[0] + hole[1] == offset or offset + size == hole[0]]:
+                holes.remove(hole)
+                offset = min(offset, hole[0])
+                size += hole[1]
             insort(holes, (offset, size))
 
 

@@ -35,8 +35,10 @@ class ProductOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, recomputed: bool = False) -> Tensor:
         """Return ``x`` [T, in] times the transpose of ``weight`` [out, in], plus ``bias``: [T, out].
 
-         With at least :meth:`min_rows` rows a row's bits do not depend on the others.
-        ``recomputed``: only the saved tensors are needed, the result may be left out."""
+        With at least :meth:`min_rows` rows a row's bits do not depend on the others.
+
+        ``recomputed``: only the tensors saved for the backward pass are needed; the result may be left uninitialised.
+        """
         return F.linear(x, weight, bias)
 
     def _linear_by(
@@ -84,34 +86,31 @@ class ProductOps:
     # -- a mixture of experts
 
     def route(
-        self,
-        logits: Tensor,
-        score_bias: Tensor | None,
-        rule: RoutingRule,
-        dtype: torch.dtype,
-        chosen: Tensor | None = None,
+        self, logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype, expert_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the weights in ``dtype`` and the numbers, int64, of each token's experts: [T, K] each, from ``logits`` [T, E].
+        """Return the weights in ``dtype`` and the ids, int64, of each token's experts: [T, K] each, from ``logits`` [T, E].
 
         Computes in fp32 at least. ``score_bias`` [E, 3], see :func:`~rlhf_spmd.kernels.routing.split_to_bf16_terms`, has no gradient.
-        ``chosen``: the numbers, where they have been chosen before."""
+        ``expert_ids``: the ids where experts were chosen before; None: the router chooses."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        chosen = choose(wide, score_bias, rule) if chosen is None else chosen
-        return weigh(wide, chosen, rule).to(dtype), chosen
+        expert_ids = choose(wide, score_bias, rule) if expert_ids is None else expert_ids
+        return weigh(wide, expert_ids, rule).to(dtype), expert_ids
 
-    def local_choices(self, weights: Tensor, chosen: Tensor, first: int, num_local: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return ``weights`` and ``chosen`` [T, K] as a rank with some of the ``count`` experts needs them, without gradients.
+    def local_choices(
+        self, weights: Tensor, expert_ids: Tensor, first: int, num_local: int, num_experts: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``weights`` and ``expert_ids`` [T, K] as a rank with some of the experts needs them, without gradients.
 
-        The rank has ``num_local`` experts from the ``first`` on. The weights of others become 0, and the numbers count from
-        ``first``, in a circle."""
-        numbers = (chosen - first) % count
-        return weights.masked_fill(numbers >= num_local, 0.0), numbers
+        The rank has ``num_local`` experts from the ``first`` on. The weights of others become 0. Local ids count from ``first``,
+        in a circle."""
+        local_ids = (expert_ids - first) % num_experts
+        return weights.masked_fill(local_ids >= num_local, 0.0), local_ids
 
-    def sort_choices(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the experts of ``chosen`` [T, K], sorted, with ``order`` and ``places`` of :meth:`expert_rows`: [T * K] each."""
-        experts, order = chosen.flatten().sort(stable=True)
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return experts, order, places
+    def sort_choices(self, expert_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``expert_ids`` [T, K] sorted, and ``pair_of_row`` and ``row_of_pair`` of :meth:`expert_rows`: [T * K] each."""
+        sorted_ids, pair_of_row = expert_ids.flatten().sort(stable=True)
+        rows = torch.arange(len(pair_of_row), device=pair_of_row.device)
+        return sorted_ids, pair_of_row, torch.empty_like(pair_of_row).scatter_(0, pair_of_row, rows)
 
     def sigmoid_gate(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the sigmoid of ``x`` [T, in] times the transpose of ``weight`` [1, in]: [T, 1]."""
@@ -135,16 +134,17 @@ class ProductOps:
 
     def _multiply(self, counts: Sequence[int], x: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         out = x.new_empty(len(x), weight.shape[1] * weight.shape[2])
-        enough = self.min_rows(weight[0].numel(), weight.shape[-1])
+        min_rows = self.min_rows(weight[0].numel(), weight.shape[-1])
         for expert, rows in _ranges(counts):
             matrix = weight[expert].flatten(0, 1)  # a copy only if there are several blocks
-            out[rows] = self.linear(pad_rows(x[rows], enough), matrix)[: rows.stop - rows.start]
+            out[rows] = self.linear(pad_rows(x[rows], min_rows), matrix)[: rows.stop - rows.start]
         return out, (x, weight)
 
     def _multiply_backward(
         self, counts: Sequence[int], _: object, grad: Tensor, x: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
         for expert, rows in _ranges(counts):
             grad_x[rows] = self.gradient_product(grad[rows], weight[expert].flatten(0, 1))
             grad_weight[expert] = self.gradient_product(grad[rows].t(), x[rows]).view(weight.shape[1:])
@@ -167,21 +167,22 @@ class ProductOps:
         """Return gate * sigmoid(alpha * gate) * (up + 1) [T, n] of ``gate_up`` [T, 2n] = [gate; up], as in gpt-oss. The gate is cut at
         ``limit``, up at -``limit`` and ``limit``."""
         gate, up = gate_up.chunk(2, -1)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * sigmoid(gate * alpha) * (up + 1)
+        gate = gate.clamp(max=limit)
+        return gate * sigmoid(gate * alpha) * (up.clamp(-limit, limit) + 1)
 
-    def expert_rows(self, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
+    def expert_rows(self, x: Tensor, pair_of_row: Tensor, row_of_pair: Tensor, per_token: int) -> Tensor:
         """Return a copy of a token's row of ``x`` [T, hidden] for each of its experts, sorted by expert: [T * per_token, hidden].
 
-        Pairs (token, choice) are numbered by token. Row i of the result belongs to pair ``order[i]``; pair j lies in row
-        ``places[j]``."""
+        Pairs (token, choice) are numbered by token. Row i of the result belongs to pair ``pair_of_row[i]``; pair j lies in row
+        ``row_of_pair[j]``."""
         copies = x[:, None].expand(-1, per_token, -1).reshape(-1, x.shape[1])
-        return copies.index_select(0, order)  # not x[order // per_token]: its backward pass would add in no fixed order on GPUs
+        # not x[pair_of_row // per_token]: its backward pass would add in no fixed order on GPUs
+        return copies.index_select(0, pair_of_row)
 
-    def sum_experts(self, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    def sum_experts(self, rows: Tensor, weights: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
         """Return for each token the sum of its ``rows`` times ``weights`` [T, per_token]: [T, hidden]. Rows are sorted as by
         :meth:`expert_rows`, and added in the order of the token's choices. GPUs do not read rows of weight 0."""
-        parts = rows.index_select(0, places).view(*weights.shape, rows.shape[1]) * weights[:, :, None]
+        parts = rows.index_select(0, row_of_pair).view(*weights.shape, rows.shape[1]) * weights[:, :, None]
         total, *others = parts.unbind(1)
         for part in others:
             total = total + part

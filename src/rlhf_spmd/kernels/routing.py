@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """A token takes the ``per_token`` experts of the highest scores, which are their weights, times ``scale``.
+    """A token takes the ``experts_per_token`` experts of the highest scores, which are their weights, times ``scale``.
 
     ``scoring``: how scores come from logits: "softmax" or "sigmoid" over all experts, or "chosen", a softmax over those that are taken.
     ``normalise``: weights are divided by their sum. ``groups``: experts lie in as many equal groups, of which a token takes only from
@@ -24,7 +24,7 @@ class RoutingRule:
     (DeepSeek-V2, arXiv 2405.04434).
     """
 
-    per_token: int
+    experts_per_token: int
     scoring: Literal["softmax", "sigmoid", "chosen"] = "softmax"
     normalise: bool = False
     scale: float = 1.0
@@ -55,15 +55,15 @@ def choose(logits: Tensor, score_bias: Tensor | None, rule: RoutingRule) -> Tens
             sums = grouped.topk(min(rule.group_best, grouped.shape[2]), -1).values.sum(-1)
             left_out = torch.ones_like(sums, dtype=torch.bool).scatter_(1, sums.topk(rule.top_groups, -1).indices, False)
             ranked = grouped.masked_fill(left_out[:, :, None], -math.inf).flatten(1)
-        return ranked.topk(rule.per_token, -1).indices
+        return ranked.topk(rule.experts_per_token, -1).indices
 
 
-def weigh(logits: Tensor, chosen: Tensor, rule: RoutingRule) -> Tensor:
-    """Return the weights of the ``chosen`` experts [T, K], in the dtype of ``logits`` [T, E]."""
+def weigh(logits: Tensor, expert_ids: Tensor, rule: RoutingRule) -> Tensor:
+    """Return the weights of the experts ``expert_ids`` [T, K], in the dtype of ``logits`` [T, E]."""
     if rule.scoring == "chosen":
-        return torch.softmax(logits.gather(1, chosen), -1) * rule.scale
+        return torch.softmax(logits.gather(1, expert_ids), -1) * rule.scale
     scores = torch.softmax(logits, -1) if rule.scoring == "softmax" else sigmoid(logits)
-    weights = scores.gather(1, chosen)
+    weights = scores.gather(1, expert_ids)
     if rule.normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + (TINY if rule.scoring == "sigmoid" else 0.0))
     return weights if rule.scale == 1.0 else weights * rule.scale
@@ -73,7 +73,8 @@ def split_to_bf16_terms(values: Tensor) -> Tensor:
     """Return for each of ``values`` [E] three terms whose sum it is, [E, 3] in fp32; each has the precision of bf16.
 
     A model of any dtype stores such terms exactly, and casts do not change them. Values below 1e-30 lose digits."""
-    terms, rest = [], values.float()
+    rest = values.float()
+    terms = []
     for _ in range(3):
         terms.append(rest.bfloat16().float())
         rest = rest - terms[-1]

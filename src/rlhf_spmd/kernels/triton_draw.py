@@ -1,4 +1,4 @@
-"""Samples tokens from logits in Triton, with their log-probs: one pass over the logits, then a look at one tile of each row.
+"""Sampling of tokens from logits in Triton, with their log-probs: one pass over the logits, then a look at one tile of each row.
 
 The first kernel reduces tiles of TILE tokens: their maximum, and sums of exp((x - maximum) / temperature). Exponentials are fp32, as
 the weights of a draw are; sums are fp64. The second kernel has one program per row. It brings the tiles' sums to the row's
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.sampling_tensors import Drawn, SamplingTensors
 
-TILE, BLOCK = 4096, 64  # tokens of a tile; of a block, by which a tile is searched
+TILE = 4096  # tokens
+BLOCK = 64  # tokens, by which a tile is searched
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}  # kernels that compute the same weight must round alike
 
 
@@ -77,16 +78,16 @@ def _sum_tiles(
     row = tl.program_id(0).to(tl.int64)
     tile, num_tiles = tl.program_id(1), tl.num_programs(1)
     token = tile * SIZE + tl.arange(0, SIZE)
-    inside = token < vocabulary
+    mask = token < vocabulary
     temperature = tl.load(temperatures + row)
     temperature = tl.where(temperature == 0.0, 1.0, temperature)
-    to = tiles + row * num_tiles + tile
+    target = tiles + row * num_tiles + tile
     step = tl.num_programs(0).to(tl.int64) * num_tiles
-    x = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf"))
+    x = tl.load(logits + row * logits_stride + token, mask=mask, other=float("-inf"))
     largest, total, plain = _sums(x, temperature, TEMPERED)
-    tl.store(to + 2 * step, largest.to(tl.float64))
-    tl.store(to + 3 * step, total)
-    tl.store(to + 4 * step, plain)
+    tl.store(target + 2 * step, largest.to(tl.float64))
+    tl.store(target + 3 * step, total)
+    tl.store(target + 4 * step, plain)
     if not SAME:
         x = tl.load(scores + row * scores_stride + token, mask=token < drawable, other=float("-inf"))
         if GREEDY:  # no weight is asked for, but whether all scores are numbers
@@ -96,28 +97,28 @@ def _sum_tiles(
             largest, total, _ = _sums(x, temperature, False)
     elif (tile + 1) * SIZE > drawable:  # other tiles have the same sums
         largest, total, _ = _sums(tl.where(token < drawable, x, float("-inf")), temperature, False)
-    tl.store(to, largest.to(tl.float64))
-    tl.store(to + step, total)
+    tl.store(target, largest.to(tl.float64))
+    tl.store(target + step, total)
 
 
 @triton.jit
-def totals_of(tiles: tl.tensor, offset: tl.tensor, inside: tl.tensor, step: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+def totals_of(tiles: tl.tensor, offset: tl.tensor, mask: tl.tensor, step: tl.tensor, temperature: tl.tensor) -> tl.tensor:
     """Return the tiles' maxima at ``offset`` fp64 [N], the row's maximum, the tiles' weights relative to it, and the sum at
     ``temperature`` 1 from the next field. Tiles without a finite score weigh 0."""
-    maxima = tl.load(tiles + offset, mask=inside, other=float("-inf"))
-    sums = tl.load(tiles + offset + step, mask=inside, other=0.0)
+    maxima = tl.load(tiles + offset, mask=mask, other=float("-inf"))
+    sums = tl.load(tiles + offset + step, mask=mask, other=0.0)
     largest = tl.max(maxima, 0)
     return maxima, largest, sums * tl.exp((maxima - largest) / temperature)
 
 
 @triton.jit
 def note_log_probs(
-    tiles: tl.tensor, offset: tl.tensor, inside: tl.tensor, step: tl.tensor, temperature: tl.tensor, label: tl.tensor,
+    tiles: tl.tensor, offset: tl.tensor, mask: tl.tensor, step: tl.tensor, temperature: tl.tensor, label: tl.tensor,
     good: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
     """Return fp64 log-probs of the logit ``label`` at ``temperature`` and at 1; NaN unless the scores were ``good``."""
-    maxima, largest, weights = totals_of(tiles, offset + 2 * step, inside, step, temperature)
-    plain = tl.load(tiles + offset + 4 * step, mask=inside, other=0.0) * tl.exp(maxima - largest)
+    maxima, largest, weights = totals_of(tiles, offset + 2 * step, mask, step, temperature)
+    plain = tl.load(tiles + offset + 4 * step, mask=mask, other=0.0) * tl.exp(maxima - largest)
     above = tl.where(good, label.to(tl.float64), float("nan")) - largest
     return above / temperature - tl.log(tl.sum(weights, 0)), above - tl.log(tl.sum(plain, 0))
 
@@ -137,20 +138,23 @@ def _pick(
     drawable: tl.tensor, num_tiles: tl.tensor, num_ranks: tl.tensor, rank: tl.tensor, first: tl.tensor,
     SIZE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``drawable``: this rank's tokens that may be drawn, from ``first`` on; ``num_tiles``: per rank; TILES: at least those of all
-    ranks, 2^n."""
+    """Draw a row's token.
+
+    - drawable: number of this rank's tokens that may be drawn, from ``first`` on
+    - num_tiles: tiles of a rank; TILES: at least those of all ranks, a power of two
+    """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
-    inside = tile < num_tiles * num_ranks
+    mask = tile < num_tiles * num_ranks
     step = tl.num_programs(0).to(tl.int64) * num_tiles
     offset = (tile // num_tiles) * (5 * step) + row * num_tiles + tile % num_tiles
     temperature = tl.load(temperatures + row)
     greedy = temperature == 0.0
     temperature = tl.where(greedy, 1.0, temperature)
-    maxima, largest, weights = totals_of(tiles, offset, inside, step, temperature.to(tl.float64))
+    maxima, largest, weights = totals_of(tiles, offset, mask, step, temperature.to(tl.float64))
     total = tl.sum(weights, 0)
     good = (total > 0.0) & (total < float("inf"))
-    weights = tl.where(greedy, tl.where(inside & (maxima == largest), 1.0, 0.0), weights)
+    weights = tl.where(greedy, tl.where(mask & (maxima == largest), 1.0, 0.0), weights)
     uniform = uniform_of(tl.load(keys + row), tl.load(positions + row))
     goal = tl.where(greedy, 0.0, uniform * total)
     chosen = first_above(weights, goal, TILES)
@@ -171,7 +175,7 @@ def _pick(
     x = tl.where(greedy, tl.where(x == largest.to(tl.float32), 1.0, 0.0), weights_of(x, at_maximum.to(tl.float32), temperature))
     drawn = tl.minimum(start + block * WIDTH + first_above(x.to(tl.float64), goal, WIDTH), tl.maximum(drawable - 1, 0))
     label = tl.load(logits + row * logits_stride + drawn)
-    at_own, at_one = note_log_probs(tiles, offset, inside, step, temperature.to(tl.float64), label, good)
+    at_own, at_one = note_log_probs(tiles, offset, mask, step, temperature.to(tl.float64), label, good)
     tl.store(tokens + row, tl.where(is_local, first + drawn, 0).to(tokens.dtype.element_ty))
     tl.store(tempered + row, tl.where(is_local, at_own, 0.0).to(tempered.dtype.element_ty))
     tl.store(plain + row, tl.where(is_local, at_one, 0.0).to(plain.dtype.element_ty))
@@ -184,7 +188,8 @@ def num_tiles(width: int) -> int:
 def sum_tiles(scores: Tensor, logits: Tensor, settings: SamplingTensors, width: int) -> Tensor:
     """Return statistics fp64 [5, B, tiles] of logits [B, V], with the tiles of ``width`` tokens. ``scores`` may have fewer columns,
     those that may be drawn."""
-    (rows, vocabulary), drawable = logits.shape, scores.shape[1]
+    rows, vocabulary = logits.shape
+    drawable = scores.shape[1]
     _check(scores, logits)
     out = torch.empty(5, rows, num_tiles(width), dtype=torch.float64, device=scores.device)
     if rows:
@@ -200,7 +205,7 @@ def pick(
     tiles: Tensor, rank: int, first: int, scores: Tensor, logits: Tensor, settings: SamplingTensors, keys: Tensor, positions: Tensor,
     out: Drawn,
 ) -> None:  # fmt: skip
-    """Fills ``out`` from the statistics of all ranks, ``tiles`` [tp, 5, B, N]; zeros for tokens in another rank's slice."""
+    """Fill ``out`` from the statistics of all ranks, ``tiles`` [tp, 5, B, N]; zeros for tokens in another rank's slice."""
     ranks, _, rows, tiles_each = tiles.shape
     if rows:
         _pick[(rows,)](

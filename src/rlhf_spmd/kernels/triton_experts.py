@@ -22,63 +22,63 @@ OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1}
 
 @triton.jit
 def _sum_rows(
-    rows: tl.tensor, weights: tl.tensor, places: tl.tensor, out: tl.tensor, hidden: tl.tensor, K: tl.constexpr,
+    rows: tl.tensor, weights: tl.tensor, row_of_pair: tl.tensor, out: tl.tensor, hidden: tl.tensor, K: tl.constexpr,
     WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < hidden
+    mask = column < hidden
     total = tl.full([BLOCK], 0.0, tl.float32)
     for choice in range(K):
-        place = tl.load(places + token * K + choice)
+        place = tl.load(row_of_pair + token * K + choice)
         if WEIGHTED:  # nothing was computed for experts of other ranks, whose weight is 0
             weight = tl.load(weights + token * K + choice).to(tl.float32)
             read = column < tl.where(weight != 0.0, hidden, 0)
             part = tl.load(rows + place * hidden + column, mask=read, other=0.0).to(tl.float32) * weight
         else:
-            part = tl.load(rows + place * hidden + column, mask=inside, other=0.0).to(tl.float32)
+            part = tl.load(rows + place * hidden + column, mask=mask, other=0.0).to(tl.float32)
         total += part
-    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _sum_rows_backward(
-    grad: tl.tensor, rows: tl.tensor, weights: tl.tensor, places: tl.tensor, grad_rows: tl.tensor, grad_weights: tl.tensor,
+    grad: tl.tensor, rows: tl.tensor, weights: tl.tensor, row_of_pair: tl.tensor, grad_rows: tl.tensor, grad_weights: tl.tensor,
     hidden: tl.tensor, K: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
-    place = tl.load(places + pair)
+    place = tl.load(row_of_pair + pair)
     weight = tl.load(weights + pair).to(tl.float32)
     lane = tl.arange(0, BLOCK)
-    along = tl.full([BLOCK], 0.0, tl.float32)
+    weight_grad = tl.full([BLOCK], 0.0, tl.float32)
     for start in range(0, hidden, BLOCK):
         column = start + lane
-        inside = column < hidden
-        of_token = tl.load(grad + pair // K * hidden + column, mask=inside, other=0.0).to(tl.float32)
-        along += of_token * tl.load(rows + place * hidden + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_rows + place * hidden + column, (of_token * weight).to(grad_rows.dtype.element_ty), mask=inside)
-    tl.store(grad_weights + pair, tl.sum(along, 0).to(grad_weights.dtype.element_ty))
+        mask = column < hidden
+        token_grad = tl.load(grad + pair // K * hidden + column, mask=mask, other=0.0).to(tl.float32)
+        weight_grad += token_grad * tl.load(rows + place * hidden + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(grad_rows + place * hidden + column, (token_grad * weight).to(grad_rows.dtype.element_ty), mask=mask)
+    tl.store(grad_weights + pair, tl.sum(weight_grad, 0).to(grad_weights.dtype.element_ty))
 
 
 @triton.jit
 def _local_choices(
-    weights: tl.tensor, chosen: tl.tensor, out: tl.tensor, numbers: tl.tensor, size: tl.tensor, first: tl.tensor, num_local: tl.tensor,
-    count: tl.tensor, BLOCK: tl.constexpr,
+    weights: tl.tensor, expert_ids: tl.tensor, out: tl.tensor, local_ids: tl.tensor, size: tl.tensor, first: tl.tensor,
+    num_local: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < size
-    number = tl.load(chosen + index, mask=inside, other=0) - first
-    number = tl.where(number < 0, number + count, number)
-    weight = tl.load(weights + index, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + index, tl.where(number < num_local, weight, 0.0).to(out.dtype.element_ty), mask=inside)
-    tl.store(numbers + index, number, mask=inside)
+    mask = index < size
+    local_id = tl.load(expert_ids + index, mask=mask, other=0) - first
+    local_id = tl.where(local_id < 0, local_id + count, local_id)
+    weight = tl.load(weights + index, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + index, tl.where(local_id < num_local, weight, 0.0).to(out.dtype.element_ty), mask=mask)
+    tl.store(local_ids + index, local_id, mask=mask)
 
 
 @triton.jit
-def _places(order: tl.tensor, places: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _rows_of_pairs(pair_of_row: tl.tensor, row_of_pair: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < size
-    tl.store(places + tl.load(order + index, mask=inside, other=0), index.to(tl.int64), mask=inside)
+    mask = index < size
+    tl.store(row_of_pair + tl.load(pair_of_row + index, mask=mask, other=0), index.to(tl.int64), mask=mask)
 
 
 @triton.jit
@@ -96,29 +96,31 @@ def _clamped_gate(
     gate_up: tl.tensor, grad: tl.tensor, out: tl.tensor, n: tl.tensor, alpha: tl.tensor, limit: tl.tensor, BACK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The gate of a row, or BACK, the gradient of the row from that of the gate."""
+    """Write the gate of a row; with ``BACK`` the gradient of the row, from the gradient of the gate."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < n
+    mask = column < n
     offset = row * 2 * n + column
-    raw_gate = tl.load(gate_up + offset, mask=inside, other=0.0).to(tl.float32)
-    raw_up = tl.load(gate_up + offset + n, mask=inside, other=0.0).to(tl.float32)
-    gate, up = tl.minimum(raw_gate, limit), tl.minimum(tl.maximum(raw_up, -limit), limit) + 1.0
-    share = 1.0 / (1.0 + tl.exp(-alpha * gate))
+    raw_gate = tl.load(gate_up + offset, mask=mask, other=0.0).to(tl.float32)
+    raw_up = tl.load(gate_up + offset + n, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.minimum(raw_gate, limit)
+    up = tl.minimum(tl.maximum(raw_up, -limit), limit) + 1.0
+    sigmoid = 1.0 / (1.0 + tl.exp(-alpha * gate))
     if BACK:
-        of_out = tl.load(grad + row * n + column, mask=inside, other=0.0).to(tl.float32)
-        of_gate = of_out * up * share * (1.0 + alpha * gate * (1.0 - share))
-        of_gate = tl.where(raw_gate <= limit, of_gate, 0.0)
-        of_up = tl.where((raw_up >= -limit) & (raw_up <= limit), of_out * gate * share, 0.0)
-        tl.store(out + offset, of_gate.to(out.dtype.element_ty), mask=inside)
-        tl.store(out + offset + n, of_up.to(out.dtype.element_ty), mask=inside)
+        grad_out = tl.load(grad + row * n + column, mask=mask, other=0.0).to(tl.float32)
+        grad_gate = grad_out * up * sigmoid * (1.0 + alpha * gate * (1.0 - sigmoid))
+        grad_gate = tl.where(raw_gate <= limit, grad_gate, 0.0)
+        grad_up = tl.where((raw_up >= -limit) & (raw_up <= limit), grad_out * gate * sigmoid, 0.0)
+        tl.store(out + offset, grad_gate.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + offset + n, grad_up.to(out.dtype.element_ty), mask=mask)
     else:
-        tl.store(out + row * n + column, (gate * share * up).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + row * n + column, (gate * sigmoid * up).to(out.dtype.element_ty), mask=mask)
 
 
 def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """Return ``Ops.clamped_gate``, without gradients."""
-    gate_up, n = gate_up.contiguous(), gate_up.shape[1] // 2
+    gate_up = gate_up.contiguous()
+    n = gate_up.shape[1] // 2
     out = gate_up.new_empty(len(gate_up), n)
     if len(out):
         _clamped_gate[len(out), triton.cdiv(n, BLOCK)](gate_up, out, out, n, alpha, limit, BACK=False, BLOCK=BLOCK, **OPTIONS)
@@ -127,7 +129,8 @@ def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
 
 def clamped_gate_backward(grad: Tensor, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """Return the gradient of [gate; up] from that of :func:`clamped_gate`'s result."""
-    gate_up, (rows, n) = gate_up.contiguous(), grad.shape
+    gate_up = gate_up.contiguous()
+    rows, n = grad.shape
     out = torch.empty_like(gate_up)
     if rows:
         inputs = gate_up, grad.contiguous(), out, n, alpha, limit
@@ -135,51 +138,52 @@ def clamped_gate_backward(grad: Tensor, gate_up: Tensor, alpha: float, limit: fl
     return out
 
 
-def local_choices(weights: Tensor, chosen: Tensor, first: int, num_local: int, count: int) -> tuple[Tensor, Tensor]:
+def local_choices(weights: Tensor, expert_ids: Tensor, first: int, num_local: int, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return ``Ops.local_choices``."""
-    weights, chosen, size = weights.contiguous(), chosen.contiguous(), chosen.numel()
-    out, numbers = torch.empty_like(weights), torch.empty_like(chosen)
-    if size:
+    weights, expert_ids = weights.contiguous(), expert_ids.contiguous()
+    out, local_ids = torch.empty_like(weights), torch.empty_like(expert_ids)
+    if size := expert_ids.numel():
         grid = (triton.cdiv(size, BLOCK),)
-        _local_choices[grid](weights, chosen, out, numbers, size, first, num_local, count, BLOCK=BLOCK, **OPTIONS)
-    return out, numbers
+        _local_choices[grid](weights, expert_ids, out, local_ids, size, first, num_local, num_experts, BLOCK=BLOCK, **OPTIONS)
+    return out, local_ids
 
 
-def places_of(order: Tensor) -> Tensor:
-    """Return the row of each (token, choice) pair, int64 [N]: the inverse of the permutation ``order`` int64 [N]."""
-    out = torch.empty_like(order)
-    if len(order):
-        _places[(triton.cdiv(len(order), BLOCK),)](order, out, len(order), BLOCK=BLOCK, **OPTIONS)
+def rows_of_pairs(pair_of_row: Tensor) -> Tensor:
+    """Return the row of each (token, choice) pair, int64 [N]: the inverse of the permutation ``pair_of_row`` int64 [N]."""
+    out = torch.empty_like(pair_of_row)
+    if len(pair_of_row):
+        _rows_of_pairs[(triton.cdiv(len(pair_of_row), BLOCK),)](pair_of_row, out, len(pair_of_row), BLOCK=BLOCK, **OPTIONS)
     return out
 
 
-def sum_rows(rows: Tensor, places: Tensor, per_token: int, weights: Tensor | None = None) -> Tensor:
+def sum_rows(rows: Tensor, row_of_pair: Tensor, per_token: int, weights: Tensor | None = None) -> Tensor:
     """Return, per token, the sum of its K rows of ``rows`` [N, H] times ``weights`` [T, K]: [T, H].
 
-    ``places`` int64 [N]: where the rows lie. Adds in fp32, in the order of the token's choices. A row of weight 0 is not read.
+    ``row_of_pair`` int64 [N]: where the rows lie. Adds in fp32, in the order of the token's choices. A row of weight 0 is not read.
     """
-    assert rows.is_contiguous() and places.is_contiguous()
-    tokens, hidden = len(places) // per_token, rows.shape[1]
+    assert rows.is_contiguous() and row_of_pair.is_contiguous()
+    tokens = len(row_of_pair) // per_token
+    hidden = rows.shape[1]
     out = rows.new_empty(tokens, hidden)
     if tokens:
         options = {"K": per_token, "WEIGHTED": weights is not None, "BLOCK": BLOCK}
         factors = rows if weights is None else weights.contiguous()
-        _sum_rows[tokens, triton.cdiv(hidden, BLOCK)](rows, factors, places, out, hidden, **options, **OPTIONS)
+        _sum_rows[tokens, triton.cdiv(hidden, BLOCK)](rows, factors, row_of_pair, out, hidden, **options, **OPTIONS)
     return out
 
 
-def sum_rows_backward(grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def sum_rows_backward(grad: Tensor, rows: Tensor, row_of_pair: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return gradients of the rows and of the weights [T, K] from the gradient of :func:`sum_rows`'s result."""
-    weights, per_token = weights.contiguous(), weights.shape[1]
+    weights = weights.contiguous()
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
-    if len(places):
-        inputs = grad.contiguous(), rows, weights, places, grad_rows, grad_weights, rows.shape[1]
-        _sum_rows_backward[(len(places),)](*inputs, K=per_token, BLOCK=BLOCK, **OPTIONS)
+    if len(row_of_pair):
+        inputs = grad.contiguous(), rows, weights, row_of_pair, grad_rows, grad_weights, rows.shape[1]
+        _sum_rows_backward[(len(row_of_pair),)](*inputs, K=weights.shape[1], BLOCK=BLOCK, **OPTIONS)
     return grad_rows, grad_weights
 
 
 def clear_idle(ends: Tensor, out: Tensor) -> None:
-    """Zeroes ``out`` [E, ...], contiguous, for experts without rows. ``ends`` int32 [E]: ends of the experts' rows."""
+    """Set ``out`` [E, ...], contiguous, to 0 for experts without rows. ``ends`` int32 [E]: ends of the experts' rows."""
     size = out[0].numel()
     _clear_idle[triton.cdiv(size, BLOCK), len(ends)](ends, out, size, BLOCK=BLOCK, **OPTIONS)
 
@@ -208,7 +212,7 @@ def grouped_product_backward(ends: Tensor, _: object, grad: Tensor, x: Tensor, w
     grad_x, *others = (torch._grouped_mm(part, matrix, ends) for part, matrix in zip(parts, weight.unbind(1), strict=True))
     for other in others:
         grad_x += other
-    of_blocks = [torch._grouped_mm(part.t(), x, ends) for part in parts]
-    grad_weight = of_blocks[0][:, None] if len(of_blocks) == 1 else torch.stack(of_blocks, 1)
+    block_grads = [torch._grouped_mm(part.t(), x, ends) for part in parts]
+    grad_weight = block_grads[0][:, None] if len(block_grads) == 1 else torch.stack(block_grads, 1)
     clear_idle(ends, grad_weight)
     return grad_x, grad_weight

@@ -1,4 +1,4 @@
-"""Samples tokens from logits with min_p, top_k and top_p in Triton: by a threshold, without a sort and without waiting for the host.
+"""Sampling of tokens with min_p, top_k and top_p in Triton: by a threshold, without a sort and without waiting for the host.
 
 Weights exp((score - maximum) / temperature) lie in [0, 1], so their bits, read as integers, are in their order. A row keeps the weights
 from a threshold on; of those equal to it only the first ones, where top_p cuts between them. Four steps:
@@ -35,7 +35,8 @@ from rlhf_spmd.kernels.triton_draw import (
 
 CANDIDATES = 8192  # that a row has room for
 BINS: tl.constexpr = tl.constexpr(256)  # a weight's bits shifted right by 22; 1 is in bin 254
-CHUNK, PIVOTS = 512, 8  # candidates that are looked at together, thresholds that are tried at once
+CHUNK = 512  # candidates that are read at a time
+PIVOTS = 8  # thresholds that are tried at once
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def _count_weights(
     counts: tl.tensor, masses: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, num_tiles: tl.tensor, SIZE: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Adds to ``counts`` int32 [B, BINS], zeros at first. Writes ``masses`` fp64 [B, N]: what min_p leaves of each tile."""
+    """Add to ``counts`` int32 [B, BINS], zeros at first. Write ``masses`` fp64 [B, N]: the mass that min_p leaves of each tile."""
     row = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64) * num_tiles
     temperature, largest, _, _, m, _, active = _row(
@@ -83,9 +84,9 @@ def _count_weights(
 
 
 @triton.jit
-def _edge(of: tl.tensor) -> tl.tensor:
+def _edge(bin_number: tl.tensor) -> tl.tensor:
     """Return the least weight of a bin, fp64."""
-    return (of << 22).to(tl.float32, bitcast=True).to(tl.float64)
+    return (bin_number << 22).to(tl.float32, bitcast=True).to(tl.float64)
 
 
 @triton.jit
@@ -94,7 +95,7 @@ def _gather_candidates(
     counts: tl.tensor, gathered: tl.tensor, ids: tl.tensor, plans: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor,
     num_tiles: tl.tensor, SIZE: tl.constexpr, TILES: tl.constexpr, ROOM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes ``plans`` int32 [B, 3]: the number of candidates, or -1 if the row's own scores are the candidates; least bits of weights
+    """Write ``plans`` int32 [B, 3]: the number of candidates, or -1 if the row's own scores are the candidates; least bits of weights
     that can stay; least bits of the k-th weight's bin."""
     row = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64) * num_tiles
@@ -124,9 +125,9 @@ def _gather_candidates(
                     token = tile * SIZE + tl.arange(0, SIZE)
                     x = tl.load(scores + row * stride + token, mask=token < vocabulary, other=float("-inf"))
                     chosen = (_bits(weights_of(x, largest, temperature)) >= cut).to(tl.int32)
-                    to = row * ROOM + count + tl.cumsum(chosen, 0) - 1
-                    tl.store(gathered + to, x, mask=chosen > 0)
-                    tl.store(ids + to, token, mask=chosen > 0)
+                    target = row * ROOM + count + tl.cumsum(chosen, 0) - 1
+                    tl.store(gathered + target, x, mask=chosen > 0)
+                    tl.store(ids + target, token, mask=chosen > 0)
                     count += tl.sum(chosen, 0)
         else:
             count -= 1
@@ -173,8 +174,8 @@ def _search(
         sums = _sums_from(candidates, count, largest, temperature, bounds, BY_MASS, SIZE, TRIES)
         passing = tl.sum(tl.where((lane > 0) & (bounds < high) & (sums >= goal), 1, 0), 0)
         reached = _lane(sums, passing, TRIES)
-        inside = low + (passing + 1) * step < high
-        missed = tl.where(inside, _lane(sums, passing + 1, TRIES), missed)
+        below_high = low + (passing + 1) * step < high
+        missed = tl.where(below_high, _lane(sums, passing + 1, TRIES), missed)
         low = low + passing * step
         high = tl.minimum(low + step, high)
     return low, reached, missed
@@ -194,7 +195,8 @@ def _pick_filtered(
         row, temperatures, top_p, min_p, top_k, tiles, vocabulary, num_tiles, step, TILES
     )  # fmt: skip
     if active:
-        count, cut = tl.load(plans + row * 3), tl.load(plans + row * 3 + 1)
+        count = tl.load(plans + row * 3)
+        cut = tl.load(plans + row * 3 + 1)
         least_of_kth = tl.load(plans + row * 3 + 2)
         wide = count < 0
         candidates = gathered + row * ROOM
@@ -211,18 +213,19 @@ def _pick_filtered(
             floor = tl.maximum(floor, kth)
             bounds = floor + tl.zeros([TRIES], tl.int32)
             left = _lane(_sums_from(candidates, count, largest, temperature, bounds, True, SIZE, TRIES), 0, TRIES)
-        last, kept = floor, left
-        room = kept * 0.0 + float("inf")  # of those that weigh as much as the last one
+        last = floor
+        kept_mass = left
+        num_ties = left * 0.0 + float("inf")  # kept candidates that weigh as much as the last one
         if p < 1.0:
             goal = p * left
             last, reached, missed = _search(
                 candidates, count, largest, temperature, tl.maximum(floor, cut), cut * 0 + 0x3F800002, goal, True, SIZE, TRIES
             )  # fmt: skip
             weight = last.to(tl.float32, bitcast=True).to(tl.float64)
-            room = tl.maximum(tl.ceil((goal - missed) / weight), 1.0)
-            kept = tl.minimum(missed + room * weight, reached)
-        goal = uniform_of(tl.load(keys + row), tl.load(positions + row)) * kept
-        place = _walk(candidates, count, largest, temperature, last, room, goal, SIZE)
+            num_ties = tl.maximum(tl.ceil((goal - missed) / weight), 1.0)
+            kept_mass = tl.minimum(missed + num_ties * weight, reached)
+        goal = uniform_of(tl.load(keys + row), tl.load(positions + row)) * kept_mass
+        place = _walk(candidates, count, largest, temperature, last, num_ties, goal, SIZE)
         drawn = tl.where(wide, place, tl.load(ids + row * ROOM + place, mask=tl.load(plans + row * 3) >= 0, other=0))
         label = tl.load(logits + row * logits_stride + drawn)
         at_own, at_one = note_log_probs(
@@ -235,11 +238,11 @@ def _pick_filtered(
 
 @triton.jit
 def _walk(
-    candidates: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, last: tl.tensor, room: tl.tensor,
+    candidates: tl.tensor, count: tl.tensor, largest: tl.tensor, temperature: tl.tensor, last: tl.tensor, num_ties: tl.tensor,
     goal: tl.tensor, SIZE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the place of the first candidate at which the cumulative kept weight exceeds ``goal``. Kept are candidates with more bits
-    than ``last``, and the first ``room`` with equal bits. If rounding leaves the goal unreached: the last kept one."""
+    than ``last``, and the first ``num_ties`` with equal bits. If rounding leaves the goal unreached: the last kept one."""
     start, chosen_place = count * 0, count * 0
     before, ties = goal * 0.0, goal * 0.0
     going = count > 0
@@ -248,7 +251,7 @@ def _walk(
         weights = weights_of(tl.load(candidates + place, mask=place < count, other=float("-inf")), largest, temperature)
         tied = tl.where(_bits(weights) == last, 1.0, 0.0).to(tl.float64)
         earlier = ties + tl.cumsum(tied, 0) - tied
-        stays = (_bits(weights) > last) | ((tied > 0.0) & (earlier < room))
+        stays = (_bits(weights) > last) | ((tied > 0.0) & (earlier < num_ties))
         weights = tl.where(stays, weights, 0.0).to(tl.float64)
         chosen = first_above(weights, goal - before, SIZE)
         added = tl.sum(weights, 0)
@@ -263,18 +266,21 @@ def _walk(
 def pick_filtered(
     tiles: Tensor, scores: Tensor, logits: Tensor, settings: SamplingTensors, keys: Tensor, positions: Tensor, out: Drawn
 ) -> None:
-    """Overwrites in ``out`` the draws of rows with filters.
+    """Overwrite the draws of rows with filters in ``out``.
 
     ``tiles`` [5, B, N]: :func:`triton_draw.sum_tiles` of the whole vocabulary.
     """
-    (_, rows, num_tiles), device = tiles.shape, scores.device
+    _, rows, num_tiles = tiles.shape
+    device = scores.device
     if not rows:
         return
     counts = torch.zeros(rows, 256, dtype=torch.int32, device=device)
     gathered = torch.empty(rows, CANDIDATES, dtype=torch.float32, device=device)
     masses = torch.empty(rows, num_tiles, dtype=torch.float64, device=device)
-    ids, plans = torch.empty_like(gathered, dtype=torch.int32), torch.empty(rows, 3, dtype=torch.int32, device=device)
-    tensors, sizes = settings[:4], (scores.shape[1], num_tiles)
+    ids = torch.empty_like(gathered, dtype=torch.int32)
+    plans = torch.empty(rows, 3, dtype=torch.int32, device=device)
+    tensors = settings[:4]
+    sizes = scores.shape[1], num_tiles
     padded = triton.next_power_of_2(num_tiles)
     _count_weights[(rows, num_tiles)](
         scores, *tensors, tiles, counts, masses, scores.stride(0), *sizes, TILE, padded, num_warps=4, **OPTIONS

@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from rlhf_spmd.kernels.dense_attention import LatentKeys
-from rlhf_spmd.kernels.packing import PageTarget
+from rlhf_spmd.kernels.layer_args import PageTarget
 from rlhf_spmd.kernels.triton_layers import OPTIONS, TILE, scaled
 from rlhf_spmd.kernels.triton_paged_attention import TileShape
 from rlhf_spmd.kernels.triton_qkv import left_dims, right_dims, rotated
 
 
 def latent_tile(rank: int, itemsize: int, page_size: int, chunks: bool) -> TileShape:
-    """Return the tile for keys whose first ``rank`` elements are the values; a wide key's head's queries may take several.
+    """Return the tile for keys whose first ``rank`` elements are the values. The queries of a head may take several tiles.
 
     With DeepSeek's 512 + 64 elements a program has the registers of a multiprocessor for itself, and no more rows would fit into them.
     """
@@ -33,7 +33,7 @@ def latent_tile(rank: int, itemsize: int, page_size: int, chunks: bool) -> TileS
 
 @triton.jit
 def _turn(
-    source: tl.tensor, target: tl.tensor, inside: tl.tensor, cos: tl.tensor, sin: tl.tensor, like: tl.tensor, HALF: tl.constexpr,
+    source: tl.tensor, target: tl.tensor, mask: tl.tensor, cos: tl.tensor, sin: tl.tensor, like: tl.tensor, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, BLOCK_E: tl.constexpr,
 ) -> None:  # fmt: skip
     """Rotate what lies behind each of ``source`` [heads, 1] and write it behind ``target``. ``cos`` and ``sin``: of the token."""
@@ -43,12 +43,12 @@ def _turn(
     right = right_dims(pair, HALF, HALF, INTERLEAVED)[None, :]
     c = tl.load(cos + pair, mask=real, other=1.0).to(tl.float32)[None, :]
     s = tl.load(sin + pair, mask=real, other=0.0).to(tl.float32)[None, :]
-    inside = inside & real[None, :]
-    a = tl.load(source + left, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source + right, mask=inside, other=0.0).to(tl.float32)
+    mask = mask & real[None, :]
+    a = tl.load(source + left, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + right, mask=mask, other=0.0).to(tl.float32)
     a, b = rotated(a, b, c, s, like, False)
-    tl.store(target + left, a.to(like.dtype.element_ty), mask=inside)
-    tl.store(target + right, b.to(like.dtype.element_ty), mask=inside)
+    tl.store(target + left, a.to(like.dtype.element_ty), mask=mask)
+    tl.store(target + right, b.to(like.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["written"])
@@ -57,7 +57,8 @@ def keys_to_pages(
     slots: tl.tensor, written: tl.tensor, eps: tl.tensor, HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr,
     ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A token's first program writes its key, the others rotate ``BLOCK_H`` heads' queries into ``out`` [T, H, C + E]."""
+    """Write a token's key to the pages by its first program; rotate ``BLOCK_H`` heads' queries into ``out`` [T, H, C + E] by each
+    other one."""
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = ROPE // 2
     WIDTH: tl.constexpr = RANK + ROPE
@@ -82,25 +83,15 @@ def keys_to_pages(
 def latent_to_pages(q: Tensor, short: Tensor, keys: LatentKeys, pages: PageTarget) -> Tensor:
     """Return ``Ops.latent_to_pages``."""
     q, short, cos, sin = (x.contiguous() for x in (q, short, keys.cos, keys.sin))
-    (tokens, heads, width), (_, nope, rank) = q.shape, keys.to_keys.shape
+    tokens, heads, width = q.shape
+    _, nope, rank = keys.to_keys.shape
     out = q.new_empty(tokens, heads, short.shape[1])
     torch.bmm(q[..., :nope].transpose(0, 1), keys.to_keys, out=out[..., :rank].transpose(0, 1))
     rope = width - nope
     block_e = triton.next_power_of_2(rope // 2)
     block_h = min(max(TILE // (2 * block_e), 1), triton.next_power_of_2(heads))
     sizes = heads, nope, rank, rope, keys.interleaved, block_h, triton.next_power_of_2(rank), block_e
-    keys_to_pages[(tokens, 1 + triton.cdiv(heads, block_h))](
-        q,
-        short,
-        keys.weight,
-        cos,
-        sin,
-        out,
-        pages.pages,
-        pages.cache_slots,
-        len(pages.cache_slots),
-        keys.eps,
-        *sizes,
-        **OPTIONS,
-    )
+    tensors = q, short, keys.weight, cos, sin, out, pages.pages, pages.cache_slots
+    grid = tokens, 1 + triton.cdiv(heads, block_h)
+    keys_to_pages[grid](*tensors, len(pages.cache_slots), keys.eps, *sizes, **OPTIONS)
     return out

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512  # of backward passes that sum over rows: about four for each multiprocessor of a large GPU
+PROGRAMS = 512  # the most of a backward pass that sums over rows: about four for each multiprocessor of a large GPU
 TILE = 2048  # elements of a program of 4 warps
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
@@ -41,16 +41,16 @@ def _norm(
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_N)
-    inside = (row < rows)[:, None] & (column < N)[None, :]
+    mask = (row < rows)[:, None] & (column < N)[None, :]
     offset = row[:, None] * N + column[None, :]
-    wide = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    wide = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
-        wide = rounded(wide + tl.load(y + offset, mask=inside, other=0.0).to(tl.float32), total)
-        tl.store(total + offset, wide.to(total.dtype.element_ty), mask=inside)
+        wide = rounded(wide + tl.load(y + offset, mask=mask, other=0.0).to(tl.float32), total)
+        tl.store(total + offset, wide.to(total.dtype.element_ty), mask=mask)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / N + eps)
     factor = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
     normed = scaled(wide * scale[:, None], factor[None, :], out, UNIT_OFFSET)
-    tl.store(out + offset, normed.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + offset, normed.to(out.dtype.element_ty), mask=mask)
     tl.store(scales + row, scale, mask=row < rows)
 
 
@@ -69,18 +69,18 @@ def _norm_backward(
     first = program.to(tl.int64) * per_program
     for start in range(first, tl.minimum(first + per_program, rows), BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
-        inside = (row < rows)[:, None] & (column < N)[None, :]
+        mask = (row < rows)[:, None] & (column < N)[None, :]
         offset = row[:, None] * N + column[None, :]
         scale = tl.load(scales + row, mask=row < rows, other=0.0)[:, None]
-        normal = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) * scale
-        of_out = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
-        sums += of_out * normal
-        of_normal = of_out * factor[None, :]
-        along = tl.sum(of_normal * normal, 1)[:, None] / N
-        of_x = (of_normal - normal * along) * scale
+        normal = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) * scale
+        grad_out = tl.load(grad + offset, mask=mask, other=0.0).to(tl.float32)
+        sums += grad_out * normal
+        grad_normal = grad_out * factor[None, :]
+        projection = tl.sum(grad_normal * normal, 1)[:, None] / N
+        grad_x = (grad_normal - normal * projection) * scale
         if ADDS:
-            of_x += tl.load(grad_total + offset, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + offset, of_x.to(out.dtype.element_ty), mask=inside)
+            grad_x += tl.load(grad_total + offset, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + offset, grad_x.to(out.dtype.element_ty), mask=mask)
     tl.store(parts + program.to(tl.int64) * N + column, tl.sum(sums, 0), mask=column < N)
 
 
@@ -88,13 +88,13 @@ def _norm_backward(
 def _sum_programs(
     parts: tl.tensor, out: tl.tensor, programs: tl.tensor, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
 ) -> None:
-    """parts fp32 [programs, N] -> out [N]."""
+    """Write the sums of ``parts`` fp32 [programs, N] over the programs to ``out`` [N]."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     sums = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
     for first in range(0, programs, BLOCK_P):
         program = first + tl.arange(0, BLOCK_P).to(tl.int64)
-        inside = (program < programs)[:, None] & (column < N)[None, :]
-        sums += tl.load(parts + program[:, None] * N + column[None, :], mask=inside, other=0.0)
+        mask = (program < programs)[:, None] & (column < N)[None, :]
+        sums += tl.load(parts + program[:, None] * N + column[None, :], mask=mask, other=0.0)
     tl.store(out + column, tl.sum(sums, 0).to(out.dtype.element_ty), mask=column < N)
 
 
@@ -110,7 +110,8 @@ def _activated(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _slope(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
     """Return the derivative of :func:`_activated`."""
-    inner, change = gate, 1.0
+    inner = gate
+    change = 1.0
     if GELU:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         change = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
@@ -122,11 +123,11 @@ def _slope(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
 def _gate(gate_up: tl.tensor, out: tl.tensor, N: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < N
+    mask = column < N
     source = gate_up + row * (2 * N) + column
-    active = rounded(_activated(tl.load(source, mask=inside, other=0.0).to(tl.float32), GELU), out)
-    up = tl.load(source + N, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * N + column, (active * up).to(out.dtype.element_ty), mask=inside)
+    active = rounded(_activated(tl.load(source, mask=mask, other=0.0).to(tl.float32), GELU), out)
+    up = tl.load(source + N, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * N + column, (active * up).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -135,15 +136,15 @@ def _gate_backward(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < N
+    mask = column < N
     place = row * (2 * N) + column
-    gate = tl.load(gate_up + place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + place + N, mask=inside, other=0.0).to(tl.float32)
-    of_out = tl.load(grad + row * N + column, mask=inside, other=0.0).to(tl.float32)
-    of_gate = rounded(of_out * up, out) * _slope(gate, GELU)
-    of_up = rounded(_activated(gate, GELU), out) * of_out
-    tl.store(out + place, of_gate.to(out.dtype.element_ty), mask=inside)
-    tl.store(out + place + N, of_up.to(out.dtype.element_ty), mask=inside)
+    gate = tl.load(gate_up + place, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + place + N, mask=mask, other=0.0).to(tl.float32)
+    grad_out = tl.load(grad + row * N + column, mask=mask, other=0.0).to(tl.float32)
+    grad_gate = rounded(grad_out * up, out) * _slope(gate, GELU)
+    grad_up = rounded(_activated(gate, GELU), out) * grad_out
+    tl.store(out + place, grad_gate.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + place + N, grad_up.to(out.dtype.element_ty), mask=mask)
 
 
 def rows_of(n: int) -> tuple[int, int, int]:
@@ -162,9 +163,11 @@ def sum_parts(parts: Tensor, like: Tensor) -> Tensor:
 
 def norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return x + y (x itself where there is no ``y``), its norm over the last dim, and the norm's scales [..., 1] in fp32."""
-    n, x = x.shape[-1], x.contiguous()
+    n = x.shape[-1]
+    x = x.contiguous()
     other = x if y is None else y.contiguous()
-    total, out = x if y is None else torch.empty_like(x), torch.empty_like(x)
+    total = x if y is None else torch.empty_like(x)
+    out = torch.empty_like(x)
     scales = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     block_r, block_n, warps = rows_of(n)
     sizes = n, y is not None, unit_offset, block_r, block_n
@@ -178,8 +181,11 @@ def norm_backward(
     grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, scales: Tensor, unit_offset: bool
 ) -> tuple[Tensor, Tensor]:
     """Return gradients of the norm's input ``x``, to which ``grad_total`` is added, and of the weight."""
-    n, rows, x, grad = x.shape[-1], scales.numel(), x.contiguous(), grad.contiguous()
-    other, out = grad if grad_total is None else grad_total.contiguous(), torch.empty_like(x)
+    n = x.shape[-1]
+    rows = scales.numel()
+    x, grad = x.contiguous(), grad.contiguous()
+    other = grad if grad_total is None else grad_total.contiguous()
+    out = torch.empty_like(x)
     block_r, block_n, warps = rows_of(n)
     per_program = triton.cdiv(triton.cdiv(rows, PROGRAMS), block_r) * block_r
     programs = triton.cdiv(rows, max(per_program, 1))
@@ -191,18 +197,21 @@ def norm_backward(
     return out, sum_parts(parts, weight)
 
 
-def gate(gate_up: Tensor, gelu: bool) -> Tensor:
-    """Return ``Ops.gated``, without gradients."""
+def gated_activation(gate_up: Tensor, gelu: bool) -> Tensor:
+    """Return ``Ops.gated_activation``, without gradients."""
     gate_up = gate_up.contiguous()
-    rows, n = gate_up.shape[0], gate_up.shape[1] // 2
-    out, block = gate_up.new_empty(rows, n), min(triton.next_power_of_2(n), TILE // 2)
+    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    rows, n = out.shape
+    block = min(triton.next_power_of_2(n), TILE // 2)
     _gate[(rows, triton.cdiv(n, block))](gate_up, out, n, gelu, block, **OPTIONS)
     return out
 
 
-def gate_backward(grad: Tensor, gate_up: Tensor, gelu: bool) -> Tensor:
-    """Return the gradient of [gate; up] from the gradient of :func:`gate`'s result."""
-    gate_up, (rows, n) = gate_up.contiguous(), grad.shape
-    out, block = torch.empty_like(gate_up), min(triton.next_power_of_2(n), TILE // 2)
+def gated_activation_backward(grad: Tensor, gate_up: Tensor, gelu: bool) -> Tensor:
+    """Return the gradient of [gate; up] from the gradient of :func:`gated_activation`'s result."""
+    gate_up = gate_up.contiguous()
+    out = torch.empty_like(gate_up)
+    rows, n = grad.shape
+    block = min(triton.next_power_of_2(n), TILE // 2)
     _gate_backward[(rows, triton.cdiv(n, block))](grad.contiguous(), gate_up, out, n, gelu, block, **OPTIONS)
     return out

@@ -37,7 +37,7 @@ def _statistics(
     scale: tl.tensor, cap: tl.tensor, scales: tl.tensor, SCALES: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """SCALES: each row has its own scale, in place of ``scale``."""
+    """Write the statistics of a row. SCALES: each row has its own scale, in place of ``scale``."""
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * stride
     if SCALES:
@@ -47,17 +47,17 @@ def _statistics(
     total = tl.full([BLOCK], 0.0, tl.float32)
     weighted = tl.full([BLOCK], 0.0, tl.float32)
     for start in range(0, width, BLOCK):
-        inside = start + lane < width
-        x = tl.load(source + start + lane, mask=inside, other=float("-inf"))
+        mask = start + lane < width
+        x = tl.load(source + start + lane, mask=mask, other=float("-inf"))
         if CAPPED:
-            x = tl.where(inside, cap * _tanh(x / cap), float("-inf"))
+            x = tl.where(mask, cap * _tanh(x / cap), float("-inf"))
         x = x * scale
         ahead = x - top
         above = ahead > 0
         part = tl.exp(-tl.abs(ahead))  # of the smaller, relative to the larger one
         if ENTROPY:
-            near = tl.where(part > 0, ahead, 0.0)  # what is too far away to count may be infinite
-            weighted = tl.where(above, (weighted - total * near) * part, weighted + near * part)
+            distance = tl.where(part > 0, ahead, 0.0)  # what is too far away to count may be infinite
+            weighted = tl.where(above, (weighted - total * distance) * part, weighted + distance * part)
         total = tl.where(above, total * part + 1.0, total + part)
         top = tl.where(above, x, top)
     largest = tl.max(top, 0)
@@ -85,23 +85,23 @@ def _gradients(
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    x = tl.load(logits + row * stride + column, mask=inside, other=0.0)
+    mask = column < width
+    x = tl.load(logits + row * stride + column, mask=mask, other=0.0)
     slope = tl.full([BLOCK], 1.0, tl.float32)
     if CAPPED:
-        bent = _tanh(x / cap)
-        x = cap * bent
-        slope = 1.0 - bent * bent
+        tanh = _tanh(x / cap)
+        x = cap * tanh
+        slope = 1.0 - tanh * tanh
     log_p = x * scale - tl.load(log_z + row)
     p = tl.exp(log_p)
     grad = tl.load(grads + row)
-    of_all = tl.full([BLOCK], 0.0, tl.float32) + grad
+    grad_of_all = tl.full([BLOCK], 0.0, tl.float32) + grad
     if ENTROPY:
-        of_entropy = (log_p + tl.load(entropies + row)) * tl.load(entropy_grads + row)
-        of_all = tl.where(p > 0, grad + of_entropy, 0.0)
-    of_label = tl.where(column == tl.load(labels + row).to(tl.int64) - first, grad, 0.0)
-    of_logits = (of_label - p * of_all) * slope * scale
-    tl.store(out + row * width + column, of_logits.to(out.dtype.element_ty), mask=inside)
+        grad_of_entropy = (log_p + tl.load(entropies + row)) * tl.load(entropy_grads + row)
+        grad_of_all = tl.where(p > 0, grad + grad_of_entropy, 0.0)
+    grad_of_label = tl.where(column == tl.load(labels + row).to(tl.int64) - first, grad, 0.0)
+    grad_logits = (grad_of_label - p * grad_of_all) * slope * scale
+    tl.store(out + row * width + column, grad_logits.to(out.dtype.element_ty), mask=mask)
 
 
 def _check(logits: Tensor, labels: Tensor) -> None:

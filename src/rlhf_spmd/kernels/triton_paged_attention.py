@@ -8,6 +8,16 @@ matrix rows of a tile: queries x G, N (``BLOCK_N``) keys of a block. ``tiles`` i
 number of queries, line of the table. ``TAIL``: elements that keys have behind their first D, where these are the values (latent
 attention); 0: values have pages of their own.
 
+A query's keys are cut twice. A split has SPLIT keys and one part of the softmax; a block is what a program loads at once::
+
+    keys   |  0 ............... 511 | 512 ............. 1023 | 1024 ... length - 1 |
+    blocks |  N  |  N  |  N  |  N   |  N  |  N  |  N  |  N   |  N  |  N            |
+    splits |  part 0                |  part 1                |  part 2             |
+    sum    |  (top, total, mixed) = ((part 0 + part 1) + part 2), always in this order
+
+The state of a softmax: ``top`` [M], the largest score; ``total`` [M], the sum of 2^(score - top); ``mixed`` [M, D], the sum of
+2^(score - top) times the values. ``part_top``, ``part_total``, ``part_mixed`` are those of the present split.
+
 Strides and sizes that change from step to step do not specialise: a wider table compiles nothing anew.
 """
 
@@ -19,17 +29,24 @@ import triton
 import triton.language as tl
 
 from rlhf_spmd.kernels import devices
-from rlhf_spmd.kernels.packing import AttentionRule
+from rlhf_spmd.kernels.layer_args import AttentionRule
 
-LEAST_ROWS = 16  # of a tile: tl.dot takes no fewer
-SPLIT_KEYS = 512  # keys of a part of the softmax: a multiple of every block of keys
-BLOCK_BYTES = 1 << 14  # keys of a block, which is loaded as a whole: 64 of 128 bf16
+MIN_ROWS = 16  # rows of a tile: tl.dot takes no fewer
+SPLIT_KEYS = 512  # keys of a split: a multiple of every block of keys
+BLOCK_BYTES = 1 << 14  # bytes of the keys of a block, which is loaded as a whole: 64 keys of 128 bf16
 CHUNK_ROWS = 128  # matrix rows of a chunk's tile, see TileShape
 LOG2_E = 1.4426950408889634
 
 
 class TileShape(NamedTuple):
-    """Matrix rows of a kernel's tile, keys of a block, elements of a head, rounded up, warps of a program, blocks in flight."""
+    """How much a program computes at a time.
+
+    - rows: matrix rows of a tile
+    - keys: keys of a block
+    - elements: elements of a head, rounded up
+    - warps: warps of a program
+    - stages: blocks in flight
+    """
 
     rows: int
     keys: int
@@ -60,10 +77,10 @@ class TileShape(NamedTuple):
         max_rows = min(CHUNK_ROWS, 32 if itemsize > 2 or head_dim > 256 else 64 if head_dim > 128 else 128)
         rows = max(chunk_rows or max_rows, tile_rows(group_size))
         while (shape := cls.of(head_dim, itemsize, page_size, rows)).shared_bytes(itemsize) > devices.shared_memory():
-            if rows == LEAST_ROWS:
+            if rows == MIN_ROWS:
                 room = devices.shared_memory() >> 10
                 raise ValueError(f"head_dim={head_dim} in {itemsize} bytes needs more shared memory than this GPU's {room} KiB")
-            rows = max(rows // 2, LEAST_ROWS)
+            rows = max(rows // 2, MIN_ROWS)
         return shape
 
     @classmethod
@@ -79,7 +96,8 @@ class TileShape(NamedTuple):
     def shared_bytes(self, itemsize: int) -> int:
         """Return an upper bound of a program's shared memory in bytes: queries, blocks of keys and values in flight, a block's
         weights where several warps share their rows, page numbers."""
-        blocks, weights = 1 if self.stages == 2 else 2, self.keys if self.warps * 16 > self.rows else 0
+        blocks = 1 if self.stages == 2 else 2
+        weights = self.keys if self.warps * 16 > self.rows else 0
         return itemsize * (self.rows * (self.elements + weights) + 2 * blocks * self.keys * self.elements) + 1024
 
     @property
@@ -122,10 +140,10 @@ def write(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
-    inside = d < DIM
-    to = pages + tl.load(slots + token) * DIM + d
-    tl.store(to + head * head_elements, tl.load(k + token * k_stride + head * k_head + d, mask=inside), mask=inside)
-    tl.store(to + (head + heads) * head_elements, tl.load(v + token * v_stride + head * v_head + d, mask=inside), mask=inside)
+    mask = d < DIM
+    target = pages + tl.load(slots + token) * DIM + d
+    tl.store(target + head * head_elements, tl.load(k + token * k_stride + head * k_head + d, mask=mask), mask=mask)
+    tl.store(target + (head + heads) * head_elements, tl.load(v + token * v_stride + head * v_head + d, mask=mask), mask=mask)
 
 
 @triton.jit
@@ -183,14 +201,14 @@ def _locate(
 
 
 @triton.jit
-def _load(source: tl.tensor, written: tl.tensor, inside: tl.tensor, MASKED: tl.constexpr, PADDED: tl.constexpr) -> tl.tensor:
-    """Return elements of keys or values, 0 where nothing was ``written`` or the head ends; masks only where they are needed."""
+def _load(source: tl.tensor, written: tl.tensor, in_head: tl.tensor, MASKED: tl.constexpr, PADDED: tl.constexpr) -> tl.tensor:
+    """Return elements of keys or values, 0 where nothing was ``written`` or outside of the head; masks only where they are needed."""
     if MASKED and PADDED:
-        x = tl.load(source, mask=written & inside, other=0.0)
+        x = tl.load(source, mask=written & in_head, other=0.0)
     elif MASKED:
         x = tl.load(source, mask=written, other=0.0)
     elif PADDED:
-        x = tl.load(source, mask=inside, other=0.0)
+        x = tl.load(source, mask=in_head, other=0.0)
     else:
         x = tl.load(source)
     return x
@@ -202,7 +220,7 @@ def _tail_block(tail: int) -> int:
 
 
 @triton.jit
-def _tail(x: tl.tensor, x_at: tl.tensor, real: tl.tensor, DIM: tl.constexpr, TAIL: tl.constexpr) -> tl.tensor:
+def _extra_query_elements(x: tl.tensor, x_at: tl.tensor, real: tl.tensor, DIM: tl.constexpr, TAIL: tl.constexpr) -> tl.tensor:
     """Return the elements of the queries behind the first D; without such elements ``x``, which nobody reads."""
     tail = x
     if TAIL > 0:
@@ -222,12 +240,12 @@ def _attend_block(
     ``cap`` are those of scores in powers of two."""
     WIDTH: tl.constexpr = DIM + TAIL
     d = tl.arange(0, BLOCK_D)
-    inside = d < DIM
+    mask = d < DIM
     key = block + tl.arange(0, BLOCK_N)
     written = key < length
     first, distance = _locate(line, page, block, length, PAGE, BLOCK_N)
     keys = keys_at + first * WIDTH + (distance[None, :] * WIDTH + d[:, None])
-    k = _load(keys, written[None, :], inside[:, None], MASKED, DIM != BLOCK_D)
+    k = _load(keys, written[None, :], mask[:, None], MASKED, DIM != BLOCK_D)
     scores = tl.dot(x, k, input_precision="ieee")
     if TAIL > 0:
         t = tl.arange(0, _tail_block(TAIL))
@@ -238,10 +256,10 @@ def _attend_block(
     if CAPPED:
         scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634)) + 1.0))  # tanh
     if MASKED:
-        seen = key[None, :] <= position[:, None]
+        visible = key[None, :] <= position[:, None]
         if WINDOW > 0:
-            seen = seen & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
+            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     p = tl.exp2(scores - base[:, None])
@@ -251,7 +269,7 @@ def _attend_block(
         v = tl.trans(k)
     else:
         values = values_at + first * DIM + (distance[:, None] * DIM + d[None, :])
-        v = _load(values, written[:, None], inside[None, :], MASKED, DIM != BLOCK_D)
+        v = _load(values, written[:, None], mask[None, :], MASKED, DIM != BLOCK_D)
     mixed = tl.dot(p.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
     return new_top, total, mixed
 
@@ -264,8 +282,8 @@ def _walk(
     DIM: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the parts after keys ``first`` .. ``last``. These join the part of their split, which joins the sum when the next
-    begins. ``page``: of the first."""
+    """Return the sum and the part after keys ``first`` .. ``last``. Keys join the part of their split; the part joins the sum when
+    the next split begins. ``page``: the page of the first block."""
     for block in range(first, last, BLOCK_N):
         next_page = _page(line, block + BLOCK_N, length, PAGE, BLOCK_N)
         if block % SPLIT == 0:
@@ -287,13 +305,18 @@ def attend_chunks(
     PAGE: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program computes a tile of one KV head, grid [tiles * H * ceil(G / M)]: keys that all of its queries see without masks,
-    the window's first blocks and the diagonal with them. LOGS: the scores' log-sum-exps go to ``log_sums`` fp32 [H * G, tokens]."""
+    """Compute a tile of one KV head; grid [tiles * H * ceil(G / M)].
+
+    Three walks: the window's first blocks with masks, the keys that all queries see without masks, the diagonal with masks.
+    LOGS: the scores' log-sum-exps go to ``log_sums`` fp32 [H * G, tokens].
+    """
     PARTS_OF_G: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     tile = tiles + tl.program_id(0) // (kv_heads * PARTS_OF_G) * 4
     part = tl.program_id(0) % (kv_heads * PARTS_OF_G)
     head = (part // PARTS_OF_G).to(tl.int64)
-    token, start, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    token = tl.load(tile).to(tl.int64)
+    start = tl.load(tile + 1)
+    count = tl.load(tile + 2)
     line = table + tl.load(tile + 3).to(tl.int64) * table_stride
     length = start + count
     row = part % PARTS_OF_G * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -301,10 +324,10 @@ def attend_chunks(
     position = start + tl.minimum(query, count - 1)
     heads = head * GROUP + row % GROUP
     d = tl.arange(0, BLOCK_D)
-    inside = (query < count)[:, None] & (d < DIM)[None, :]
+    mask = (query < count)[:, None] & (d < DIM)[None, :]
     x_at = q + (token + query)[:, None] * q_stride + heads[:, None] * q_head
-    x = tl.load(x_at + d[None, :], mask=inside, other=0.0)
-    x_tail = _tail(x, x_at, query < count, DIM, TAIL)
+    x = tl.load(x_at + d[None, :], mask=mask, other=0.0)
+    x_tail = _extra_query_elements(x, x_at, query < count, DIM, TAIL)
     keys_at = pages + head * head_elements
     values_at = pages + (head + kv_heads) * head_elements
     top, total, mixed = _empty(BLOCK_M, BLOCK_D)
@@ -331,8 +354,8 @@ def attend_chunks(
     )  # fmt: skip
     top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
     total = _with_sinks(top, total, sinks, heads, SINKS)
-    to = (token + query)[:, None] * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
-    tl.store(out + to, mixed / total[:, None], mask=inside)
+    result_at = (token + query)[:, None] * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
+    tl.store(out + result_at, mixed / total[:, None], mask=mask)
     if LOGS:
         log_sum = (top + tl.log2(total)) * 0.6931471805599453
         tl.store(log_sums + heads * tokens + token + query, log_sum, mask=query < count)
@@ -347,18 +370,19 @@ def attend_singles(
     TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program computes every S-th split of a row and a tile of a KV head's queries, grid [rows, H * ceil(G / M), S]. Where several
-    share a tile, they store a part per split in ``parts`` fp32 [rows, H * G, splits, D + 2], and count themselves in ``arrived`` int32
-    [rows, tiles]; the last adds the parts up in their order and clears the counter. Without ``TILED`` a row's token and line are its
-    number."""
+    """Compute every S-th split of a row and a tile of a KV head's queries; grid [rows, H * ceil(G / M), S]. Programs that share a tile
+    store a part per split in ``parts`` fp32 [rows, H * G, splits, D + 2] and count themselves in ``arrived`` int32 [rows, tiles]. The
+    last one adds the parts up in their order and clears the counter. Without ``TILED`` a row's token and line are its number."""
     PARTS_OF_G: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     number = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) // PARTS_OF_G).to(tl.int64)
     if TILED:
-        token, start = tl.load(tiles + number * 4).to(tl.int64), tl.load(tiles + number * 4 + 1)
+        token = tl.load(tiles + number * 4).to(tl.int64)
+        start = tl.load(tiles + number * 4 + 1)
         line = table + tl.load(tiles + number * 4 + 3).to(tl.int64) * table_stride
     else:
-        token, start = number, tl.load(positions + number).to(tl.int32)
+        token = number
+        start = tl.load(positions + number).to(tl.int32)
         line = table + number * table_stride
     length = start + 1
     oldest = start * 0
@@ -372,15 +396,15 @@ def attend_singles(
     real = row < GROUP
     heads = head * GROUP + tl.minimum(row, GROUP - 1)
     d = tl.arange(0, BLOCK_D)
-    inside = real[:, None] & (d < DIM)[None, :]
+    mask = real[:, None] & (d < DIM)[None, :]
     x_at = q + token * q_stride + heads[:, None] * q_head
-    x = tl.load(x_at + d[None, :], mask=inside, other=0.0)
-    x_tail = _tail(x, x_at, real, DIM, TAIL)
+    x = tl.load(x_at + d[None, :], mask=mask, other=0.0)
+    x_tail = _extra_query_elements(x, x_at, real, DIM, TAIL)
     keys_at = pages + head * head_elements
     values_at = pages + (head + kv_heads) * head_elements
     part_at = parts + (number * kv_heads * GROUP + heads) * num_splits * (DIM + 2)
     position = start + row * 0
-    ends = sharing == 1  # whether this program writes the result
+    writes_result = sharing == 1
     top, total, mixed = _empty(BLOCK_M, BLOCK_D)
     for split in range(first + tl.program_id(2), last, tl.num_programs(2)):
         part_top, part_total, part_mixed = _empty(BLOCK_M, BLOCK_D)
@@ -396,7 +420,7 @@ def attend_singles(
         if PARTS:  # noqa: SIM102 - known to the compiler, unlike what follows
             if sharing > 1:
                 target = part_at + split * (DIM + 2)
-                tl.store(target[:, None] + d[None, :], part_mixed, mask=inside)
+                tl.store(target[:, None] + d[None, :], part_mixed, mask=mask)
                 tl.store(target + DIM, part_top, mask=real)
                 tl.store(target + DIM + 1, part_total, mask=real)
         top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
@@ -404,16 +428,16 @@ def attend_singles(
         if sharing > 1:
             tl.debug_barrier()  # all threads have stored their parts before one of them counts
             counter = arrived + number * tl.num_programs(1) + tl.program_id(1)
-            ends = tl.atomic_add(counter, 1, sem="acq_rel") == sharing - 1
-            if ends:
+            writes_result = tl.atomic_add(counter, 1, sem="acq_rel") == sharing - 1
+            if writes_result:
                 tl.store(counter, 0)
                 top, total, mixed = _empty(BLOCK_M, BLOCK_D)
                 for split in range(first, last):
                     target = part_at + split * (DIM + 2)
                     part_top = tl.load(target + DIM, mask=real, other=0.0, cache_modifier=".cg")
                     part_total = tl.load(target + DIM + 1, mask=real, other=1.0, cache_modifier=".cg")
-                    part_mixed = tl.load(target[:, None] + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+                    part_mixed = tl.load(target[:, None] + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
                     top, total, mixed = _add(top, total, mixed, part_top, part_total, part_mixed)
     total = _with_sinks(top, total, sinks, heads, SINKS)
-    to = token * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
-    tl.store(out + to, mixed / total[:, None], mask=inside & ends)
+    result_at = token * (kv_heads * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
+    tl.store(out + result_at, mixed / total[:, None], mask=mask & writes_result)

@@ -24,7 +24,12 @@ GROUP_ROWS = 8  # tiles of rows that are computed side by side: they share the w
 
 
 class ProductTile(NamedTuple):
-    """Rows, columns and inner elements of a program's step; its warps; steps in flight."""
+    """How much a program computes in a step.
+
+    - rows, columns, inner: sizes of the step's product
+    - warps: warps of the program
+    - stages: steps in flight
+    """
 
     rows: int
     columns: int
@@ -70,7 +75,7 @@ def _product(
     x_stride: tl.tensor, weight_stride: tl.tensor, BIAS: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A tile of x [M, K] times the transpose of weight [N, K], plus bias [N]. WHOLE: K is a multiple of BLOCK_K."""
+    """Compute a tile of x [M, K] times the transpose of weight [N, K], plus bias [N]. WHOLE: K is a multiple of BLOCK_K."""
     program = tl.program_id(0)
     across = tl.cdiv(columns, BLOCK_N)
     first = program // (GROUP * across) * GROUP
@@ -81,22 +86,23 @@ def _product(
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[:, None] * x_stride + k[None, :]
     weight_at = weight + column[None, :] * weight_stride + k[:, None]
-    of_rows, of_columns = (row < rows)[:, None], (column < columns)[None, :]
+    row_mask = (row < rows)[:, None]
+    column_mask = (column < columns)[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, inner, BLOCK_K):
         if WHOLE:
-            a = tl.load(x_at, mask=of_rows, other=0.0)
-            b = tl.load(weight_at, mask=of_columns, other=0.0)
+            a = tl.load(x_at, mask=row_mask, other=0.0)
+            b = tl.load(weight_at, mask=column_mask, other=0.0)
         else:
-            there = start + k < inner
-            a = tl.load(x_at, mask=of_rows & there[None, :], other=0.0)
-            b = tl.load(weight_at, mask=of_columns & there[:, None], other=0.0)
+            inner_mask = start + k < inner
+            a = tl.load(x_at, mask=row_mask & inner_mask[None, :], other=0.0)
+            b = tl.load(weight_at, mask=column_mask & inner_mask[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
         x_at += BLOCK_K
         weight_at += BLOCK_K
     if BIAS:
         total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + row[:, None] * columns + column[None, :], total.to(out.dtype.element_ty), mask=of_rows & of_columns)
+    tl.store(out + row[:, None] * columns + column[None, :], total.to(out.dtype.element_ty), mask=row_mask & column_mask)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
@@ -104,7 +110,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = 
     assert x.shape[1] == weight.shape[1], f"{list(x.shape)} times the transpose of {list(weight.shape)}"
     assert x.dtype == weight.dtype, f"a product of {x.dtype} and {weight.dtype}"
     x, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (x, weight))
-    (rows, inner), columns = x.shape, len(weight)
+    rows, inner = x.shape
+    columns = len(weight)
     out = x.new_empty(rows, columns, dtype=torch.float32 if wide else x.dtype)
     if not out.numel():
         return out

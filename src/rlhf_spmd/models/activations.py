@@ -21,35 +21,38 @@ from rlhf_spmd.parallel.zero import local_part
 CHECKPOINTING = ("none", "selective", "full")
 
 
-def run_part(part: Callable[..., Any], *args: Any) -> Any:
-    """Return ``part(False, *args)``, see :func:`run_part_again`."""
+def keep_layer(layer: Callable[..., Any], *args: Any) -> Any:
+    """Return ``layer(*args)``, which keeps what its operations need."""
+    return layer(*args)
+
+
+def recompute_layer(layer: Callable[..., Any], *args: Any, random: bool = False) -> Any:
+    """Return ``layer(*args)``, which keeps the tensors among ``args``. The backward pass computes again what lies between, with the
+    same draws if the layer is ``random``."""
+    if not torch.is_grad_enabled():
+        return layer(*args)
+    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=random)
+
+
+def keep_part(part: Callable[..., Any], *args: Any) -> Any:
+    """Return ``part(recomputed, *args)`` with ``recomputed`` false, see :func:`recompute_part`."""
     return part(False, *args)
 
 
-def run_part_again(part: Callable[..., Any], *args: Any, random: bool = False) -> Any:
-    """Return ``part(recomputed, *args)`` by :func:`run_again`. ``recomputed`` is true in the backward pass, which does not use the
-    result: a part ends with a product of C++, which autograd cannot leave before it is done."""
+def recompute_part(part: Callable[..., Any], *args: Any, random: bool = False) -> Any:
+    """Return ``part(recomputed, *args)`` by :func:`recompute_layer`.
+
+    ``recomputed`` is true in the backward pass, which does not use the result: a part ends with a product of C++, which autograd
+    cannot leave before it is done.
+    """
     calls = 0
 
     def counted(*args: Any) -> Any:
         nonlocal calls
-        calls += 1  # the first is the forward pass, those that follow compute it again
+        calls += 1  # the first is the forward pass, later ones compute it again
         return part(calls > 1, *args)
 
-    return run_again(counted, *args, random=random)
-
-
-def run(function: Callable[..., Any], *args: Any) -> Any:
-    """Return ``function(*args)``."""
-    return function(*args)
-
-
-def run_again(function: Callable[..., Any], *args: Any, random: bool = False) -> Any:
-    """Return ``function(*args)``. It keeps the tensors among ``args`` for its backward pass, and computes again what lies between,
-    with the same draws if it is ``random``."""
-    if not torch.is_grad_enabled():
-        return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=random)
+    return recompute_layer(counted, *args, random=random)
 
 
 def save_on_host(module: nn.Module, *resident: Tensor) -> saved_tensors_hooks:

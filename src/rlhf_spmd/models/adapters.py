@@ -34,9 +34,11 @@ def merge(ops: Ops, weight: Tensor, a: Tensor, b: Tensor, parts: Sequence[Adapte
 
 
 class Adapter(nn.Module):
-    """``a`` and ``b`` of one parameter on this rank, not initialised. ``base``: the matrix itself where it is not a parameter.
+    """A and B of one parameter on this rank, not initialised.
 
-    ``enabled``: products have them; otherwise ``start``, A and B whole over ZeRO's ranks as training began, or none where that is None.
+    - base: the matrix itself, where it is quantized and so not a parameter
+    - enabled: products use the trained A and B
+    - start: A and B as training began, not cut by ZeRO, which products use otherwise; None: products then use none
     """
 
     def __init__(
@@ -50,8 +52,12 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         self.a, self.b = (nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape in shapes)
-        self.ops, self.parts, self.scale, self.dropout = ops, adapter_parts(matrix, lora), lora.scale, lora.dropout
-        self.first_column, self.enabled = matrix.boxes[0].start[1], True
+        self.ops = ops
+        self.parts = adapter_parts(matrix, lora)
+        self.scale = lora.scale
+        self.dropout = lora.dropout
+        self.first_column = matrix.boxes[0].start[1]
+        self.enabled = True
         self.start: tuple[Tensor, Tensor] | None = None
         self.base = None if lora.bits is None else Quantized(matrix.shape, lora.bits, dtype, device)
 
@@ -65,13 +71,13 @@ class Adapter(nn.Module):
         a ``base``. ``recomputed``: see :meth:`Ops.linear`."""
         factors = (self.a, self.b) if self.enabled else self.start
         if factors is None:
-            return self._alone(x, weight, bias)
+            return self._base_product(x, weight, bias)
         if not torch.is_grad_enabled():
             return self.ops.linear(x, self.merged(self._whole(weight), *factors), bias)
         assert self.enabled, "what training began with is not trained"
         if self.dropout:
-            alone = self._alone(x, weight, bias)
-            return alone + self._apart(self._dropped(x), alone.shape[1])
+            base_product = self._base_product(x, weight, bias)
+            return base_product + self._adapter_product(self._dropped(x), base_product.shape[1])
         return differentiable(partial(self._forward, recomputed), self._backward, x, weight, bias, self.a, self.b)
 
     def merged(self, weight: Tensor, a: Tensor, b: Tensor, first: int = 0) -> Tensor:
@@ -84,7 +90,7 @@ class Adapter(nn.Module):
         assert weight is not None, "there is neither a weight nor a base"
         return weight
 
-    def _alone(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def _base_product(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return the product without A and B. A quantized matrix is widened again for the backward pass."""
         if self.base is None:
             return self.ops.linear(x, self._whole(weight), bias)
@@ -98,11 +104,11 @@ class Adapter(nn.Module):
     def _forward(
         self, recomputed: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        columns = (weight if weight is not None else self.base).shape[0]  # type: ignore[union-attr]
-        product = (
-            x.new_empty(len(x), columns) if recomputed else self.ops.linear(x, self.merged(self._whole(weight), a, b), bias)
-        )
-        return product, (x, a, b) if weight is None else (x, a, b, weight)
+        saved = (x, a, b) if weight is None else (x, a, b, weight)
+        if recomputed:
+            columns = (weight if weight is not None else self.base).shape[0]  # type: ignore[union-attr]
+            return x.new_empty(len(x), columns), saved
+        return self.ops.linear(x, self.merged(self._whole(weight), a, b), bias), saved
 
     def _backward(
         self, needed: Sequence[bool], grad: Tensor, x: Tensor, a: Tensor, b: Tensor, weight: Tensor | None = None
@@ -111,9 +117,9 @@ class Adapter(nn.Module):
         grad_x = product(grad, self.merged(self._whole(weight), a, b)) if needed[0] else None
         grad_a, grad_b = torch.zeros_like(a), torch.empty_like(b)
         for part in self.parts:
-            of_rows = grad[:, part.rows]
-            grad_b[part.b] = product(of_rows.t(), product(x, a[part.a].t())).mul_(self.scale)
-            grad_a[part.a] += product(product(of_rows, b[part.b]).mul_(self.scale).t(), x)
+            grad_rows = grad[:, part.rows]
+            grad_b[part.b] = product(grad_rows.t(), product(x, a[part.a].t())).mul_(self.scale)
+            grad_a[part.a] += product(product(grad_rows, b[part.b]).mul_(self.scale).t(), x)
         return grad_x, None, None, grad_a, grad_b
 
     def _dropped(self, x: Tensor) -> Tensor:
@@ -123,7 +129,7 @@ class Adapter(nn.Module):
         dropped = torch.empty_like(x, dtype=torch.bool).bernoulli_(self.dropout, generator=generator)
         return x.masked_fill(dropped, 0) / (1 - self.dropout)
 
-    def _apart(self, x: Tensor, columns: int) -> Tensor:
+    def _adapter_product(self, x: Tensor, columns: int) -> Tensor:
         """Return scale * B A x [R, ``columns``] of ``x`` [R, in]."""
         out = x.new_zeros(len(x), columns)
         for part in self.parts:

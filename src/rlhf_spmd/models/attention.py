@@ -12,9 +12,12 @@ from rlhf_spmd.kernels import AttentionRule, Ops, Packing, PageTarget, choose_op
 
 
 class Attention(Protocol):
-    """What a forward pass needs to know about its tokens. One whose ``attend`` the kernel of a whole layer can take over also has a
-    ``layer_kernel_args(layer_index)``, see :meth:`~rlhf_spmd.kernels.Ops.layer`, and from one layer to the next its ``space``: large
-    blocks that are allocated anew cost a page fault per 4 KB."""
+    """What a forward pass needs to know about its tokens.
+
+    Where the kernel of a whole layer can take over ``attend``, an attention also has ``layer_kernel_args(layer_index)``, see
+    :meth:`~rlhf_spmd.kernels.Ops.fused_layer`, and ``space``, the kernel's memory from one layer to the next: large blocks that are
+    allocated anew cost a page fault per 4 KB.
+    """
 
     positions: Tensor  # [T]
 
@@ -46,7 +49,9 @@ class MixedHeadAttention:
     own."""
 
     def __init__(self, full: Attention, global_heads: Attention) -> None:
-        self.full, self.global_heads, self.positions = full, global_heads, full.positions
+        self.full = full
+        self.global_heads = global_heads
+        self.positions = full.positions
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         return self.full.attend(layer_index, q, k, v, rule)
@@ -71,7 +76,8 @@ class PackedAttention:
         token_index: Tensor | None = None,
     ) -> None:
         assert all(n >= 0 for n in lengths), f"negative sequence length in {lengths}"
-        self.packing, self._ops = Packing([int(n) for n in lengths], torch.device(device)), ops
+        self.packing = Packing([int(n) for n in lengths], torch.device(device))
+        self._ops = ops
         positions = torch.cat([torch.arange(n) for n in self.packing.lengths] or [torch.arange(0)])
         self.copies = None if token_index is None else Copies(token_index, self.packing.device)
         positions = on_device(positions, self.packing.device)
@@ -88,20 +94,24 @@ class PackedAttention:
         if self.copies is None:
             return ops.attend_packed(q, k, v, self.packing, rule)
         # a token sees the same in each sequence that begins with it: the first one's output and query stand for all
-        laid = self.copies.spread(q, only_first=True), self.copies.spread(k), self.copies.spread(v)
-        return self.copies.first(ops.attend_packed(*laid, self.packing, rule))
+        q, k, v = self.copies.spread(q, only_first=True), self.copies.spread(k), self.copies.spread(v)
+        return self.copies.first(ops.attend_packed(q, k, v, self.packing, rule))
 
 
 class Copies:
-    """Where each of U tokens lies in sequences that have T places: ``token_index`` int64 [T], numbered in the order of first places.
+    """Where each of U tokens lies in sequences of T positions.
+
+    ``token_index`` int64 [T]: the token at each position. Tokens are numbered in the order of their first positions.
 
     Gradients of copies are summed in their order and in fp32, so that equal runs have equal bits on GPUs too.
     """
 
     def __init__(self, token_index: Tensor, device: torch.device) -> None:
-        order, counts = torch.argsort(token_index, stable=True), torch.bincount(token_index)
+        order = torch.argsort(token_index, stable=True)
+        counts = torch.bincount(token_index)
         starts = counts.cumsum(0) - counts
-        self.token_index, self.firsts = on_device(token_index, device), on_device(order[starts], device)
+        self.token_index = on_device(token_index, device)
+        self.firsts = on_device(order[starts], device)
         self._several: list[tuple[Tensor, Tensor]] = []  # tokens of equally many copies [S], and where these are [copies, S]
         for number in counts[counts > 1].unique().tolist():
             tokens = (counts == number).nonzero()[:, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial as bind
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rlhf_spmd.kernels import HeadShape, LayerOptions, LayerParts, Ops
 from rlhf_spmd.kernels.packing import pad_rows
-from rlhf_spmd.models.activations import run_part
+from rlhf_spmd.models.activations import keep_part
 from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention, WritesPages
 from rlhf_spmd.models.experts import MixtureWeights, mix_experts
@@ -32,15 +32,8 @@ from rlhf_spmd.parallel.collectives import Group
 
 def head_shape_of(spec: ModelSpec, num_heads: int, num_kv_heads: int, fused_slices: int) -> HeadShape:
     """Return how the heads of a rank lie in the product of qkv."""
-    return HeadShape(
-        queries=num_heads,
-        keys=num_kv_heads,
-        dim=spec.head_dim,
-        fused_slices=fused_slices,
-        eps=spec.rms_norm_eps,
-        unit_offset=spec.norm_unit_offset,
-        interleaved=spec.interleaved_rope,
-    )
+    norms_and_rotation = spec.rms_norm_eps, spec.norm_unit_offset, spec.interleaved_rope
+    return HeadShape(num_heads, num_kv_heads, spec.head_dim, fused_slices, *norms_and_rotation)
 
 
 class Block(nn.Module):
@@ -56,7 +49,7 @@ class Block(nn.Module):
     qkv: Linear
     gate_up: Linear
     down: Linear
-    first_expert: int | None = None  # of this rank, where the ranks of tp share the experts; None: it has a slice of each
+    first_expert: int | None = None  # this rank's first, where the ranks of tp share the experts; None: it has a slice of each
 
     def __init__(
         self,
@@ -77,7 +70,8 @@ class Block(nn.Module):
         spec = spec.spec_for_layer(global_layer)
 
         def linear(name: str) -> Linear:
-            matrix, adapter = shards[f"{name}.weight"], None
+            matrix = shards[f"{name}.weight"]
+            adapter = None
             if lora is not None and f"{name}.lora.a" in shards:
                 shapes = [shards[f"{name}.lora.{side}"].shape for side in "ab"]
                 adapter = Adapter(ops, matrix, shapes, lora, dtype, device)
@@ -87,14 +81,16 @@ class Block(nn.Module):
             return RMSNorm(ops, size, eps, spec.norm_unit_offset, dtype, device)
 
         self.ops = ops
-        self.index_of_kind, self.global_layer = index_of_kind, global_layer
+        self.index_of_kind = index_of_kind
+        self.global_layer = global_layer
         self.tp, self.ep = tp, ep
-        self._enter_tp = gather_to_tp if sequence_parallel else copy_to_tp
-        self._leave_tp = scatter_from_tp if sequence_parallel else reduce_from_tp
+        self._to_all_rows = gather_to_tp if sequence_parallel else copy_to_tp
+        self._sum_over_tp = scatter_from_tp if sequence_parallel else reduce_from_tp
         # how the parts of the layer run: as they are, or so that the backward pass computes them again
-        self.run_entry: Callable[..., Any] = run_part
-        self.run_part: Callable[..., Any] = run_part
-        self.rule, self.experts = spec.attention_rule(global_layer), spec.experts_of(global_layer)
+        self.run_entry: Callable[..., Any] = keep_part
+        self.run_part: Callable[..., Any] = keep_part
+        self.rule = spec.attention_rule(global_layer)
+        self.experts = spec.experts_at(global_layer)
         self.gelu = spec.hidden_act == "gelu_tanh"
         qkv_slices, self.gate_up_slices = fused_slice_counts(spec, tp.size, fused_slices)
         self.head_dim = spec.head_dim
@@ -102,7 +98,8 @@ class Block(nn.Module):
         self.kv_copies = max(tp.size // spec.num_key_value_heads, 1)
         self.num_kv_heads = len(kv_heads_of(spec, tp.rank, tp.size))
         self.head_shape = head_shape_of(spec, self.num_heads, self.num_kv_heads, qkv_slices)
-        self.residual_scale, self.qk_norm_over_all_heads = spec.residual_scale, spec.qk_norm_over_all_heads
+        self.residual_scale = spec.residual_scale
+        self.qk_norm_over_all_heads = spec.qk_norm_over_all_heads
         self.input_norm = norm(spec.hidden_size) if spec.names.input_norm else None
         self.latent: LatentAttention | None = None
         if spec.latent is None:
@@ -112,10 +109,10 @@ class Block(nn.Module):
         self.q_norm = norm(*shards["q_norm.weight"].shape) if "q_norm.weight" in shards else None
         self.k_norm = norm(*shards["k_norm.weight"].shape) if "k_norm.weight" in shards else None
         self.sinks = linear("sinks") if "sinks.weight" in shards else None
-        self.gated_heads = spec.attention_gate
-        delta = spec.delta_of(global_layer)
+        self.has_output_gate = spec.attention_gate
+        delta_rule = spec.linear_attention_at(global_layer)
         mixer_args = index_of_kind, tp, fused_slices, spec.rms_norm_eps, dtype, device
-        self.mixer = None if delta is None else LinearMixer(ops, delta, shards, *mixer_args)
+        self.mixer = None if delta_rule is None else LinearMixer(ops, delta_rule, shards, *mixer_args)
         self.out = linear("out")
         self.attention_norm = norm(spec.hidden_size) if spec.names.attention_norm else None
         self.post_norm = norm(spec.hidden_size) if spec.names.post_norm else None
@@ -124,20 +121,21 @@ class Block(nn.Module):
             if name == SCORE_BIAS:
                 getattr(self, name).requires_grad_(False)
         self.mlp_norm = norm(spec.hidden_size) if spec.names.mlp_norm else None
-        self.value_norm, self.keys_as_values = spec.value_norm, spec.keys_as_values
+        self.value_norm = spec.value_norm
+        self.keys_as_values = spec.keys_as_values
         self.scalar = linear(SCALAR).requires_grad_(False) if spec.names.scalar else None
         self.adapters = [part for part in self.modules() if isinstance(part, Adapter)]
         may_fuse = spec.supports_fused_layer(global_layer) and tp.size == qkv_slices == self.gate_up_slices == 1
         self._fused_layer = self._fuse(shards["down.weight"].shape[-1]) if may_fuse else None
 
     def _fuse(self, inner: int) -> Callable[..., Tensor | None] | None:
-        """Return :meth:`Ops.layer` of this layer; None with quantized matrices. ``inner``: columns of the MLP."""
+        """Return :meth:`Ops.fused_layer` of this layer; None with quantized matrices. ``inner``: columns of the MLP."""
         if any(adapter.base for adapter in self.adapters):
             return None
         attention = self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.attention_norm
         parts = LayerParts(*attention, self.post_norm, self.gate_up, self.down, self.mlp_norm)
         options = LayerOptions(self.head_shape, inner, self.gelu, self.qk_norm_over_all_heads, self.residual_scale)
-        return self.ops.layer(parts, options, self.rule, self.index_of_kind)
+        return self.ops.fused_layer(parts, options, self.rule, self.index_of_kind)
 
     def forward(
         self, x: Tensor, rope: Rope, attention: Attention | DeltaAttention, num_tokens: int, routers: Routers | None = None
@@ -154,22 +152,23 @@ class Block(nn.Module):
             fused = self._fused_layer(x, rope.cos, rope.sin, attention, num_tokens)
             if fused is not None:
                 return fused
-        partial = self.run_part(self._mix, rope, attention, num_tokens, *self.run_entry(self._enter, x))
-        mixed = self._leave(partial, self.out, self.attention_norm, "attention")
+        # products are passed on at once: under a name they would stay in memory to the layer's end
+        partial_sum = self.run_part(self._mix, rope, attention, num_tokens, *self.run_entry(self._enter_tp_region, x))
+        mixed = self._leave_tp_region(partial_sum, self.out, self.attention_norm, "attention")
         if self.experts is None:
             x, gate_up = self.run_entry(self._add_and_enter, x, mixed)
-            partial = self.run_part(self._activate, gate_up)
+            partial_sum = self.run_part(self._activate, gate_up)
         else:
-            x, partial = self.run_part(self._mix_experts, x, mixed, routers)
-        x = x + self._leave(partial, self.down, self.mlp_norm, "mlp")
+            x, partial_sum = self.run_part(self._mix_experts, x, mixed, routers)
+        x = x + self._leave_tp_region(partial_sum, self.down, self.mlp_norm, "mlp")
         return x if self.scalar is None else x * self.scalar.weight
 
-    def _enter(self, recomputed: bool, x: Tensor) -> tuple[Tensor, ...]:
+    def _enter_tp_region(self, recomputed: bool, x: Tensor) -> tuple[Tensor, ...]:
         """Return the qkv product of the first norm: all rows, of the columns of this rank. With latent attention return two products.
         ``x``: [R, hidden], or the rows of this rank."""
         x = x if self.input_norm is None else self.input_norm(x)
         if self.latent is not None:
-            return self.latent.enter(self._enter_tp(x, self.tp), recomputed)
+            return self.latent.enter(self._to_all_rows(x, self.tp), recomputed)
         return (self._product_of_all_rows(x, self.qkv, recomputed),)
 
     def _add(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,13 +179,13 @@ class Block(nn.Module):
         return total, total
 
     def _add_and_enter(self, recomputed: bool, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + mixed, in the rows of :meth:`_enter`, and the first product of the MLP."""
+        """Return x + mixed, in the rows of :meth:`_enter_tp_region`, and the first product of the MLP."""
         x, normed = self._add(x, mixed)
         return x, self._product_of_all_rows(normed, self.gate_up, recomputed)
 
     def _product_of_all_rows(self, x: Tensor, linear: Linear, recomputed: bool) -> Tensor:
         """Return the column-parallel product of all rows. ``x``: [R, hidden], or the rows of this rank."""
-        return linear.product(self.ops, self._enter_tp(x, self.tp), recomputed, linear.bias)
+        return linear.product(self.ops, self._to_all_rows(x, self.tp), recomputed, linear.bias)
 
     def _mix(
         self,
@@ -198,14 +197,14 @@ class Block(nn.Module):
         *keys_values: Tensor,
     ) -> Tensor:
         """Return the attention's output [R, hidden]: the part of this rank, to be summed over tp. ``qkv`` [R, (Hq + 2 Hkv) * D] and
-        ``keys_values`` are the products of :meth:`_enter`."""
+        ``keys_values`` are the products of :meth:`_enter_tp_region`."""
         if self.mixer is not None:
             assert isinstance(attention, DeltaAttention)
             mixed = self.mixer(qkv[:num_tokens], attention)
         elif self.latent is not None:
             assert not isinstance(attention, DeltaAttention)
             mixed = self.latent.attend((qkv, *keys_values), rope, attention, num_tokens, self.index_of_kind, self.rule)
-        elif self.gated_heads:
+        elif self.has_output_gate:
             qkv, gates = split_gates(qkv, self.head_shape)
             mixed = self._attend(qkv, rope, attention, num_tokens) * gates[:num_tokens].sigmoid()
         else:
@@ -223,13 +222,13 @@ class Block(nn.Module):
                 qkv = norm_over_all_heads(self.ops, qkv, self.q_norm, self.k_norm, self.head_shape, self.kv_copies, self.tp)
             else:  # each rank applies the replicated weights to its own heads only: their gradients are sums over tp
                 norms = copy_to_tp(self.q_norm.weight, self.tp), copy_to_tp(self.k_norm.weight, self.tp)
-        parts = qkv, (norms[0], norms[1]), rope.cos, rope.sin, self.head_shape
+        inputs = qkv, (norms[0], norms[1]), rope.cos, rope.sin, self.head_shape
         rule = self.rule if self.sinks is None else replace(self.rule, sinks=self.sinks.weight)
         if not torch.is_grad_enabled() and isinstance(attention, WritesPages):
-            q = self.ops.heads_to_pages(*parts, attention.page_target(self.index_of_kind))
+            q = self.ops.heads_to_pages(*inputs, attention.page_target(self.index_of_kind))
             q = q if rope.growth is None else q * rope.growth
             return attention.attend_written(self.index_of_kind, q[:num_tokens], rule)
-        q, k, v = self.ops.heads(*parts)
+        q, k, v = self.ops.split_heads(*inputs)
         q = q if rope.growth is None else q * rope.growth
         if num_tokens < qkv.shape[0]:  # also a slice of all rows would be a copy in the backward pass
             q, k, v = (x[:num_tokens] for x in (q, k, v))
@@ -238,7 +237,7 @@ class Block(nn.Module):
     def _activate(self, recomputed: bool, gate_up: Tensor) -> Tensor:
         """Return the MLP's output [R, hidden] from its first product ``gate_up`` [R, 2n]: this rank's part, to be summed over tp."""
         rows = gate_up.shape[0]
-        inner = self.ops.gated(gate_up.view(rows * self.gate_up_slices, -1), self.gelu).view(rows, -1)
+        inner = self.ops.gated_activation(gate_up.view(rows * self.gate_up_slices, -1), self.gelu).view(rows, -1)
         return self.down.product(self.ops, inner, recomputed)
 
     def _mix_experts(self, recomputed: bool, x: Tensor, mixed: Tensor, routers: Routers | None) -> tuple[Tensor, Tensor]:
@@ -246,7 +245,7 @@ class Block(nn.Module):
         part, to be summed over tp."""
         assert self.experts is not None
         x, normed = self._add(x, mixed)
-        rows = self._enter_tp(normed, self.tp)
+        rows = self._to_all_rows(normed, self.tp)
         weights = {name: getattr(self, name).weight for name in self.experts.matrices}
         # every rank weighs its own slices of the experts: the gradients of replicated parameters are sums over tp
         weights |= {name: copy_to_tp(weights[name], self.tp) for name in REPLICATED if name in weights}
@@ -259,15 +258,15 @@ class Block(nn.Module):
             self.experts,
             self.gelu,
             self.gate_up_slices,
-            choose=None if routers is None else bind(routers.route, self.ops, self.global_layer),
+            choose=None if routers is None else partial(routers.route, self.ops, self.global_layer),
             ep=self.ep,
             first=self.first_expert,
         )
         return x, output
 
-    def _leave(self, partial: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:
+    def _leave_tp_region(self, partial_sum: Tensor, linear: Linear, norm: RMSNorm | None, label: str) -> Tensor:
         """Return the sum over tp of the parts of a row-parallel product, plus its bias, after ``norm`` if there is one."""
-        total = self._leave_tp(partial, self.tp, label)
+        total = self._sum_over_tp(partial_sum, self.tp, label)
         total = total if linear.bias is None else total + linear.bias
         total = total if norm is None else norm(total)
         return total if self.residual_scale == 1 else total * self.residual_scale

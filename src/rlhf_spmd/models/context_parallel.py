@@ -41,10 +41,15 @@ def own_tokens(x: Tensor, cp: Group) -> Tensor:
 
 
 class SharedTokens:
-    """Attention over all tokens of ``inner``, for a decoder that runs on this rank's tokens. ``positions``: of these, padding 0."""
+    """Attention over all tokens of ``inner``, for a decoder that runs on the tokens of this rank.
+
+    ``positions``: the positions of this rank's tokens; padding has 0.
+    """
 
     def __init__(self, inner: Attention, cp: Group) -> None:
-        self._inner, self._cp, self._tokens = inner, cp, len(inner.positions)
+        self._inner = inner
+        self._cp = cp
+        self._num_tokens = len(inner.positions)
         self.positions = own_tokens(inner.positions, cp)
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
@@ -52,14 +57,15 @@ class SharedTokens:
 
         Collective over cp: every rank of it must call, and run its backward, in program order.
         """
-        cp, copies = self._cp.size, max(self._cp.size // k.shape[1], 1)
+        cp = self._cp.size
+        copies = max(cp // k.shape[1], 1)
         if copies > 1:
             k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
         heads = [x.shape[1] // cp for x in (q, k, v)]
         if rule.sinks is not None:
             rule = replace(rule, sinks=rule.sinks.chunk(cp)[self._cp.rank])
         sent = torch.cat([x.unflatten(1, (cp, -1)) for x in (q, k, v)], 2)  # [T', cp, hq + 2 hkv, D]
-        tokens = self._exchange(sent).flatten(0, 1)[: self._tokens]  # [T, hq + 2 hkv, D]
+        tokens = self._exchange(sent).flatten(0, 1)[: self._num_tokens]  # [T, hq + 2 hkv, D]
         q_whole, k_whole, v_whole = tokens.split(heads, 1)
         mixed = self._inner.attend(layer_index, q_whole, k_whole, v_whole, rule)
         rows = pad_rows(mixed, len(q) * cp).unflatten(0, (len(q), cp))  # [T', cp, hq, D]
@@ -92,7 +98,8 @@ def at_tokens(
     index = torch.arange(len(positions))
     if cp.size > 1:
         index = (positions % cp.size == cp.rank).nonzero()[:, 0]
-    rows, index = on_device(positions[index] // cp.size, hidden.device), on_device(index, hidden.device)
+    rows = on_device(positions[index] // cp.size, hidden.device)
+    index = on_device(index, hidden.device)
     outputs = compute(hidden[rows], index)
     if cp.size == 1:
         return list(outputs)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlhf_spmd.kernels import Ops, choose_ops
 from rlhf_spmd.kernels.packing import pad_rows, round_up
-from rlhf_spmd.models.activations import run, run_again, run_part, run_part_again, save_on_host
+from rlhf_spmd.models.activations import keep_layer, keep_part, recompute_layer, recompute_part, save_on_host
 from rlhf_spmd.models.adapters import Adapter
 from rlhf_spmd.models.attention import Attention, MixedHeadAttention
 from rlhf_spmd.models.block import Block
@@ -30,12 +30,7 @@ from rlhf_spmd.models.rope import rope_frequencies, rope_tables
 from rlhf_spmd.models.router_balance import Routers
 from rlhf_spmd.models.sharding import plan_params, vocab_range
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.models.tensor_parallel import (
-    gather_replicated,
-    reduce_from_tp,
-    scatter_from_tp,
-    vocab_parallel_embedding,
-)
+from rlhf_spmd.models.tensor_parallel import gather_replicated, reduce_from_tp, scatter_from_tp, vocab_parallel_embedding
 from rlhf_spmd.parallel.boxes import ParamShard, zero_shards
 from rlhf_spmd.parallel.collectives import Group, solo
 from rlhf_spmd.parallel.layout import stage_layers
@@ -64,16 +59,8 @@ def min_rows_of_layers(ops: Ops, spec: ModelSpec, tp: Group, fused_slices: int, 
 
     All layers of the model count, because the stages must agree on the padding.
     """
-    shards = plan_params(
-        spec,
-        head="none",
-        stage=0,
-        pp=1,
-        tp_rank=tp.rank,
-        tp=tp.size,
-        fused_slices=fused_slices,
-        expert_parallel_generation=expert_parallel_generation,
-    )
+    ranks = 0, 1, tp.rank, tp.size  # stage, pp, tp rank, tp
+    shards = plan_params(spec, "none", *ranks, fused_slices, expert_parallel_generation=expert_parallel_generation)
     no_products = (SCORE_BIAS, "shared_gate")
     layers = [shard for name, shard in shards.items() if name.startswith("layers.") and name.split(".")[2] not in no_products]
     matrices = [shard.shape for shard in layers if len(shard.shape) == 2]
@@ -100,7 +87,7 @@ class Decoder(nn.Module):
     - shards: ``plan_params`` of this rank; parameter names are its keys. With ``ep`` it has the experts of this rank
     - layer_ids: global indices of ``layers``
     - slices: t with sequence parallelism, else 1
-    - scattered: names of the parameters whose gradients are parts, to be summed over tp, see :func:`scattered_params`
+    - scattered: names of the parameters whose gradients must be summed over tp, see :func:`scattered_params`
     - quantized: the matrices that are no parameters, because adapters have them in fewer bits
 
     A tied model with pp > 1 holds the shared matrix twice, see :attr:`tied_across_stages`.
@@ -125,12 +112,14 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         device = torch.device(device)
-        self.spec, self.head_kind = spec, head
+        self.spec = spec
+        self.head_kind = head
         self.stage, self.pp = stage, pp
         self.tp = tp
         self.cp = cp or solo()
         self.ep = ep or solo()
-        self.dtype, self.ops = dtype, ops or choose_ops(dtype, device)
+        self.dtype = dtype
+        self.ops = ops or choose_ops(dtype, device)
         shards = plan_params(spec, head, stage, pp, tp.rank, tp.size, fused_slices, lora, expert_parallel_generation)
         self.shards = zero_shards(shards, 0, 1, (self.ep.rank, self.ep.size))
         self.layer_ids = stage_layers(spec.num_hidden_layers, pp, stage)
@@ -141,30 +130,34 @@ class Decoder(nn.Module):
         self.min_rows = min_rows_of_layers(self.ops, spec, tp, fused_slices, expert_parallel_generation)
         # no buffers: they must survive construction on the meta device
         self._frequencies = {kind: rope_frequencies(spec, kind) for kind in set(map(spec.rope_kind, self.layer_ids))}
-
-        def linear(name: str) -> Linear | None:
-            shard = self.shards.get(f"{name}.weight")
-            return None if shard is None else Linear(shard.shape, False, dtype, device)
-
-        self.embed = linear("embed")
-        self.layers = nn.ModuleList()
-        for local, layer in enumerate(self.layer_ids):
-            block = self._build_block(local, layer, fused_slices, device, lora)
-            if expert_parallel_generation and block.experts is not None:
-                block.first_expert = block.experts.count // tp.size * tp.rank
-            self.layers.append(block)
+        self.embed = self._build_matrix("embed", device)
+        self.layers = self._build_layers(fused_slices, device, lora, expert_parallel_generation)
         self.keep_activations()
         self.norm: RMSNorm | None = None
         if self.is_last:
             self.norm = RMSNorm(self.ops, spec.hidden_size, spec.rms_norm_eps, spec.norm_unit_offset, dtype, device)
-        self.head = linear("head")
-        self.value = linear("value")
-        self.quantized = {
-            f"{name.removesuffix('.lora')}.weight": adapter.base
-            for name, adapter in self.adapters.items()
-            if adapter.base is not None
-        }
+        self.head = self._build_matrix("head", device)
+        self.value = self._build_matrix("value", device)
+        bases = {name.removesuffix(".lora"): adapter.base for name, adapter in self.adapters.items()}
+        self.quantized = {f"{name}.weight": base for name, base in bases.items() if base is not None}
         self._check_parameters()
+
+    def _build_matrix(self, name: str, device: torch.device) -> Linear | None:
+        """Return the holder of a matrix outside of the layers; None if the stage does not have it."""
+        shard = self.shards.get(f"{name}.weight")
+        return None if shard is None else Linear(shard.shape, False, self.dtype, device)
+
+    def _build_layers(
+        self, fused_slices: int, device: torch.device, lora: LoraConfig | None, expert_parallel_generation: bool
+    ) -> nn.ModuleList:
+        """Return the layers of the stage."""
+        layers = nn.ModuleList()
+        for local, layer in enumerate(self.layer_ids):
+            block = self._build_block(local, layer, fused_slices, device, lora)
+            if expert_parallel_generation and block.experts is not None:
+                block.first_expert = block.experts.num_experts // self.tp.size * self.tp.rank
+            layers.append(block)
+        return layers
 
     def _build_block(self, local: int, layer: int, fused_slices: int, device: torch.device, lora: LoraConfig | None) -> Block:
         """Return a layer of the stage. ``local``: its number within the stage; ``layer``: its index in the model."""
@@ -202,17 +195,14 @@ class Decoder(nn.Module):
 
         With sequence parallelism gathered rows are never kept, but gathered again.
         """
-        recompute_layer: Callable[..., Any] = run_again
-        recompute_part: Callable[..., Any] = run_part_again
-        if self._random:
-            recompute_layer = partial(run_again, random=True)
-            recompute_part = partial(run_part_again, random=True)
-        self._run_layer: Callable[..., Tensor] = recompute_layer if checkpointing == "full" else run
+        run_layer_again: Callable[..., Any] = partial(recompute_layer, random=True) if self._random else recompute_layer
+        run_part_again: Callable[..., Any] = partial(recompute_part, random=True) if self._random else recompute_part
+        self._run_layer: Callable[..., Tensor] = run_layer_again if checkpointing == "full" else keep_layer
         self._saving: Callable[..., Any] = save_on_host if offload else lambda *resident: contextlib.nullcontext()
         for block in self.layers:
             assert isinstance(block, Block)
-            block.run_part = recompute_part if checkpointing == "selective" else run_part
-            block.run_entry = recompute_part if checkpointing == "none" and self.slices > 1 else block.run_part
+            block.run_part = run_part_again if checkpointing == "selective" else keep_part
+            block.run_entry = run_part_again if checkpointing == "none" and self.slices > 1 else block.run_part
 
     @property
     def adapters(self) -> dict[str, Adapter]:
@@ -241,10 +231,11 @@ class Decoder(nn.Module):
             if block.experts is not None:
                 if self.ep.size > 1:
                     return True
-                fused_slices, hidden = block.gate_up_slices, self.spec.hidden_size
-                count = len(block.down.weight) // hidden
-                entry = block.gate_up.weight.view(fused_slices, count, -1, hidden).transpose(0, 1)
-                if any(map(self.ops.moe_syncs_host, (entry, block.down.weight.view(count, 1, hidden, -1)))):
+                hidden = self.spec.hidden_size
+                num_experts = len(block.down.weight) // hidden
+                gate_up = block.gate_up.weight.view(block.gate_up_slices, num_experts, -1, hidden).transpose(0, 1)
+                down = block.down.weight.view(num_experts, 1, hidden, -1)
+                if self.ops.moe_syncs_host(gate_up) or self.ops.moe_syncs_host(down):
                     return True
         return False
 
@@ -283,7 +274,7 @@ class Decoder(nn.Module):
     @property
     def num_linear(self) -> int:
         """Return the number of this stage's layers with linear attention."""
-        return sum(self.spec.delta_of(layer) is not None for layer in self.layer_ids)
+        return sum(self.spec.linear_attention_at(layer) is not None for layer in self.layer_ids)
 
     def forward(
         self,
@@ -315,8 +306,7 @@ class Decoder(nn.Module):
             x = pad_rows(inputs, rows // self.slices)
         self._frequencies = {kind: frequency.to(x.device) for kind, frequency in self._frequencies.items()}
         positions = pad_rows(attention.positions, rows)
-        dtype, frequencies = x.dtype, self._frequencies.items()
-        tables = {kind: rope_tables(self.spec, frequency, positions, dtype, kind) for kind, frequency in frequencies}
+        tables = {kind: rope_tables(self.spec, freq, positions, x.dtype, kind) for kind, freq in self._frequencies.items()}
         if delta_rule is None and self.num_linear:
             delta_rule = PackedDeltaAttention(attention, self.ops.packed_delta)
         attentions: dict[str, Attention | DeltaAttention | None]  # by ModelSpec.attention_kind

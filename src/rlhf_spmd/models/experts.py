@@ -72,21 +72,23 @@ def mix_experts(
 
     ``choose``: in place of ``ops.route``. ``ep``: the ranks that share the experts. ``first``: where the ranks of tp share the experts,
     the first of this rank; it computes their part alone."""
-    factors, chosen = route(ops, x, weights, experts, choose or ops.route)
+    factors, expert_ids = route(ops, x, weights, experts, choose or ops.route)
     if first is not None:
-        factors, chosen = ops.local_choices(factors, chosen, first, len(weights.down) // x.shape[1], experts.count)
-    sorted_experts, order, places = ops.sort_choices(chosen)
-    rows = ops.expert_rows(x, order, places, experts.per_token)
+        factors, expert_ids = ops.local_choices(
+            factors, expert_ids, first, len(weights.down) // x.shape[1], experts.num_experts
+        )
+    sorted_experts, pair_of_row, row_of_pair = ops.sort_choices(expert_ids)
+    rows = ops.expert_rows(x, pair_of_row, row_of_pair, experts.experts_per_token)
 
     def compute(rows: Tensor, numbers: Tensor) -> Tensor:
         return apply_experts(ops, rows, numbers, weights, experts, gelu, fused_slices)
 
-    out = at_experts(ops, rows, sorted_experts, experts.count, ep or solo(), compute)
-    total = ops.sum_experts(out, factors, order, places)
+    out = at_experts(ops, rows, sorted_experts, experts.num_experts, ep or solo(), compute)
+    total = ops.sum_experts(out, factors, pair_of_row, row_of_pair)
     if weights.shared_gate_up is None or weights.shared_down is None:
         return total
     inner = ops.linear(x, weights.shared_gate_up)
-    shared = ops.linear(ops.gated(inner.view(len(x) * fused_slices, -1), gelu).view(len(x), -1), weights.shared_down)
+    shared = ops.linear(ops.gated_activation(inner.view(len(x) * fused_slices, -1), gelu).view(len(x), -1), weights.shared_down)
     return total + (shared if weights.shared_gate is None else shared * ops.sigmoid_gate(x, weights.shared_gate))
 
 
@@ -98,17 +100,17 @@ def apply_experts(
     hidden = rows.shape[1]
     count = weights.down.shape[0] // hidden
     groups = ops.expert_groups(numbers, count)
-    if not isinstance(groups, Tensor) and (here := sum(groups)) < len(rows):
-        out = apply_experts(ops, rows[:here], numbers[:here], weights, experts, gelu, fused_slices)
+    if not isinstance(groups, Tensor) and (num_local := sum(groups)) < len(rows):
+        out = apply_experts(ops, rows[:num_local], numbers[:num_local], weights, experts, gelu, fused_slices)
         return pad_rows(out, len(rows))
     entry = weights.gate_up.view(fused_slices, count, -1, hidden).transpose(0, 1)
     inner = ops.per_expert(rows, entry, groups)
     if weights.gate_up_bias is not None:
-        numbers = numbers.clamp(max=count - 1) if count < experts.count else numbers
+        numbers = numbers.clamp(max=count - 1) if count < experts.num_experts else numbers
         bias = weights.gate_up_bias.view(fused_slices, count, -1).transpose(0, 1).reshape(count, -1)
         inner = ops.add_expert_bias(inner, bias, numbers)
     inner = inner.view(len(rows) * fused_slices, inner.shape[1] // fused_slices)  # a rank may have no rows, so sizes are said
-    inner = ops.gated(inner, gelu) if experts.clamp is None else ops.clamped_gate(inner, *experts.clamp)
+    inner = ops.gated_activation(inner, gelu) if experts.clamp is None else ops.clamped_gate(inner, *experts.clamp)
     out = ops.per_expert(inner.view(len(rows), fused_slices * inner.shape[1]), weights.down.view(count, 1, hidden, -1), groups)
     if weights.down_bias is not None:
         out = ops.add_expert_bias(out, weights.down_bias.view(count, -1), numbers)
@@ -140,10 +142,9 @@ def at_experts(
     coming = ep.all_to_all(leaving, COUNTS)  # [rank that sends, expert of this rank]
     sent, received = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
     arriving = local.repeat(ep.size).repeat_interleave(coming.flatten(), output_size=sum(received))
-    arriving, order = arriving.sort(stable=True)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    arrived = ops.expert_rows(_exchange(rows, sent, received, ep), order, places, 1)
-    results = ops.expert_rows(compute(arrived, arriving), places, order, 1)
+    arriving, pair_of_row, row_of_pair = ops.sort_choices(arriving)
+    arrived = ops.expert_rows(_exchange(rows, sent, received, ep), pair_of_row, row_of_pair, 1)
+    results = ops.expert_rows(compute(arrived, arriving), row_of_pair, pair_of_row, 1)
     return _exchange(results, received, sent, ep)
 
 

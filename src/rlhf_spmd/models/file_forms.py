@@ -1,10 +1,12 @@
-"""Tensors whose form in a model's files is not that of the decoder, which the boxes of plans and checkpoints have.
+"""Tensors whose form in a model's files differs from the decoder's, which plans and checkpoints have.
 
-- The bias of a router's scores: its sums, in fp32.
-- Experts that are ``fused``: matrices of all experts in one tensor [E, in, out], in which gate and up take turns; biases alike. Or in
-  MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss is published: ``_blocks`` uint8 [E, out, in / 32, 16], of 4 bits the lower first,
-  and ``_scales`` uint8 [E, out, in / 32], exponents of two above -127. bf16 holds the products exactly.
-- Experts that are ``stacked`` (Qwen3.5 on the hub): matrices of all experts in one tensor [E, out, in], gates above the others.
+- The bias of a router's scores: files have the sums of its terms, in fp32.
+- Experts with ``files_are_transposed``: files have the matrices of all experts in one tensor [E, in, out], in which gate and up take
+  turns, and biases alike. As gpt-oss is published, the matrices are MXFP4 (OCP Microscaling Formats 1.0): ``_blocks`` uint8
+  [E, out, in / 32, 16] of two numbers each, the one in the lower bits first, and ``_scales`` uint8 [E, out, in / 32], exponents of
+  two above -127. bf16 holds the products exactly.
+- Experts with ``files_are_stacked`` (Qwen3.5 on the hub): files have the matrices of all experts in one tensor [E, out, in], gates
+  above the others.
 """
 
 from __future__ import annotations
@@ -23,41 +25,43 @@ from rlhf_spmd.models.stored import StoredModel
 
 Shape = tuple[int, ...]
 _EXPERT = re.compile(r"(?P<all>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>gate|up|down)_proj\.(?P<kind>weight|bias)$")
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a minus, E2M1
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of E2M1 by code; then the same with a minus
 
 
 class FileForm(NamedTuple):
-    """One tensor of the files: ``join`` makes it of the model's tensors ``parts``. ``dtype`` None: that of the others."""
+    """One tensor of the files: ``build`` returns it from the model's tensors ``parts``. ``dtype`` None: that of the others."""
 
     name: str
     shape: Shape
     parts: tuple[str, ...]
-    join: Callable[[list[Tensor]], Tensor]
+    build: Callable[[list[Tensor]], Tensor]
     dtype: torch.dtype | None = None
 
 
 def file_forms(spec: ModelSpec, shapes: Mapping[str, Shape]) -> list[FileForm]:
     """Return the tensors of the files, from those of the model with their ``shapes``."""
-    forms, fused = [], dict[str, list[str]]()
+    forms = []
+    fused: dict[str, list[str]] = {}
     for name, shape in shapes.items():
-        if spec.experts is not None and spec.experts.fused and (joined := _joined_name(name)):
-            fused.setdefault(joined, []).append(name)
+        if spec.experts is not None and spec.experts.files_are_transposed and (joined_name := _joined_name(name)):
+            fused.setdefault(joined_name, []).append(name)
         elif is_score_bias(spec, name):
             forms.append(FileForm(name, shape[:1], (name,), lambda tensors: sum_terms(tensors[0]), torch.float32))
         else:
             forms.append(FileForm(name, shape, (name,), lambda tensors: tensors[0]))
-    for joined, parts in fused.items():
+    for joined_name, parts in fused.items():
         parts.sort(key=_expert_of)
-        forms.append(FileForm(joined, _fused_shape(spec, joined), tuple(parts), partial(_fuse, "gate_up" in joined)))
+        build = partial(_fuse, "gate_up" in joined_name)
+        forms.append(FileForm(joined_name, _fused_shape(spec, joined_name), tuple(parts), build))
     return forms
 
 
 def file_names(spec: ModelSpec, shapes: Mapping[str, Shape]) -> set[str]:
     """Return the names that tensors of the model may have in its files."""
     names = {form.name for form in file_forms(spec, shapes)}
-    if spec.experts is not None and spec.experts.stacked:
-        names |= {joined for name in names if (joined := _joined_name(name))}
-    if spec.experts is not None and spec.experts.fused:
+    if spec.experts is not None and spec.experts.files_are_stacked:
+        names |= {joined_name for name in names if (joined_name := _joined_name(name))}
+    if spec.experts is not None and spec.experts.files_are_transposed:
         names |= {f"{name}_{part}" for name in names if name.endswith("_proj") for part in ("blocks", "scales")}
     return names
 
@@ -68,14 +72,14 @@ def find_tensor(stored: StoredModel, name: str, shape: Shape, missing_head_ok: b
     spec = stored.spec
     if is_score_bias(spec, name):
         return split_to_bf16_terms(stored.find(name, shape[:1], False)[:])
-    joined = _joined_name(name) if spec.experts is not None else ""
-    if joined and spec.experts is not None and spec.experts.stacked and joined in stored.stored:
+    joined_name = _joined_name(name) if spec.experts is not None else ""
+    if joined_name and spec.experts is not None and spec.experts.files_are_stacked and joined_name in stored.file_names:
         number, matrix = _expert_of(name)
         rows = shape[0] * (1 if matrix == "down" else 2)
-        both = stored.find(joined, (spec.experts.count, rows, shape[1]), False)[number]
-        return both[shape[0] :] if matrix == "up" else both[: shape[0]]
-    if joined and spec.experts is not None and spec.experts.fused:
-        return _take_apart(stored, joined, *_expert_of(name))
+        gate_up = stored.find(joined_name, (spec.experts.num_experts, rows, shape[1]), False)[number]
+        return gate_up[shape[0] :] if matrix == "up" else gate_up[: shape[0]]
+    if joined_name and spec.experts is not None and spec.experts.files_are_transposed:
+        return _slice_expert(stored, joined_name, *_expert_of(name))
     return stored.find(name, shape, missing_head_ok)
 
 
@@ -109,11 +113,11 @@ def _expert_of(name: str) -> tuple[int, str]:
     return int(match["number"]), match["matrix"]
 
 
-def _fused_shape(spec: ModelSpec, joined: str) -> Shape:
+def _fused_shape(spec: ModelSpec, joined_name: str) -> Shape:
     assert spec.experts is not None
-    hidden, width = spec.hidden_size, spec.experts.intermediate_size
-    rows, columns = (hidden, 2 * width) if "gate_up" in joined else (width, hidden)
-    return (spec.experts.count, columns) if joined.endswith("_bias") else (spec.experts.count, rows, columns)
+    width = spec.experts.intermediate_size
+    rows, columns = (spec.hidden_size, 2 * width) if "gate_up" in joined_name else (width, spec.hidden_size)
+    return (spec.experts.num_experts, columns) if joined_name.endswith("_bias") else (spec.experts.num_experts, rows, columns)
 
 
 def _fuse(interleaved: bool, tensors: list[Tensor]) -> Tensor:
@@ -126,14 +130,14 @@ def _fuse(interleaved: bool, tensors: list[Tensor]) -> Tensor:
     return torch.stack([torch.stack(pair, -1).flatten(-2) for pair in pairs])
 
 
-def _take_apart(stored: StoredModel, fused: str, number: int, matrix: str) -> Tensor:
+def _slice_expert(stored: StoredModel, fused: str, number: int, matrix: str) -> Tensor:
     """Return the weight [out, in] or the bias [out] of one expert."""
     count, *inner = _fused_shape(stored.spec, fused)
     columns = slice(None) if matrix == "down" else slice(int(matrix == "up"), None, 2)
-    if f"{fused}_blocks" in stored.stored:
-        groups, why = (inner[1], inner[0] // 32), "config.json implies"
-        blocks = stored.slices(f"{fused}_blocks", (count, *groups, 16), why, ("U8",))
-        scales = stored.slices(f"{fused}_scales", (count, *groups), why, ("U8",))
+    if f"{fused}_blocks" in stored.file_names:
+        shape = count, inner[1], inner[0] // 32
+        blocks = stored.slices(f"{fused}_blocks", (*shape, 16), "config.json implies", ("U8",))
+        scales = stored.slices(f"{fused}_scales", shape, "config.json implies", ("U8",))
         return dequantize(blocks[number][columns], scales[number][columns])
     tensor: Tensor = stored.find(fused, (count, *inner), False)[number]
     return tensor[..., columns].t() if tensor.ndim == 2 else tensor[columns]

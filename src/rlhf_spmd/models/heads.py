@@ -61,17 +61,19 @@ class _TokenLogProbs(torch.autograd.Function):
         temperature: float,
         entropy: bool,
         chunk_rows: int,
-        keep: bool,
+        keeps_logits: bool,
     ) -> tuple[Tensor, Tensor]:
-        parts, ctx.kept, ops = [], {}, decoder.ops
+        ops = decoder.ops
         transform = LogitTransform(temperature, decoder.spec.logit_softcap)
-        (tokens, _), vocab = hidden.shape, weight.shape[0]
+        tokens, vocab = hidden.shape[0], weight.shape[0]
         block_rows = min(ops.backward_rows, tokens)
         whole_vocabulary = chunk_rows >= block_rows or tokens * vocab <= ops.small_head
         columns = chunk_rows * vocab // max(block_rows, 1)  # a replica may have no tokens
         blocks = block_rows, max(columns - columns % ops.head_columns, ops.head_columns)
         ctx.tile = (chunk_rows, vocab) if whole_vocabulary else blocks
-        first_kept = tokens - (ops.small_head // vocab if keep and whole_vocabulary and ops.keeps_logits else 0)
+        first_kept = tokens - (ops.small_head // vocab if keeps_logits and whole_vocabulary and ops.keeps_logits else 0)
+        ctx.kept = {}  # logits by the first row of their chunk
+        parts = []
         for rows in _chunks(tokens, chunk_rows):
             logits = ops.transform_logits(ops.logits(hidden[rows], weight), transform)
             parts.append(ops.logit_statistics(logits, labels[rows], decoder.vocab_range[0], entropy, transform))
@@ -80,7 +82,8 @@ class _TokenLogProbs(torch.autograd.Function):
             del logits  # before the next chunk's are made
         log_probs, entropies, log_z = _combine(torch.cat(parts, 1), decoder.tp)
         ctx.save_for_backward(hidden, weight, labels, log_z, entropies)
-        ctx.decoder, ctx.transform = decoder, transform
+        ctx.decoder = decoder
+        ctx.transform = transform
         ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient: None, not zeros
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -90,33 +93,39 @@ class _TokenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_z, entropies = ctx.saved_tensors
-        decoder, transform, (num_rows, num_columns) = ctx.decoder, ctx.transform, ctx.tile
-        ops, first = decoder.ops, decoder.vocab_range[0]
+        ops, first = ctx.decoder.ops, ctx.decoder.vocab_range[0]
+        num_rows, num_columns = ctx.tile
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
         grad_hidden = torch.empty_like(hidden, dtype=log_z.dtype, memory_format=torch.contiguous_format)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
-        narrow = weight.dtype if hidden.shape[0] <= num_rows and not ops.wide_head else log_z.dtype  # nothing is added to it
+        # with one chunk of rows nothing is added to the weight's gradient: it needs no wider dtype
+        gradient_dtype = weight.dtype if hidden.shape[0] <= num_rows and not ops.wide_head else log_z.dtype
         for block in _chunks(weight.shape[0], num_columns):
-            wide = weight[block].to(log_z.dtype) if ops.wide_head else weight[block]
-            part = grad_weight if grad_weight is None else grad_weight[block]
-            part = part if part is None or part.dtype == narrow else torch.empty_like(part, dtype=narrow)
+            weight_block = weight[block].to(log_z.dtype) if ops.wide_head else weight[block]
+            grad_block = _gradient_block(grad_weight, block, gradient_dtype)
             for rows in _chunks(hidden.shape[0], num_rows):
                 logits = ctx.kept.pop(rows.start, None)
                 if logits is None:
-                    logits = ops.transform_logits(ops.logits(hidden[rows], weight[block]), transform)
+                    logits = ops.transform_logits(ops.logits(hidden[rows], weight[block]), ctx.transform)
                 entropy = None if grad_entropy is None else (entropies[rows, None], grad_entropy[rows, None])
                 numbers = labels[rows], first + block.start, log_z[rows, None], grad_log_probs[rows, None], entropy
-                grad = ops.head_gradients(logits, *numbers, transform, wide.dtype)
-                ops.sum_product(grad_hidden[rows], grad, wide, block.start == 0)
-                if part is not None:
-                    ops.sum_product(part, grad.t(), hidden[rows].to(grad.dtype), rows.start == 0)
+                grad = ops.head_gradients(logits, *numbers, ctx.transform, weight_block.dtype)
+                ops.sum_product(grad_hidden[rows], grad, weight_block, block.start == 0)
+                if grad_block is not None:
+                    ops.sum_product(grad_block, grad.t(), hidden[rows].to(grad.dtype), rows.start == 0)
                 del logits, grad  # before the next chunk's are made
-            if grad_weight is not None and part is not None and part.dtype != weight.dtype:
-                grad_weight[block] = part
+            if grad_weight is not None and grad_block is not None and grad_block.dtype != weight.dtype:
+                grad_weight[block] = grad_block
         # every rank saw its slice of the vocabulary only
-        grad_hidden = decoder.tp.all_reduce(grad_hidden, "head_grad").to(hidden.dtype)
+        grad_hidden = ctx.decoder.tp.all_reduce(grad_hidden, "head_grad").to(hidden.dtype)
         return None, grad_hidden, grad_weight, *[None] * 5
+
+
+def _gradient_block(grad_weight: Tensor | None, block: slice, dtype: torch.dtype) -> Tensor | None:
+    """Return where the gradient of a block of the weight is summed: in ``grad_weight``, or, for another ``dtype``, in a new tensor."""
+    part = None if grad_weight is None else grad_weight[block]
+    return part if part is None or part.dtype == dtype else torch.empty_like(part, dtype=dtype)
 
 
 def _chunks(num_rows: int, chunk_rows: int) -> Iterator[slice]:
@@ -140,11 +149,11 @@ def token_log_probs(
     Collective over tp: every rank of it must call, in program order, with equal hidden and labels.
     """
     _check_temperature(temperature)
-    weight, keep = decoder.head_weight, torch.is_grad_enabled()
+    weight = decoder.head_weight
     if chunk_rows is None:
         chunk_rows = max(decoder.ops.chunk_logits // weight.shape[0], 64)
-    hidden, settings = _scaled(decoder, hidden), (float(temperature), entropy, chunk_rows, keep)
-    log_probs, entropies = _TokenLogProbs.apply(decoder, hidden, weight, labels, *settings)
+    settings = float(temperature), entropy, chunk_rows, torch.is_grad_enabled()
+    log_probs, entropies = _TokenLogProbs.apply(decoder, _scaled(decoder, hidden), weight, labels, *settings)
     return log_probs, entropies if entropy else None
 
 
@@ -156,7 +165,8 @@ def _scaled(decoder: Decoder, hidden: Tensor) -> Tensor:
 def local_logits(decoder: Decoder, hidden: Tensor) -> Tensor:
     """Return this rank's slice of the logits [T, V_local] of hidden [T, hidden], fp32 (fp64 for fp64). No gradient: for generation."""
     with torch.no_grad():
-        logits, softcap = decoder.ops.logits(_scaled(decoder, hidden), decoder.head_weight), decoder.spec.logit_softcap
+        logits = decoder.ops.logits(_scaled(decoder, hidden), decoder.head_weight)
+        softcap = decoder.spec.logit_softcap
         return logits if softcap is None else decoder.ops.cap_logits(logits, softcap)
 
 
@@ -186,10 +196,11 @@ def log_probs_of(decoder: Decoder, logits: Tensor, labels: Tensor, temperature: 
     Collective over tp: every rank of it must call, in program order.
     """
     _check_temperature(temperature)
-    ops, first, several_labels = decoder.ops, decoder.vocab_range[0], labels.dim() == 2
+    ops, first = decoder.ops, decoder.vocab_range[0]
+    several_labels = labels.dim() == 2
     with torch.no_grad():
-        untouched = temperature == 1.0 and ops.keeps_logits
-        scaled = logits if untouched else _tempered(logits.clone(), temperature)
+        unchanged = temperature == 1.0 and ops.keeps_logits
+        scaled = logits if unchanged else _tempered(logits.clone(), temperature)
         statistics = ops.logit_statistics(scaled, labels[:, 0] if several_labels else labels, first, False)
         if several_labels:
             statistics = statistics[..., None].repeat(1, 1, labels.shape[1])

@@ -79,14 +79,14 @@ def _snapshot(name: str, weights: bool, only_cached: bool) -> Path:
 
 
 def _cached(name: str, weights: bool) -> str | None:
-    """Return the directory of a model in the hub's cache; None if a needed file is missing."""
+    """Return the directory of a model in the hub's cache; None if a file is missing."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         snapshot = _snapshot(name, weights, only_cached=True)
         index = snapshot / "model.safetensors.index.json"
-        needed = ["config.json"]
+        files = ["config.json"]
         if weights:
             several = not (snapshot / "model.safetensors").is_file()
-            needed += read_json(index)["weight_map"].values() if several else ["model.safetensors"]
-        if all((snapshot / file).is_file() for file in needed):
+            files += read_json(index)["weight_map"].values() if several else ["model.safetensors"]
+        if all((snapshot / file).is_file() for file in files):
             return str(snapshot)
     return None

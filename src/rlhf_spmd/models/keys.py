@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# sizes that multiply the tensors of a model, of which lists are made: several times the largest published
 FP8_BLOCK = 128  # rows and columns of an FP8 matrix that share a scale
-MOST = {"num_hidden_layers": 1000, "num_experts": 10_000, "num_local_experts": 10_000}
+# limits of sizes that multiply the number of tensors, of which lists are made: several times the largest published
+MAX_SIZES = {"num_hidden_layers": 1000, "num_experts": 10_000, "num_local_experts": 10_000}
 
 
 def reject_unless(config: Mapping[str, Any], source: str, key: str, *allowed: Any) -> None:
-    """ValueError if ``key`` is set to something other than ``allowed`` (a missing key or null passes)."""
+    """Raise ValueError if ``key`` is set to something other than ``allowed``; a missing key or null passes."""
     value = config.get(key)
     if value is not None and value not in allowed:
         listed = ", ".join(repr(a) for a in allowed if a is not None) or "nothing (leave it out)"
@@ -24,15 +24,15 @@ def reject_unless(config: Mapping[str, Any], source: str, key: str, *allowed: An
 
 
 def read_size(config: Mapping[str, Any], source: str, key: str, default: int | None = None) -> int:
-    """Return a positive integer, within ``MOST`` if the key is there; ``default`` where the key is missing or null. Raises
+    """Return a positive integer, within ``MAX_SIZES`` if the key is there; ``default`` where the key is missing or null. Raises
     ValueError naming the key and the value."""
     value = config.get(key)
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{source}: '{key}' is {value!r}; it must be a positive integer")
-    if value > MOST.get(key, value):
-        raise ValueError(f"{source}: '{key}' is {value}; it must be at most {MOST[key]}")
+    if value > MAX_SIZES.get(key, value):
+        raise ValueError(f"{source}: '{key}' is {value}; it must be at most {MAX_SIZES[key]}")
     return value
 
 
@@ -56,7 +56,7 @@ def read_biases(config: Mapping[str, Any], default: bool = False) -> dict[str, b
     return dict.fromkeys(("attention_bias", "attention_out_bias"), bool(config.get("attention_bias", default)))
 
 
-PART = "partial_rotary_factor"
+ROTARY_FACTOR = "partial_rotary_factor"
 # the numbers that each kind needs; a kind's optional ones are read by name
 _KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -65,7 +65,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (),
     "longrope": (),
-    "proportional": (PART,),
+    "proportional": (ROTARY_FACTOR,),
 }
 
 
@@ -73,12 +73,12 @@ def read_rotary_factor(config: Mapping[str, Any], source: str, default: float) -
     """Return ``ModelSpec.partial_rotary_factor``, where the older or the newer key gives it. Raises ValueError unless it gives an
     even number of dims, at most all."""
     inner = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    factor = read_positive(inner.get(PART, config.get(PART, default)), source, PART)
+    factor = read_positive(inner.get(ROTARY_FACTOR, config.get(ROTARY_FACTOR, default)), source, ROTARY_FACTOR)
     heads = read_size(config, source, "num_attention_heads")
     head_dim = read_size(config, source, "head_dim", read_size(config, source, "hidden_size") // heads)
     if factor > 1 or int(head_dim * factor) % 2 or int(head_dim * factor) == 0:
         raise ValueError(
-            f"{source}: '{PART}' is {factor}; of head_dim={head_dim} it must rotate an even number of dims, at most all"
+            f"{source}: '{ROTARY_FACTOR}' is {factor}; of head_dim={head_dim} it must rotate an even number of dims, at most all"
         )
     return factor
 
@@ -93,7 +93,7 @@ def read_rope(config: Mapping[str, Any], source: str, partly: bool = False) -> t
     if not isinstance(scaling, Mapping):
         raise ValueError(f"{source}: '{key}' is {scaling!r}; it must be an object")
     for place in () if partly else (config, scaling):
-        reject_unless(place, source, PART, 1, 1.0)
+        reject_unless(place, source, ROTARY_FACTOR, 1, 1.0)
     theta = read_positive(scaling.get("rope_theta", config.get("rope_theta", 10000.0)), source, "rope_theta")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in _KEYS:
@@ -123,14 +123,14 @@ def _stretched(kind: str, scaling: Mapping[str, Any], config: Mapping[str, Any],
             if not isinstance(listed, Sequence) or isinstance(listed, str):
                 raise ValueError(f"{source}: '{key}.{name}' is {listed!r}; it must be a list of numbers")
             numbers[name] = tuple(read_positive(factor_of_pair, source, f"{key}.{name}") for factor_of_pair in listed)
-        usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        default_attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     else:
-        of_all = optional("mscale_all_dim", 0.0)
-        mscale = optional("mscale", 0.0) if of_all else 0.0
-        usual = _mscale(factor, mscale) / _mscale(factor, of_all) if mscale else _mscale(factor, 1.0)
+        mscale_all_dim = optional("mscale_all_dim", 0.0)
+        mscale = optional("mscale", 0.0) if mscale_all_dim else 0.0
+        default_attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim) if mscale else _mscale(factor, 1.0)
         numbers |= {"beta_fast": optional("beta_fast", 32.0), "beta_slow": optional("beta_slow", 1.0)}
         numbers["truncate"] = bool(scaling.get("truncate", True))
-    return {**numbers, "attention_factor": optional("attention_factor", usual)}
+    return {**numbers, "attention_factor": optional("attention_factor", default_attention_factor)}
 
 
 def _mscale(factor: float, mscale: float) -> float:
@@ -155,7 +155,8 @@ def check_fp8(config: Mapping[str, Any], source: str) -> None:
     """Raise ValueError if ``quantization_config`` is there and says something other than FP8 as it is read here."""
     if config.get("quantization_config") is None:
         return
-    quantization, where = config["quantization_config"], f"{source}: quantization_config"
+    quantization = config["quantization_config"]
+    where = f"{source}: quantization_config"
     if not isinstance(quantization, Mapping):
         raise ValueError(f"{source}: 'quantization_config' is {quantization!r}; it must be an object")
     reject_unless({"quant_method": "none", **quantization}, where, "quant_method", "fp8")

@@ -28,11 +28,11 @@ from rlhf_spmd.models.rope import Rope
 from rlhf_spmd.models.tensor_parallel import copy_to_tp
 from rlhf_spmd.parallel.collectives import Group
 
-EPS = 1e-6  # of the norms, whatever rms_norm_eps is
+EPS = 1e-6  # epsilon of the norms, whatever rms_norm_eps is
 
 
 class LatentAttention(nn.Module):
-    """From the normed hidden state to the heads' outputs. ``linear`` and ``norm`` make a parameter's holder.
+    """Latent attention, from the normed hidden state to the heads' outputs. ``linear`` and ``norm`` build a parameter's holder.
 
     Every rank has q_a, kv_a and the norms whole, and uses them for its own heads: their gradients are sums over tp.
     """
@@ -48,7 +48,11 @@ class LatentAttention(nn.Module):
         norm: Callable[[int, float], RMSNorm],
     ) -> None:
         super().__init__()
-        self.ops, self.sizes, self.heads, self.interleaved, self.tp = ops, sizes, heads, interleaved, tp
+        self.ops = ops
+        self.sizes = sizes
+        self.heads = heads
+        self.interleaved = interleaved
+        self.tp = tp
         self.q_a = None if sizes.q_rank is None else linear("latent.q_a")
         self.q_a_norm = None if sizes.q_rank is None else norm(sizes.q_rank, EPS)
         self.q_b = linear("latent.q_b")
@@ -58,42 +62,37 @@ class LatentAttention(nn.Module):
 
     def enter(self, x: Tensor, recomputed: bool) -> tuple[Tensor, Tensor]:
         """Return the short vectors of ``x`` [R, hidden]: that of the queries, or without one the queries, and that of keys and values
-        [R, entry]."""
+        [R, cached_elements]."""
         q = self.q_b.product(self.ops, x, recomputed) if self.q_a is None else self._product_of_whole(self.q_a, x, recomputed)
         return q, self._product_of_whole(self.kv_a, x, recomputed)
 
     def attend(
-        self,
-        entered: tuple[Tensor, ...],
-        rope: Rope,
-        attention: Attention,
-        num_tokens: int,
-        index: int,
-        rule: AttentionRule,
+        self, products: tuple[Tensor, ...], rope: Rope, attention: Attention, num_tokens: int, index: int, rule: AttentionRule
     ) -> Tensor:
-        """Return the attention [num_tokens, H, value_dim]. ``entered``: the result of :meth:`enter` for R rows; those from
+        """Return the attention [num_tokens, H, value_dim]. ``products``: the result of :meth:`enter` for R rows; those from
         ``num_tokens`` on are padding."""
-        sizes, ops, (q, short) = self.sizes, self.ops, entered
+        sizes, ops = self.sizes, self.ops
+        q, short = products
         if self.q_a_norm is not None:
             q = self.q_b.product(ops, self._normed(q, self.q_a_norm), False)
         q = q.view(len(q), self.heads, -1)
         if isinstance(attention, HasCache):
             return self._attend_entries(q, short, rope, attention, num_tokens, index, rule)
-        compressed, turned = short.split([sizes.kv_rank, sizes.rope_dim], 1)
-        q_plain, q_turned = q.split([sizes.nope_dim, sizes.rope_dim], 2)
-        q_turned, turned = (ops.rotate(x, rope.cos, rope.sin, self.interleaved) for x in (q_turned, turned[:, None]))
+        compressed, k_rotated = short.split([sizes.kv_rank, sizes.rope_dim], 1)
+        q_plain, q_rotated = q.split([sizes.nope_dim, sizes.rope_dim], 2)
+        q_rotated, k_rotated = (ops.rotate(x, rope.cos, rope.sin, self.interleaved) for x in (q_rotated, k_rotated[:, None]))
         compressed = self._normed(compressed, self.kv_a_norm)
         expanded = self.kv_b.product(ops, compressed, False).view(len(q), self.heads, -1)
         k_plain, v = expanded.split([sizes.nope_dim, sizes.value_dim], 2)
-        heads = torch.cat([q_plain, q_turned], 2), torch.cat([k_plain, turned.expand(-1, self.heads, -1)], 2), v
-        q, k, v = (pad_rows(x, sizes.width, 2)[:num_tokens] for x in heads)
+        heads = torch.cat([q_plain, q_rotated], 2), torch.cat([k_plain, k_rotated.expand(-1, self.heads, -1)], 2), v
+        q, k, v = (pad_rows(x, sizes.padded_head_dim, 2)[:num_tokens] for x in heads)
         return attention.attend(index, q, k, v, rule)[..., : sizes.value_dim]
 
     def _attend_entries(
         self, q: Tensor, short: Tensor, rope: Rope, attention: Attention, num_tokens: int, index: int, rule: AttentionRule
     ) -> Tensor:
         """Return :meth:`attend` in generation: [num_tokens, H, value_dim]. ``q``: [R, H, nope_dim + rope_dim]; ``short``: [R,
-        entry]."""
+        cached_elements]."""
         assert self.kv_b.lora is None, "generation merges adapters into weights"
         sizes = self.sizes
         matrices = self.kv_b.weight.view(self.heads, -1, sizes.kv_rank)

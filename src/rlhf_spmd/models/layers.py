@@ -14,8 +14,12 @@ from rlhf_spmd.parallel.collectives import Group
 
 
 class Linear(nn.Module):
-    """``weight`` [out_local, in_local] and an optional ``bias`` [out_local], not initialised; ``lora``: an adapter of the weight, which
-    may have it in fewer bits: ``weight`` is None then."""
+    """A matrix and its bias, not initialised.
+
+    - weight: [out_local, in_local]; None where the adapter has it in fewer bits
+    - bias: [out_local]; None without biases
+    - lora: an adapter of the weight
+    """
 
     def __init__(
         self, shape: tuple[int, ...], bias: bool, dtype: torch.dtype, device: torch.device, lora: Adapter | None = None
@@ -36,7 +40,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """``weight`` [n]; normalises the last dim of n elements, in fp32 for bf16 input, as transformers does.
+    """A norm of the last dim, with ``weight`` [n]. bf16 input is normalised in fp32, as transformers does.
 
     ``unit_offset``: the factor is 1 + weight, applied before the result is rounded (Gemma).
     """
@@ -59,8 +63,9 @@ class RMSNorm(nn.Module):
 def split_gates(qkv: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor]:
     """Return ``qkv`` [T, (2 Hq + 2 Hkv) * D] without its gates, [T, (Hq + 2 Hkv) * D], and the gates [T, Hq, D]. They come last in each
     fused slice."""
-    rows, width = len(qkv), shape.queries * shape.dim // shape.fused_slices
+    rows = len(qkv)
     slices = qkv.view(rows, shape.fused_slices, -1)
+    width = shape.queries * shape.dim // shape.fused_slices
     rest, gates = slices[:, :, :-width], slices[:, :, -width:]
     return rest.reshape(rows, -1).contiguous(), gates.reshape(rows, shape.queries, shape.dim)
 
@@ -73,11 +78,13 @@ def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def norm_values(ops: Ops, qkv: Tensor, shape: HeadShape, shared: bool) -> Tensor:
     """Return ``qkv`` [T, (Hq + 2 Hkv) * D] with the values of each head normed, without weights. ``shared``: ``qkv`` is
     [T, (Hq + Hkv) * D], and the values come from its keys."""
-    rows, slices = len(qkv), qkv.view(len(qkv), shape.fused_slices, -1)
-    width, ends = shape.keys * shape.dim // shape.fused_slices, (shape.queries + shape.keys) * shape.dim // shape.fused_slices
-    values = slices[:, :, ends - width : ends] if shared else slices[:, :, ends:]
+    rows = len(qkv)
+    slices = qkv.view(rows, shape.fused_slices, -1)
+    width = shape.keys * shape.dim // shape.fused_slices
+    end_of_keys = (shape.queries + shape.keys) * shape.dim // shape.fused_slices
+    values = slices[:, :, end_of_keys - width : end_of_keys] if shared else slices[:, :, end_of_keys:]
     normed = ops.rms_norm(values.reshape(-1, shape.dim), _ones(shape.dim, qkv.dtype, qkv.device), shape.eps, False)
-    return torch.cat([slices[:, :, :ends], normed.view(rows, shape.fused_slices, width)], 2).view(rows, -1)
+    return torch.cat([slices[:, :, :end_of_keys], normed.view(rows, shape.fused_slices, width)], 2).view(rows, -1)
 
 
 def norm_over_all_heads(
@@ -86,7 +93,8 @@ def norm_over_all_heads(
     """Return this rank's ``qkv`` [T, (Hq + 2 Hkv) * D] with queries and keys normed over the heads of all ranks.
 
     ``kv_copies``: number of ranks that hold the same KV head. Collective over tp: every rank of it must call, in program order."""
-    rows, slices = len(qkv), qkv.view(len(qkv), shape.fused_slices, -1)
+    rows = len(qkv)
+    slices = qkv.view(rows, shape.fused_slices, -1)
     widths = [count * shape.dim // shape.fused_slices for count in (shape.queries, shape.keys, shape.keys)]
     q, k, v = slices.split(widths, 2)
     q, k = q.reshape(rows, -1), k.reshape(rows, -1)

@@ -37,8 +37,8 @@ class DividedModel:
             if not self.expert_parallel_generation:
                 sizes["moe_intermediate_size"] = spec.experts.intermediate_size
             sizes["shared_expert_intermediate_size"] = spec.experts.shared_size
-        if spec.delta is not None:
-            sizes["linear_num_key_heads"] = spec.delta.key_heads
+        if spec.delta_rule is not None:
+            sizes["linear_num_key_heads"] = spec.delta_rule.key_heads
         return next((f"{key}={size}" for key, size in sizes.items() if size % self.tp), "")
 
     @property
@@ -66,7 +66,7 @@ class DividedModel:
     @property
     def num_experts(self) -> int:
         """Return the number of experts of a mixture; 0 without mixtures."""
-        return 0 if self.spec.experts is None else self.spec.experts.count
+        return 0 if self.spec.experts is None else self.spec.experts.num_experts
 
     @property
     def allowed_ep(self) -> list[int]:
@@ -97,7 +97,7 @@ LAYOUT_RULES: Rules = (
     ),
     Rule(
         ("cp",),
-        lambda s: s.cp > 1 and s.spec.delta is not None,
+        lambda s: s.cp > 1 and s.spec.delta_rule is not None,
         "linear attention ({s.spec.family}) passes its state from token to token, and ranks cannot share a row's tokens",
         "allowed: 1",
     ),

@@ -46,7 +46,8 @@ class PackedDeltaAttention:
 
     def __init__(self, attention: Attention, kernels: FlashLinearAttention | None = None) -> None:
         assert isinstance(attention, PackedAttention), f"{type(attention).__name__} does not say which tokens follow each other"
-        self._attention, self._kernels = attention, kernels
+        self._attention = attention
+        self._kernels = kernels
 
     def mix(self, layer_index: int, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor, shape: DeltaShape) -> Tensor:
         packing, copies = self._attention.packing, self._attention.copies
@@ -57,7 +58,7 @@ class PackedDeltaAttention:
             return mixed if copies is None else copies.first(mixed)
         outs = []
         for part in packing.padded_groups(1, math.inf):
-            valid = None if part.full else part.valid[:, :, None]
+            valid = None if part.has_no_padding else part.valid[:, :, None]
             rows, decays, rates = (part.gather(each) for each in (x, decay, rate))
             out, _, _ = delta_rule(rows, decays, rates, weight, shape, valid, None)
             outs.append(part.without_padding(out))
@@ -85,7 +86,9 @@ class LinearMixer(nn.Module):
         super().__init__()
         keys, values = rule.key_heads // tp.size, rule.value_heads // tp.size
         self.shape = DeltaShape(keys, values, rule.key_dim, rule.value_dim, rule.kernel, fused_slices)
-        self.ops, self.index, self.tp = ops, index, tp
+        self.ops = ops
+        self.index = index
+        self.tp = tp
         self.conv, self.decay, self.decay_bias = (
             Linear(shards[f"mixer.{name}.weight"].shape, False, dtype, device) for name in ("conv", "decay", "decay_bias")
         )
@@ -93,13 +96,14 @@ class LinearMixer(nn.Module):
 
     def forward(self, product: Tensor, attention: DeltaAttention) -> Tensor:
         """Return the input of the last matrix [T, value heads, D]. ``product``: the first product's rows [T, columns of this rank]."""
-        shape, rows = self.shape, len(product)
+        shape = self.shape
         if isinstance(attention, KeepsStates) and isinstance(self.ops, HasDeltaRuleStep):
             parts = self.conv.weight, self.decay.weight, self.decay_bias.weight, self.norm.weight
             return self.ops.delta_rule_step(
                 product, MixerWeights(*parts, self.norm.eps), shape, attention.states_of(self.index)
             )
         widths = shape.channels, shape.values * shape.value_dim, shape.values, shape.values
+        rows = len(product)
         parts = product.view(rows, shape.fused_slices, -1).split([width // shape.fused_slices for width in widths], 2)
         x, gate, rate, decay = (part.reshape(rows, -1) for part in parts)
         wide = torch.promote_types(product.dtype, torch.float32)

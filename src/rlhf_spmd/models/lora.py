@@ -20,8 +20,9 @@ from rlhf_spmd.parallel.boxes import Box, ParamShard
 
 ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."  # PEFT's, of every tensor of an adapter
-_BY_COLUMNS = "qkv", "latent.q_b", "latent.kv_b", "gate_up"  # of which a rank has rows
-_BY_ROWS, _WHOLE = ("out", "down"), ("latent.q_a", "latent.kv_a")  # of which it has columns, and all
+_BY_COLUMNS = "qkv", "latent.q_b", "latent.kv_b", "gate_up"  # matrices of which a tp rank has some rows
+_BY_ROWS = "out", "down"  # matrices of which it has some columns
+_WHOLE = "latent.q_a", "latent.kv_a"  # matrices of which it has all
 
 # Keys of PEFT's adapter_config.json (LoraConfig of peft 0.21). These change no product: they describe the adapter, are said by the
 # names of its tensors, or shape only how it was drawn and trained. Keys that are in no table must ask for nothing.
@@ -81,8 +82,8 @@ class LoraConfig:
 
     def targets(self, tensor: str) -> bool:
         """Return True if a matrix of the layers, ``<module>.weight``, has an adapter."""
-        module, named = tensor.removesuffix(".weight"), self.target_modules
-        return named == ALL_LINEAR or any(f".{module}".endswith(f".{end}") for end in named)
+        module = tensor.removesuffix(".weight")
+        return self.target_modules == ALL_LINEAR or any(f".{module}".endswith(f".{end}") for end in self.target_modules)
 
     def check(self, where: str) -> None:
         """Raise ValueError without bitsandbytes."""
@@ -93,19 +94,20 @@ class LoraConfig:
 def with_stored_settings(lora: LoraConfig, config: Mapping[str, Any], file: str) -> LoraConfig:
     """Return ``lora`` with the rank of the adapter whose adapter_config.json is ``config``, and with what else the file says where
     ``lora`` has the default. Raises ValueError for a file without a rank."""
-    rank, modules, usual = config.get("r"), config.get("target_modules"), LoraConfig()
+    rank, modules = config.get("r"), config.get("target_modules")
+    defaults = LoraConfig()
     if type(rank) is not int or rank < 1:
         raise ValueError(f"{file}: r={rank!r} must be the adapter's rank, a whole number of at least 1")
     stored = {name: config.get(key, default) for key, (name, default) in PEFT_EQUAL.items()}
     stored |= {"target_modules": sorted(modules)} if isinstance(modules, list) else {}
-    return replace(lora, **{name: value for name, value in stored.items() if getattr(lora, name) == getattr(usual, name)})
+    return replace(lora, **{name: value for name, value in stored.items() if getattr(lora, name) == getattr(defaults, name)})
 
 
 def check_peft_config(config: Mapping[str, Any], lora: LoraConfig, file: str, where: str) -> None:
     """Raise ValueError for a key of an adapter_config.json, ``file``, that differs from ``lora``, the settings of ``where``, or that
     makes the adapter another function than W + scale * B A."""
-    for key, (name, usual) in PEFT_EQUAL.items():
-        if (value := config.get(key, usual)) != (ours := getattr(lora, name)):
+    for key, (name, default) in PEFT_EQUAL.items():
+        if (value := config.get(key, default)) != (ours := getattr(lora, name)):
             raise ValueError(f"{where}.{name}={ours}, but {file} has {key}={value}; they must be equal")
     for key, value in config.items():
         asks = value not in PEFT_VALUES[key] if key in PEFT_VALUES else bool(value) and value != "none"
@@ -144,10 +146,13 @@ def adapter_tensor(tensor: str, which: str) -> str:
 
 def adapter_parts(matrix: ParamShard, lora: LoraConfig) -> list[AdapterPart]:
     """Return the rows of A, of B and of the parameter for each box that has an adapter."""
-    boxes, parts, first = [box for box in matrix.boxes if lora.targets(box.name)], list[AdapterPart](), 0
+    boxes = [box for box in matrix.boxes if lora.targets(box.name)]
+    parts = []
+    first = 0
     number = {name: i for i, name in enumerate(dict.fromkeys(box.name for box in boxes))}
     for box in boxes:
-        count, start, row = box.size[0], box.local[0], number[box.name] * lora.rank
+        count, start = box.size[0], box.local[0]
+        row = number[box.name] * lora.rank
         parts.append(AdapterPart(slice(row, row + lora.rank), slice(first, first + count), slice(start, start + count)))
         first += count
     return parts
@@ -160,7 +165,8 @@ def plan_adapters(block: Mapping[str, ParamShard], lora: LoraConfig | None) -> d
         return plan
     every = [name for name in (*_WHOLE, *_BY_COLUMNS, *_BY_ROWS) if f"{name}.weight" in block]
     for name in every if "router.weight" not in block else [name for name in every if name not in ("gate_up", "down")]:
-        matrix, rank = block[f"{name}.weight"], lora.rank
+        matrix = block[f"{name}.weight"]
+        rank = lora.rank
         by_module: dict[str, Box] = {}
         a, b = list[Box](), list[Box]()
         for box, part in zip((box for box in matrix.boxes if lora.targets(box.name)), adapter_parts(matrix, lora), strict=True):
@@ -169,7 +175,8 @@ def plan_adapters(block: Mapping[str, ParamShard], lora: LoraConfig | None) -> d
             if by_module.setdefault(box.name, box) is box:
                 a.append(Box(adapter_tensor(box.name, "A"), (rank, columns), (0, column), (rank, width), (part.a.start, 0)))
         if b:
-            width, count = matrix.shape[1], sum(box.size[0] for box in b)
+            width = matrix.shape[1]
+            count = sum(box.size[0] for box in b)
             plan[f"{name}.lora.a"] = ParamShard((rank * len(a), width), tuple(a), replicated_on_tp=name not in _BY_ROWS)
             plan[f"{name}.lora.b"] = ParamShard((count, rank), tuple(b), replicated_on_tp=name not in _BY_COLUMNS)
     return plan

@@ -21,15 +21,17 @@ from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.boxes import ParamShard
 
 BLOCK = 64
-AT_ONCE = 1 << 14  # blocks
+CHUNK_BLOCKS = 1 << 14  # blocks that are rounded at a time
 
 
 class Quantized(nn.Module):
-    """A matrix [out_local, in_local] of ``dtype``, not set."""
+    """A matrix [out_local, in_local], not initialised. ``dtype``: the dtype of its values."""
 
     def __init__(self, shape: tuple[int, ...], bits: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.shape, self.bits, self.dtype = shape, bits, dtype
+        self.shape = shape
+        self.bits = bits
+        self.dtype = dtype
         self.codes: Tensor
         self.scales: Tensor
         self.register_buffer("codes", torch.empty(math.prod(shape) * bits // 8, dtype=torch.uint8, device=device))
@@ -56,15 +58,18 @@ def _narrow(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if bits == 4:
         codes, state = bitsandbytes_functional().quantize_4bit(values, blocksize=BLOCK, quant_type="nf4")
         return codes, state.absmax
-    blocks, table = values.view(-1, BLOCK), _table(values.device)
-    scales, between = blocks.abs().amax(1).float(), (table[1:] + table[:-1]) / 2
-    parts = zip(blocks.split(AT_ONCE), scales.clamp(min=torch.finfo().tiny).split(AT_ONCE), strict=True)
+    blocks = values.view(-1, BLOCK)
+    scales = blocks.abs().amax(1).float()
+    table = _table(values.device)
+    midpoints = (table[1:] + table[:-1]) / 2
+    parts = zip(blocks.split(CHUNK_BLOCKS), scales.clamp(min=torch.finfo().tiny).split(CHUNK_BLOCKS), strict=True)
     # the nearest on every device: bitsandbytes' own search on CPUs misses some
-    return torch.cat([torch.bucketize(part / scale[:, None], between).byte() for part, scale in parts]), scales
+    return torch.cat([torch.bucketize(part / scale[:, None], midpoints).byte() for part, scale in parts]), scales
 
 
 def _widen(codes: Tensor, scales: Tensor, bits: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    functional, kind = bitsandbytes_functional(), {"blocksize": BLOCK, "shape": torch.Size(shape), "dtype": dtype}
+    functional = bitsandbytes_functional()
+    kind = {"blocksize": BLOCK, "shape": torch.Size(shape), "dtype": dtype}
     if bits == 4:
         state = functional.QuantState(scales, quant_type="nf4", **kind)
         values: Tensor = functional.dequantize_4bit(codes.view(-1, 1), state)

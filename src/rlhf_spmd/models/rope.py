@@ -23,16 +23,16 @@ def rope_frequencies(spec: ModelSpec, kind: RopeKind = "global") -> Tensor:
     dim = spec.rotated_dims if local or spec.global_heads is None else spec.global_heads[1]
     scaling_type = "default" if scaling is None else scaling["rope_type"]
     if scaling is not None and scaling_type == "dynamic":  # 1 up to the context, but for rounding
-        factor, context = scaling["factor"], spec.max_position_embeddings
+        factor = scaling["factor"]
+        context = spec.max_position_embeddings
         theta *= ((factor * context / context) - (factor - 1)) ** (dim / (dim - 2)) if dim > 2 else 1
     power: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     frequency = 1.0 / power
     if scaling is None or scaling_type == "dynamic":
         return frequency
     if scaling_type == "proportional":  # the other pairs of the head do not turn
-        return torch.where(
-            torch.arange(dim // 2) < int(scaling["partial_rotary_factor"] * dim // 2), frequency / scaling["factor"], 0
-        )
+        rotated = torch.arange(dim // 2) < int(scaling["partial_rotary_factor"] * dim // 2)
+        return torch.where(rotated, frequency / scaling["factor"], 0)
     if scaling_type == "longrope":
         return 1.0 / (torch.tensor(scaling["short_factor"], dtype=torch.float32) * power)
     factor = float(scaling["factor"])
@@ -45,10 +45,10 @@ def rope_frequencies(spec: ModelSpec, kind: RopeKind = "global") -> Tensor:
     original = float(scaling["original_max_position_embeddings"])
     wavelength = 2 * math.pi / frequency
     smooth = (original / wavelength - low) / (high - low)
-    between = (1 - smooth) * frequency / factor + smooth * frequency
+    interpolated = (1 - smooth) * frequency / factor + smooth * frequency
     scaled = torch.where(wavelength > original / low, frequency / factor, frequency)
     medium = (wavelength >= original / high) & (wavelength <= original / low)
-    return torch.where(medium, between, scaled)
+    return torch.where(medium, interpolated, scaled)
 
 
 def _yarn(scaling: Mapping[str, Any], theta: float, dim: int, unscaled: Tensor, slowed: Tensor) -> Tensor:
@@ -56,8 +56,8 @@ def _yarn(scaling: Mapping[str, Any], theta: float, dim: int, unscaled: Tensor, 
     pretraining, ``slowed`` for pairs that turn rarely, a mix between."""
 
     def pair_of(turns: float) -> float:
-        turned = scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)
-        return dim * math.log(turned) / (2 * math.log(theta))
+        positions_per_radian = scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)
+        return dim * math.log(positions_per_radian) / (2 * math.log(theta))
 
     first, last = pair_of(scaling["beta_fast"]), pair_of(scaling["beta_slow"])
     if scaling["truncate"]:
@@ -79,7 +79,8 @@ class Rope(NamedTuple):
 def rope_tables(spec: ModelSpec, frequency: Tensor, positions: Tensor, dtype: torch.dtype, kind: RopeKind = "global") -> Rope:
     """Return the tables of ``positions`` [T] in ``dtype``, computed in fp32. ``kind``: see :func:`rope_frequencies`."""
     angles = positions.to(frequency.dtype)[:, None, None] * frequency
-    cos, sin, growth = angles.cos(), angles.sin(), None
+    cos, sin = angles.cos(), angles.sin()
+    growth = None
     factor = 1 if kind == "local" or spec.rope_scaling is None else spec.rope_scaling.get("attention_factor", 1)
     if factor != 1:
         cos, sin = cos * factor, sin * factor

@@ -60,11 +60,11 @@ BALANCE_RULES: Rules = (
 
 def mixture_numbers(spec: ModelSpec) -> dict[int, int]:
     """Return the number, among the mixtures of the model, of each layer that has one."""
-    layers = (layer for layer in range(spec.num_hidden_layers) if spec.experts_of(layer) is not None)
+    layers = (layer for layer in range(spec.num_hidden_layers) if spec.experts_at(layer) is not None)
     return {layer: number for number, layer in enumerate(layers)}
 
 
-def shares(logits: Tensor, rule: RoutingRule) -> Tensor:
+def score_shares(logits: Tensor, rule: RoutingRule) -> Tensor:
     """Return each expert's share in a token's scores, [T, E], from logits [T, E], in fp32 at least. A token's shares sum to 1."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if rule.scoring != "sigmoid":
@@ -77,12 +77,16 @@ class RouterBalance:
     """The routers of the layers that this rank trains: their sums since the last :meth:`report`."""
 
     def __init__(self, spec: ModelSpec, layers: Iterable[int], coef: float, tp: Group, cp: Group, device: torch.device) -> None:
-        """``layers``: global indices of this rank's. ``coef``: of the loss."""
+        """``layers``: global indices of this rank's layers. ``coef``: the coefficient of the loss."""
         self.numbers = mixture_numbers(spec)
-        self.coef, self.tp, self.cp, self.device = coef, tp, cp, device
+        self.coef = coef
+        self.tp, self.cp = tp, cp
+        self.device = device
         self.local = [layer for layer in layers if layer in self.numbers]
-        self.num_experts, self.per_token = (spec.experts.count, spec.experts.per_token) if spec.experts else (0, 1)
-        # of each mixture: tokens by expert, the sum of their entropies, and the loss
+        self.num_experts, self.experts_per_token = (
+            (spec.experts.num_experts, spec.experts.experts_per_token) if spec.experts else (0, 1)
+        )
+        # a row for each mixture: tokens by expert, the sum of their entropies, and the loss
         self.sums = torch.zeros(len(self.numbers), self.num_experts + 2, dtype=torch.float64, device=device)
 
     def begin(
@@ -91,8 +95,8 @@ class RouterBalance:
         """Return what the routers of one micro-batch's forward pass report to; None without rows or routers.
 
         ``lengths`` int64 [R] and ``token_index``: as of ``PackedAttention``. ``row_weight``: factor of the loss of each row.
-        ``chosen`` [sum(lengths), mixtures of the model, K] on the CPU: the experts that each token of the rows has to take. ``counts``:
-        whether :meth:`report` counts the tokens.
+        ``chosen`` [sum(lengths), mixtures of the model, K] on the CPU: the ids of the experts that each token of the rows must take.
+        ``counts``: whether :meth:`report` counts the tokens.
         """
         options = row_weight * self.coef, chosen, counts
         return RouterPass(self, lengths, token_index, *options) if self.local and len(lengths) else None
@@ -106,7 +110,7 @@ class RouterBalance:
         pool.all_reduce(sums, "control")
         self.sums.zero_()
         loads, entropy, loss = sums[:, :-2], sums[:, -2], sums[:, -1]
-        tokens = loads.sum(1) / self.per_token
+        tokens = loads.sum(1) / self.experts_per_token
         if not bool(tokens.all()):
             return {}
         metrics = {
@@ -117,7 +121,7 @@ class RouterBalance:
 
 
 class Routers(Protocol):
-    """Through which the routers of a forward pass choose."""
+    """How the routers of a forward pass choose experts."""
 
     def route(
         self, ops: Ops, layer: int, logits: Tensor, score_bias: Tensor | None, rule: RoutingRule, dtype: torch.dtype
@@ -137,11 +141,11 @@ class RouterPass:
         chosen: Tensor | None = None,
         counts: bool = True,
     ) -> None:
-        self._balance, self._weight = balance, weight
+        self._balance = balance
+        self._weight = weight
         cp = balance.cp
-        tokens, row = torch.arange(int(lengths.sum())), torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        if token_index is not None:
-            tokens = token_index
+        tokens = torch.arange(int(lengths.sum())) if token_index is None else token_index
+        row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         if cp.size > 1:
             on_this_rank = tokens % cp.size == cp.rank
             tokens, row = tokens[on_this_rank] // cp.size, row[on_this_rank]
@@ -150,8 +154,8 @@ class RouterPass:
         self._counted: set[int] = set() if counts else set(balance.local)
         # tokens that several rows share count once in each
         self._copies = None if token_index is None else Copies(tokens, balance.device)
-        times = torch.bincount(tokens, minlength=self._num_tokens).double()
-        self._times = on_device(times.repeat_interleave(balance.per_token), balance.device)  # of each choice
+        row_counts = torch.bincount(tokens, minlength=self._num_tokens).double()
+        self._row_counts = on_device(row_counts.repeat_interleave(balance.experts_per_token), balance.device)  # for each choice
         self._chosen: Tensor | None = None
         if chosen is not None:
             local = on_device(chosen[:, [balance.numbers[layer] for layer in balance.local]], balance.device)
@@ -169,7 +173,7 @@ class RouterPass:
         """
         counts = layer not in self._counted
         if counts or self._weight:
-            scores = shares(logits[: self._num_tokens].detach(), rule)
+            scores = score_shares(logits[: self._num_tokens].detach(), rule)
         if self._weight:
             logits = self._balanced(layer, logits, scores, rule)
         weights, chosen = ops.route(logits, score_bias, rule, dtype, self._prescribed(layer, logits))
@@ -187,10 +191,11 @@ class RouterPass:
 
     def _count(self, layer: int, scores: Tensor, chosen: Tensor) -> None:
         self._counted.add(layer)
-        sums, entropy = self._balance.sums[self._balance.numbers[layer]], torch.special.entr(scores)
-        sums.scatter_add_(0, chosen[: self._num_tokens].flatten(), self._times)
+        sums = self._balance.sums[self._balance.numbers[layer]]
+        entropy = torch.special.entr(scores)
+        sums.scatter_add_(0, chosen[: self._num_tokens].flatten(), self._row_counts)
         if self._copies is not None:
-            entropy = entropy * self._times[:: chosen.shape[1], None]
+            entropy = entropy * self._row_counts[:: chosen.shape[1], None]
         sums[-2] += entropy.sum(dtype=torch.float64)
 
     def _balanced(self, layer: int, logits: Tensor, scores: Tensor, rule: RoutingRule) -> Tensor:
@@ -198,14 +203,16 @@ class RouterPass:
         gradients are summed over tp."""
         factors = self._factors(scores, rule)
         if layer not in self._counted:
-            loss = (self._of_rows(scores) * factors.index_select(0, self._row)).sum(dtype=torch.float64)
+            loss = (self._by_row_tokens(scores) * factors.index_select(0, self._row)).sum(dtype=torch.float64)
             self._balance.sums[self._balance.numbers[layer], -1] += loss * (self._weight / self._balance.coef)
         if self._balance.tp.rank:
             return logits
-        tokens, weight = self._num_tokens, self._weight / len(self._balance.numbers)
+        tokens = self._num_tokens
+        weight = self._weight / len(self._balance.numbers)
 
         def backward(_: object, grad: Tensor, logits: Tensor, factors: Tensor) -> tuple[Tensor]:
-            scores, row_factors = shares(logits[:tokens], rule), factors.index_select(0, self._row)
+            scores = score_shares(logits[:tokens], rule)
+            row_factors = factors.index_select(0, self._row)
             row_factors = row_factors if self._copies is None else self._copies.sum(row_factors)
             slope = scores * (row_factors - (row_factors * scores).sum(-1, keepdim=True))
             if rule.scoring == "sigmoid":
@@ -219,13 +226,13 @@ class RouterPass:
     def _factors(self, scores: Tensor, rule: RoutingRule) -> Tensor:
         """Return the factors [R, E] of the shares in the loss of each row: E * f / number of tokens."""
         experts = self._balance.num_experts
-        best = self._of_rows(scores.topk(rule.per_token, -1).indices) + self._row[:, None] * experts
+        best = self._by_row_tokens(scores.topk(rule.experts_per_token, -1).indices) + self._row[:, None] * experts
         load = torch.zeros(len(self._norm) * experts, dtype=torch.float64, device=scores.device)
         load.scatter_add_(0, best.flatten(), torch.ones_like(best, dtype=load.dtype).flatten())
         self._balance.cp.all_reduce(load, "expert_load")
         factors = load.view(-1, experts) * self._norm
-        return (factors / rule.per_token if rule.scoring == "sigmoid" else factors).to(scores.dtype)
+        return (factors / rule.experts_per_token if rule.scoring == "sigmoid" else factors).to(scores.dtype)
 
-    def _of_rows(self, x: Tensor) -> Tensor:
+    def _by_row_tokens(self, x: Tensor) -> Tensor:
         """Return the entries [N, ...] of ``x`` [T, ...] for each row's tokens on this rank, one row after the other."""
         return x if self._copies is None else x.index_select(0, self._copies.token_index)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from rlhf_spmd.models.layer_kinds import BY_EXPERT, LATENT_NAMES, SCALAR, SCORE_BIAS, DeltaRule, Experts
+from rlhf_spmd.models.layer_kinds import BY_EXPERT, LATENT_NAMES, SCALAR, SCORE_BIAS, DeltaRule, Experts, Latent
 from rlhf_spmd.models.layout_rules import check_layout
 from rlhf_spmd.models.lora import ALL_LINEAR, LoraConfig, is_adapter, plan_adapters
 from rlhf_spmd.models.spec import ModelSpec
@@ -37,6 +37,19 @@ class RowSlice(NamedTuple):
         return self._replace(start=self.start + index * self.size // shares, size=self.size // shares)
 
 
+class RankSlice(NamedTuple):
+    """Which part of a layer a tensor-parallel rank holds. ``whole_experts``: some of the experts, not a slice of each."""
+
+    tp_rank: int
+    tp: int
+    fused_slices: int
+    whole_experts: bool
+
+    def rows(self, tensor: str, total: int) -> RowSlice:
+        """Return the rank's rows of a tensor with ``total`` rows, which tp divides."""
+        return RowSlice(tensor, self.tp_rank * total // self.tp, total // self.tp, total)
+
+
 def vocab_range(vocab_size: int, tp_rank: int, tp: int) -> tuple[int, int]:
     """Return the token ids [first, last) of a tensor-parallel rank."""
     return tp_rank * vocab_size // tp, (tp_rank + 1) * vocab_size // tp
@@ -53,7 +66,7 @@ def kv_heads_of(spec: ModelSpec, tp_rank: int, tp: int) -> range:
 
 def cache_shape(spec: ModelSpec, tp_rank: int, tp: int) -> tuple[int, int]:
     """Return the number of heads that a rank caches in a layer of ``spec.kinds_of_heads()``, and the elements of each."""
-    return (len(kv_heads_of(spec, tp_rank, tp)), spec.head_dim) if spec.latent is None else (1, spec.latent.entry)
+    return (len(kv_heads_of(spec, tp_rank, tp)), spec.head_dim) if spec.latent is None else (1, spec.latent.cached_elements)
 
 
 def fused_slice_counts(spec: ModelSpec, tp: int, fused_slices: int) -> tuple[int, int]:
@@ -102,7 +115,7 @@ def plan_params(
     if stage == 0:
         plan["embed.weight"] = vocab_slice(names.embed)
     for local, layer in enumerate(stage_layers(spec.num_hidden_layers, pp, stage)):
-        block = _plan_block(spec, layer, tp_rank, tp, fused_slices, expert_parallel_generation)
+        block = _plan_block(spec, layer, RankSlice(tp_rank, tp, fused_slices, expert_parallel_generation))
         for key, shard in {**block, **plan_adapters(block, lora)}.items():
             plan[f"layers.{local}.{key}"] = shard
     if stage == pp - 1:
@@ -116,17 +129,21 @@ def plan_params(
     return plan
 
 
+def plan_whole_model(spec: ModelSpec, head: str, lora: LoraConfig | None = None) -> dict[str, ParamShard]:
+    """Return :func:`plan_params` of one rank that holds the whole model."""
+    return plan_params(spec, head, stage=0, pp=1, tp_rank=0, tp=1, lora=lora)
+
+
 def tensor_shapes(spec: ModelSpec, head: str) -> dict[str, tuple[int, ...]]:
     """Return every Hugging Face tensor of the model with its global shape."""
-    plan = plan_params(spec, head, 0, 1, 0, 1)
-    return {box.name: box.shape for shard in plan.values() for box in shard.boxes}
+    return {box.name: box.shape for shard in plan_whole_model(spec, head).values() for box in shard.boxes}
 
 
 def check_lora(spec: ModelSpec, lora: LoraConfig, where: str) -> None:
     """Raise ValueError where ``target_modules`` name what the model has not, or leave one of its layers without an adapter."""
 
     def modules(config: LoraConfig) -> dict[str, str]:
-        plan = plan_params(spec, "none", 0, 1, 0, 1, lora=config)
+        plan = plan_whole_model(spec, "none", config)
         names = {box.name.split(".lora_")[0]: name for name, shard in plan.items() if is_adapter(name) for box in shard.boxes}
         return {f".{module}": name.split(".")[1] for module, name in names.items()}
 
@@ -139,103 +156,126 @@ def check_lora(spec: ModelSpec, lora: LoraConfig, where: str) -> None:
         raise ValueError(f"{where}.target_modules={lora.target_modules}: {wrong}; its layers have {listed}")
 
 
-def _plan_block(
-    spec: ModelSpec, layer: int, tp_rank: int, tp: int, fused_slices: int, expert_parallel_generation: bool
-) -> dict[str, ParamShard]:
+def _plan_block(spec: ModelSpec, layer: int, rank: RankSlice) -> dict[str, ParamShard]:
     """Return the parameters of one layer, by their names within it. ``layer``: its index in the model."""
     spec = spec.spec_for_layer(layer)
-    names, hidden, dim = spec.names, spec.hidden_size, spec.head_dim
-    heads = spec.num_attention_heads // tp
-    kv = kv_heads_of(spec, tp_rank, tp)
 
-    def tensor_name(name: str, expert: int = 0) -> str:
-        return name.format(layer=layer, expert=expert)
+    def norm(key: str) -> dict[str, ParamShard]:
+        name = getattr(spec.names, key)
+        return {f"{key}.weight": _replicated(name.format(layer=layer), spec.hidden_size)} if name else {}
 
-    q_rows = RowSlice(tensor_name(names.q), tp_rank * heads * dim, heads * dim, spec.num_attention_heads * dim)
-    k_rows = RowSlice(tensor_name(names.k), kv.start * dim, len(kv) * dim, spec.num_key_value_heads * dim)
-    v_rows = k_rows._replace(tensor=tensor_name(names.v))
-    qkv_slices, gate_up_slices = fused_slice_counts(spec, tp, fused_slices)
-    parts = [q_rows, k_rows] if spec.keys_as_values else [q_rows, k_rows, v_rows]
-    qkv = _gated_rows(parts, dim, qkv_slices) if spec.attention_gate else _interleave(parts, qkv_slices)
-    plan = {"input_norm.weight": _replicated(tensor_name(names.input_norm), hidden)} if names.input_norm else {}
-    delta = spec.delta_of(layer)
-    if delta is not None:
-        plan |= _plan_delta(delta, tensor_name(names.linear), hidden, tp_rank, tp, fused_slices)
-    elif spec.latent is not None:
-        plan |= _plan_latent(spec, layer, tp_rank * heads, heads)
-        dim = spec.latent.value_dim
-        q_rows = RowSlice(q_rows.tensor, tp_rank * heads * dim, heads * dim, spec.num_attention_heads * dim)
+    delta_rule = spec.linear_attention_at(layer)
+    if delta_rule is None:
+        attention = _plan_attention(spec, layer, rank)
     else:
-        plan["qkv.weight"] = _columns(qkv, hidden, ".weight")
-    if delta is None:
-        if spec.latent is None and spec.attention_bias:
-            plan["qkv.bias"] = _columns(qkv, None, ".bias")
-        if spec.qk_norm:
-            for key, name, rows in (("q_norm.weight", names.q_norm, q_rows), ("k_norm.weight", names.k_norm, k_rows)):
-                norm_rows = rows._replace(tensor=tensor_name(name))
-                plan[key] = _columns([norm_rows], None) if spec.qk_norm_over_all_heads else _replicated(tensor_name(name), dim)
-        if names.sinks:
-            sink_rows = RowSlice(tensor_name(names.sinks), tp_rank * heads, heads, spec.num_attention_heads)
-            plan["sinks.weight"] = _columns([sink_rows], None)
-        plan["out.weight"] = _row_parallel([tensor_name(names.out) + ".weight"], hidden, q_rows)
-        if spec.attention_out_bias:
-            plan["out.bias"] = _replicated(tensor_name(names.out) + ".bias", hidden)
-    if names.attention_norm:
-        plan["attention_norm.weight"] = _replicated(tensor_name(names.attention_norm), hidden)
-    if names.post_norm:
-        plan["post_norm.weight"] = _replicated(tensor_name(names.post_norm), hidden)
-    experts = spec.experts_of(layer)
+        attention = _plan_delta(delta_rule, spec.names.linear.format(layer=layer), spec.hidden_size, rank)
+    experts = spec.experts_at(layer)
     if experts is None:
-        mlps, width = [(tensor_name(names.gate), tensor_name(names.up), tensor_name(names.down))], spec.intermediate_size
+        matrices = [name.format(layer=layer) for name in (spec.names.gate, spec.names.up, spec.names.down)]
+        mlp = _plan_mlp([matrices], spec.hidden_size, rank.rows("", spec.intermediate_size), rank.fused_slices)
     else:
-        count, width = experts.count // tp if expert_parallel_generation else experts.count, experts.intermediate_size
-        expert_numbers = range(tp_rank * count, (tp_rank + 1) * count) if expert_parallel_generation else range(count)
-        plan["router.weight"] = _replicated(tensor_name(names.router), experts.count, hidden)
-        mlps = [
-            (tensor_name(names.expert_gate, e), tensor_name(names.expert_up, e), tensor_name(names.expert_down, e))
-            for e in expert_numbers
-        ]
-    if expert_parallel_generation and experts is not None:
-        mlp_rows = RowSlice("", 0, width, width)
-    else:
-        mlp_rows = RowSlice("", tp_rank * width // tp, width // tp, width)
-    gate_up_rows = [mlp_rows._replace(tensor=name) for gate, up, _ in mlps for name in (gate, up)]
-    gate_up = _interleave(gate_up_rows, gate_up_slices)
-    plan["gate_up.weight"] = _columns(gate_up, hidden, ".weight")
-    plan["down.weight"] = _row_parallel([down + ".weight" for _, _, down in mlps], hidden, mlp_rows)
-    if experts is not None and experts.biased:
-        plan["router_bias.weight"] = _replicated(tensor_name(names.router_bias), experts.count)
-        plan["gate_up_bias.weight"] = _columns(gate_up, None, ".bias")
-        down_bias = _columns([RowSlice(down, 0, hidden, hidden) for _, _, down in mlps], None, ".bias")
-        plan["down_bias.weight"] = replace(down_bias, replicated_on_tp=not expert_parallel_generation)
-    if experts is not None:
-        plan |= {name: replace(plan[name], by_expert=True) for key in BY_EXPERT if (name := f"{key}.weight") in plan}
-        plan |= _plan_shared(spec, experts, layer, tp_rank, tp, gate_up_slices)
-    if names.mlp_norm:
-        plan["mlp_norm.weight"] = _replicated(tensor_name(names.mlp_norm), hidden)
-    if names.scalar:
-        plan[f"{SCALAR}.weight"] = _replicated(tensor_name(names.scalar), 1)
+        mlp = _plan_mixture(spec, experts, layer, rank)
+    plan = {**norm("input_norm"), **attention, **norm("attention_norm"), **norm("post_norm"), **mlp, **norm("mlp_norm")}
+    if spec.names.scalar:
+        plan[f"{SCALAR}.weight"] = _replicated(spec.names.scalar.format(layer=layer), 1)
     return plan
 
 
-def _plan_delta(rule: DeltaRule, prefix: str, hidden: int, tp_rank: int, tp: int, fused_slices: int) -> dict[str, ParamShard]:
+def _plan_attention(spec: ModelSpec, layer: int, rank: RankSlice) -> dict[str, ParamShard]:
+    """Return the parameters of a layer's attention, where it is not linear."""
+    names, hidden, dim = spec.names, spec.hidden_size, spec.head_dim
+    q, k, v, out = (name.format(layer=layer) for name in (names.q, names.k, names.v, names.out))
+    kv_heads = kv_heads_of(spec, rank.tp_rank, rank.tp)
+    q_rows = rank.rows(q, spec.num_attention_heads * dim)
+    k_rows = RowSlice(k, kv_heads.start * dim, len(kv_heads) * dim, spec.num_key_value_heads * dim)
+    if spec.latent is not None:
+        value_dim = spec.latent.value_dim
+        plan = _plan_latent(spec, spec.latent, layer, rank)
+    else:
+        value_dim = dim
+        parts = [q_rows, k_rows] if spec.keys_as_values else [q_rows, k_rows, k_rows._replace(tensor=v)]
+        qkv_slices, _ = fused_slice_counts(spec, rank.tp, rank.fused_slices)
+        qkv = _gated_rows(parts, dim, qkv_slices) if spec.attention_gate else _interleave(parts, qkv_slices)
+        plan = {"qkv.weight": _columns(qkv, hidden, ".weight")}
+        if spec.attention_bias:
+            plan["qkv.bias"] = _columns(qkv, None, ".bias")
+    if spec.qk_norm:
+        for key, name, rows in (("q_norm", names.q_norm, q_rows), ("k_norm", names.k_norm, k_rows)):
+            norm_rows = rows._replace(tensor=name.format(layer=layer))
+            over_all_heads = spec.qk_norm_over_all_heads
+            plan[f"{key}.weight"] = _columns([norm_rows], None) if over_all_heads else _replicated(norm_rows.tensor, dim)
+    if names.sinks:
+        plan["sinks.weight"] = _columns([rank.rows(names.sinks.format(layer=layer), spec.num_attention_heads)], None)
+    plan["out.weight"] = _row_parallel([out + ".weight"], hidden, rank.rows("", spec.num_attention_heads * value_dim))
+    if spec.attention_out_bias:
+        plan["out.bias"] = _replicated(out + ".bias", hidden)
+    return plan
+
+
+def _gate_up_rows(mlps: Sequence[Sequence[str]], rows: RowSlice, fused_slices: int) -> list[RowSlice]:
+    return _interleave([rows._replace(tensor=name) for gate, up, _ in mlps for name in (gate, up)], fused_slices)
+
+
+def _plan_mlp(mlps: Sequence[Sequence[str]], hidden: int, rows: RowSlice, fused_slices: int) -> dict[str, ParamShard]:
+    """Return the two fused matrices of one or several MLPs.
+
+    - mlps: names of gate, up and down of each
+    - rows: the rows of each gate and up, and the columns of each down, that the rank holds; its tensor is not read
+    """
+    return {
+        "gate_up.weight": _columns(_gate_up_rows(mlps, rows, fused_slices), hidden, ".weight"),
+        "down.weight": _row_parallel([down + ".weight" for _, _, down in mlps], hidden, rows),
+    }
+
+
+def _plan_mixture(spec: ModelSpec, experts: Experts, layer: int, rank: RankSlice) -> dict[str, ParamShard]:
+    """Return the parameters of a layer's mixture of experts, of its router and of its shared expert."""
+    names, hidden, width = spec.names, spec.hidden_size, experts.intermediate_size
+    if rank.whole_experts:
+        count = experts.num_experts // rank.tp
+        local_experts = range(rank.tp_rank * count, (rank.tp_rank + 1) * count)
+        rows = RowSlice("", 0, width, width)
+    else:
+        local_experts = range(experts.num_experts)
+        rows = rank.rows("", width)
+    matrices = names.expert_gate, names.expert_up, names.expert_down
+    mlps = [[name.format(layer=layer, expert=expert) for name in matrices] for expert in local_experts]
+    plan = {"router.weight": _replicated(names.router.format(layer=layer), experts.num_experts, hidden)}
+    plan |= _plan_mlp(mlps, hidden, rows, rank.fused_slices)
+    if experts.has_biases:
+        plan["router_bias.weight"] = _replicated(names.router_bias.format(layer=layer), experts.num_experts)
+        plan["gate_up_bias.weight"] = _columns(_gate_up_rows(mlps, rows, rank.fused_slices), None, ".bias")
+        down_bias = _columns([RowSlice(down, 0, hidden, hidden) for _, _, down in mlps], None, ".bias")
+        plan["down_bias.weight"] = replace(down_bias, replicated_on_tp=not rank.whole_experts)
+    plan |= {name: replace(plan[name], by_expert=True) for key in BY_EXPERT if (name := f"{key}.weight") in plan}
+    if experts.score_biased:
+        plan[f"{SCORE_BIAS}.weight"] = _replicated(names.score_bias.format(layer=layer), experts.num_experts, 3)
+    if experts.shared_size:
+        shared = [name.format(layer=layer) for name in (names.shared_gate, names.shared_up, names.shared_down)]
+        shared_plan = _plan_mlp([shared], hidden, rank.rows("", experts.shared_size), rank.fused_slices)
+        plan |= {f"shared_{name}": shard for name, shard in shared_plan.items()}
+    if experts.shared_gate:
+        plan["shared_gate.weight"] = _replicated(names.shared_weight.format(layer=layer), 1, hidden)
+    return plan
+
+
+def _plan_delta(rule: DeltaRule, prefix: str, hidden: int, rank: RankSlice) -> dict[str, ParamShard]:
     """Return the parameters of a layer's linear attention, its last matrix among them. Rows of the fused first matrix are in the order
     of :func:`_delta_rows`, channels of the convolution too."""
-    keys, values = rule.key_heads // tp, rule.value_heads // tp
-    plan = dict[str, ParamShard]()
-    first_rows = _delta_rows(rule, prefix, range(tp_rank * keys, (tp_rank + 1) * keys), fused_slices)
-    plan["qkv.weight"] = _columns(first_rows, hidden, ".weight")
-    key_width, value_width = rule.key_heads * rule.key_dim, rule.value_heads * rule.value_dim
-    k_rows = RowSlice(prefix + "conv1d.weight", tp_rank * keys * rule.key_dim, keys * rule.key_dim, key_width)
-    v_rows = RowSlice(prefix + "conv1d.weight", tp_rank * values * rule.value_dim, values * rule.value_dim, value_width)
-    boxes, local, tail = [], 0, (1, rule.kernel)
-    for rows in _interleave([k_rows, k_rows, v_rows], fused_slices):  # queries have the sizes of keys
+    keys = rule.key_heads // rank.tp
+    first_rows = _delta_rows(rule, prefix, range(rank.tp_rank * keys, (rank.tp_rank + 1) * keys), rank.fused_slices)
+    plan = {"qkv.weight": _columns(first_rows, hidden, ".weight")}
+    k_rows = rank.rows(prefix + "conv1d.weight", rule.key_heads * rule.key_dim)
+    v_rows = rank.rows(prefix + "conv1d.weight", rule.value_heads * rule.value_dim)
+    tail = 1, rule.kernel
+    boxes = []
+    local = 0
+    for rows in _interleave([k_rows, k_rows, v_rows], rank.fused_slices):  # queries have the sizes of keys
         boxes.append(Box(rows.tensor, (rows.total, *tail), (rows.start, 0, 0), (rows.size, *tail), (local, 0, 0)))
         local += rows.size
     plan["mixer.conv.weight"] = ParamShard((local, *tail), tuple(boxes))
-    head_rows = RowSlice(prefix + "A_log", tp_rank * values, values, rule.value_heads)
-    plan["mixer.decay.weight"] = _columns([head_rows], None)
-    plan["mixer.decay_bias.weight"] = _columns([head_rows._replace(tensor=prefix + "dt_bias")], None)
+    plan["mixer.decay.weight"] = _columns([rank.rows(prefix + "A_log", rule.value_heads)], None)
+    plan["mixer.decay_bias.weight"] = _columns([rank.rows(prefix + "dt_bias", rule.value_heads)], None)
     plan["mixer.norm.weight"] = _replicated(prefix + "norm.weight", rule.value_dim)
     plan["out.weight"] = _row_parallel([prefix + "out_proj.weight"], hidden, v_rows)
     return plan
@@ -253,16 +293,17 @@ def _delta_rows(rule: DeltaRule, prefix: str, heads: range, fused_slices: int) -
     for index in range(fused_slices):
         slice_heads = heads[index * len(heads) // fused_slices : (index + 1) * len(heads) // fused_slices]
         for i, (name, width) in enumerate(zip(parts, widths, strict=True)):
-            if rule.fused:  # all parts of a key head lie together
-                name, group_parts = ("in_proj_qkvz", range(4)) if i < 4 else ("in_proj_ba", range(4, 6))
-                stride, before = sum(widths[j] for j in group_parts), sum(widths[j] for j in group_parts if j < i)
+            if rule.files_are_fused:  # all parts of a key head lie together
+                name, tensor_parts = ("in_proj_qkvz", range(4)) if i < 4 else ("in_proj_ba", range(4, 6))
+                stride = sum(widths[j] for j in tensor_parts)
+                before = sum(widths[j] for j in tensor_parts if j < i)
                 total = stride * rule.key_heads
                 rows += [RowSlice(prefix + name, head * stride + before, width, total) for head in slice_heads]
             else:
-                together = range(3) if i < 3 else range(i, i + 1)
-                before = sum(totals[j] for j in together if j < i)
-                start, size = before + slice_heads.start * width, len(slice_heads) * width
-                rows.append(RowSlice(prefix + name, start, size, sum(totals[j] for j in together)))
+                tensor_parts = range(3) if i < 3 else range(i, i + 1)
+                start = sum(totals[j] for j in tensor_parts if j < i) + slice_heads.start * width
+                total = sum(totals[j] for j in tensor_parts)
+                rows.append(RowSlice(prefix + name, start, len(slice_heads) * width, total))
     return rows
 
 
@@ -282,46 +323,28 @@ def _gated_rows(parts: Sequence[RowSlice], dim: int, fused_slices: int) -> list[
     return rows
 
 
-def _plan_latent(spec: ModelSpec, layer: int, first: int, heads: int) -> dict[str, ParamShard]:
-    """Return the parameters of latent attention without the matrix behind it, for ``heads`` heads from the ``first`` on."""
-    latent, hidden, total = spec.latent, spec.hidden_size, spec.num_attention_heads
-    assert latent is not None
+def _plan_latent(spec: ModelSpec, latent: Latent, layer: int, rank: RankSlice) -> dict[str, ParamShard]:
+    """Return the parameters of latent attention without the matrix behind it."""
+    hidden, heads = spec.hidden_size, spec.num_attention_heads
     names = {key: name.format(layer=layer) for key, name in LATENT_NAMES.items()}
 
-    def head_columns(name: str, dim: int, width: int) -> ParamShard:
-        return _columns([RowSlice(name + ".weight", first * dim, heads * dim, total * dim)], width)
+    def short_vector(key: str, size: int) -> dict[str, ParamShard]:
+        plan = {f"latent.{key}.weight": _replicated(names[key] + ".weight", size, hidden)}
+        if spec.attention_bias:
+            plan[f"latent.{key}.bias"] = _replicated(names[key] + ".bias", size)
+        return plan
 
-    plan, ranks = dict[str, ParamShard](), {"q_a": latent.q_rank, "kv_a": latent.entry}
-    for key, rank in ranks.items():
-        if rank is not None:
-            plan[f"latent.{key}.weight"] = _replicated(names[key] + ".weight", rank, hidden)
-            if spec.attention_bias:
-                plan[f"latent.{key}.bias"] = _replicated(names[key] + ".bias", rank)
-        if key == "q_a":
-            if rank is not None:
-                plan["latent.q_a_norm.weight"] = _replicated(names["q_a_norm"] + ".weight", rank)
-            q_name = spec.names.q.format(layer=layer) if rank is None else names["q_b"]
-            plan["latent.q_b.weight"] = head_columns(q_name, latent.nope_dim + latent.rope_dim, rank or hidden)
+    plan: dict[str, ParamShard] = {}
+    if latent.q_rank is not None:
+        plan |= short_vector("q_a", latent.q_rank)
+        plan["latent.q_a_norm.weight"] = _replicated(names["q_a_norm"] + ".weight", latent.q_rank)
+    q_name = spec.names.q.format(layer=layer) if latent.q_rank is None else names["q_b"]
+    q_rows = rank.rows(q_name + ".weight", heads * (latent.nope_dim + latent.rope_dim))
+    plan["latent.q_b.weight"] = _columns([q_rows], latent.q_rank or hidden)
+    plan |= short_vector("kv_a", latent.cached_elements)
     plan["latent.kv_a_norm.weight"] = _replicated(names["kv_a_norm"] + ".weight", latent.kv_rank)
-    return plan | {"latent.kv_b.weight": head_columns(names["kv_b"], latent.nope_dim + latent.value_dim, latent.kv_rank)}
-
-
-def _plan_shared(
-    spec: ModelSpec, experts: Experts, layer: int, tp_rank: int, tp: int, fused_slices: int
-) -> dict[str, ParamShard]:
-    """Return the parameters of a mixture of experts beside router and experts: the scores' bias and the shared expert."""
-    names, hidden, width, plan = spec.names, spec.hidden_size, experts.shared_size, dict[str, ParamShard]()
-    if experts.score_biased:
-        plan[f"{SCORE_BIAS}.weight"] = _replicated(names.score_bias.format(layer=layer), experts.count, 3)
-    if width:
-        gate, up, down = (name.format(layer=layer) for name in (names.shared_gate, names.shared_up, names.shared_down))
-        gate_rows = RowSlice(gate, tp_rank * width // tp, width // tp, width)
-        gate_up = _interleave([gate_rows, gate_rows._replace(tensor=up)], fused_slices)
-        plan["shared_gate_up.weight"] = _columns(gate_up, hidden, ".weight")
-        plan["shared_down.weight"] = _row_parallel([down + ".weight"], hidden, gate_rows)
-    if experts.shared_gate:
-        plan["shared_gate.weight"] = _replicated(names.shared_weight.format(layer=layer), 1, hidden)
-    return plan
+    kv_rows = rank.rows(names["kv_b"] + ".weight", heads * (latent.nope_dim + latent.value_dim))
+    return plan | {"latent.kv_b.weight": _columns([kv_rows], latent.kv_rank)}
 
 
 def _replicated(name: str, *shape: int) -> ParamShard:
@@ -350,7 +373,8 @@ def _columns(parts: Sequence[RowSlice], width: int | None, suffix: str = "") -> 
     for a bias. ``suffix``: what the tensors' names lack."""
     tail = () if width is None else (width,)
     zero = () if width is None else (0,)
-    boxes, local = [], 0
+    boxes = []
+    local = 0
     for tensor, start, size, total in parts:
         boxes.append(Box(tensor + suffix, (total, *tail), (start, *zero), (size, *tail), (local, *zero)))
         local += size
@@ -362,6 +386,7 @@ def _row_parallel(names: Sequence[str], rows: int, columns: RowSlice) -> ParamSh
 
     ``columns``: its start, size and total count columns; its tensor is not read.
     """
-    shape, size = (rows, columns.total), (rows, columns.size)
+    shape = rows, columns.total
+    size = rows, columns.size
     boxes = [Box(name, shape, (0, columns.start), size, (i * rows, 0)) for i, name in enumerate(names)]
     return ParamShard((len(names) * rows, columns.size), tuple(boxes))

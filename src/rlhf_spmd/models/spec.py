@@ -12,7 +12,7 @@ from rlhf_spmd.kernels import AttentionRule
 from rlhf_spmd.models.keys import check_factors, longest_row, read_positive, read_rope, read_size, reject_unless
 from rlhf_spmd.models.layer_kinds import DeltaRule, Experts, Latent
 
-RopeKind = Literal["local", "global"] | None  # of a layer, see ModelSpec.rope_kind
+RopeKind = Literal["local", "global"] | None  # see ModelSpec.rope_kind
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Names:
     k: str = "model.layers.{layer}.self_attn.k_proj"
     v: str = "model.layers.{layer}.self_attn.v_proj"
     out: str = "model.layers.{layer}.self_attn.o_proj"
-    sinks: str | None = None  # of the attention, one of each query head
+    sinks: str | None = None  # one of each query head
     q_norm: str = "model.layers.{layer}.self_attn.q_norm.weight"
     k_norm: str = "model.layers.{layer}.self_attn.k_norm.weight"
-    attention_norm: str | None = None  # of the attention's output, before it is added
-    mlp_norm: str | None = None  # of the MLP's
+    attention_norm: str | None = None  # norm of the attention's output, before it is added
+    mlp_norm: str | None = None  # norm of the MLP's output, before it is added
     router: str = "model.layers.{layer}.mlp.gate.weight"
     router_bias: str = "model.layers.{layer}.mlp.router.bias"
     score_bias: str = "model.layers.{layer}.mlp.gate.e_score_correction_bias"
@@ -56,23 +56,55 @@ class Names:
 class ModelSpec:
     """A normalised decoder architecture. Sizes count elements; what a family does not set is as in Llama.
 
-    - rope_scaling: None for plain rotary embeddings. local_rope_theta: of the layers with a window, where it is another.
-    - partial_rotary_factor: the part of a head, its first dims, that is rotated. interleaved_rope: pairs are neighbours, not a
-      dim of the first half and one of the second. unrotated: layers without rotary embeddings.
-    - query_growth: (beta, n): rotated queries at position p are multiplied by 1 + beta * log(1 + floor(p / n)).
-    - global_heads: KV heads and head size of layers without a window, where they are others.
-    - keys_as_values: those layers have no matrix of values: what the keys come from serves as both. value_norm: values have a norm per
-      head, without weights.
-    - latent: queries, keys and values come from short vectors; head_dim is then that of queries and keys.
-    - attention_bias: on q, k and v, or on what makes the short vectors; attention_out_bias: on the matrix behind the attention.
-    - qk_norm: q and k have a norm: one per head, or one over all heads with qk_norm_over_all_heads.
-    - attention_gate: q_proj also makes a gate of each head, behind its query; its sigmoid multiplies the attention's output.
-    - attention_scale: None is 1 / sqrt(head_dim). windows: one entry per layer, or none where no layer has a window.
-    - norm_unit_offset: norms multiply by 1 + weight. embed_scale multiplies the embeddings, rounded to their dtype; residual_scale
-      what a layer adds to the residual stream; logit_scale the logits. logit_softcap: logits are c * tanh(logits / c).
-    - max_position_embeddings: tokens of the longest row.
-    - text_prefix: part of the tensors' names in a directory that holds a vision tower as well.
-    - hf_config: the raw config.json, kept for export.
+    Sizes:
+
+    - family: ``model_type`` of config.json
+    - head_dim: elements of a head; with ``latent`` those of queries and keys
+    - rms_norm_eps: epsilon of all norms
+
+    Rotary embeddings:
+
+    - rope_theta: the base of the frequencies
+    - rope_scaling: None for plain rotary embeddings
+    - local_rope_theta: theta of the layers with a window, where it is another
+    - partial_rotary_factor: the part of a head, its first dims, that is rotated
+    - interleaved_rope: pairs are neighbours, not a dim of the first half and one of the second
+    - unrotated: layers without rotary embeddings
+    - query_growth: (beta, n): rotated queries at position p are multiplied by 1 + beta * log(1 + floor(p / n))
+
+    Attention:
+
+    - global_heads: KV heads and head size of layers without a window, where they are others
+    - keys_as_values: layers with ``global_heads`` have no matrix of values: what the keys come from serves as both
+    - value_norm: values have a norm per head, without weights
+    - latent: queries, keys and values come from short vectors
+    - attention_bias: q, k and v have biases, or with ``latent`` the matrices that make the short vectors
+    - attention_out_bias: the matrix behind the attention has a bias
+    - qk_norm: q and k have a norm, one per head
+    - qk_norm_over_all_heads: they have one norm over all heads instead
+    - attention_gate: q_proj also makes a gate of each head, behind its query; its sigmoid multiplies the attention's output
+    - attention_scale: the factor of the scores; None: 1 / sqrt(head_dim)
+    - attention_softcap: scores are c * tanh(scores / c)
+    - windows: one entry per layer, or none where no layer has a window
+
+    Logits, norms and scales:
+
+    - logit_softcap: logits are c * tanh(logits / c)
+    - norm_unit_offset: norms multiply by 1 + weight
+    - embed_scale: the factor of the embeddings, rounded to their dtype
+    - residual_scale: the factor of what a layer adds to the residual stream
+    - logit_scale: the factor of the logits
+    - experts, delta_rule: what layers have in place of an MLP, and of attention
+
+    Files and rows:
+
+    - tie_word_embeddings: the matrix of the head is that of the embedding
+    - max_position_embeddings: tokens of the longest row
+    - hidden_act: "silu" or "gelu_tanh"
+    - eos_token_ids: tokens that end a response
+    - hf_config: the raw config.json, kept for export
+    - names: the tensors' names
+    - text_prefix: part of the tensors' names in a directory that holds a vision tower as well
     """
 
     family: str
@@ -109,7 +141,7 @@ class ModelSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     experts: Experts | None = None
-    delta: DeltaRule | None = None
+    delta_rule: DeltaRule | None = None
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
     hidden_act: str = "silu"
@@ -137,14 +169,16 @@ class ModelSpec:
 
     def attention_kind(self, layer: int) -> Literal["full", "global", "linear"]:
         """Return the attention of a layer, by its global index: "linear"; "global" with ``global_heads``; else "full"."""
-        if self.delta_of(layer) is not None:
+        if self.linear_attention_at(layer) is not None:
             return "linear"
         return "global" if self.has_global_heads(layer) else "full"
 
     def supports_fused_layer(self, layer: int) -> bool:
-        """Return True if :meth:`~rlhf_spmd.kernels.Ops.layer` knows all that a layer computes, by its global index."""
-        plain_attention = self.latent is None and self.delta is None and self.names.sinks is None and self.query_growth is None
-        return plain_attention and not self.value_norm and self.experts_of(layer) is None and self.names.scalar is None
+        """Return True if :meth:`~rlhf_spmd.kernels.Ops.fused_layer` knows all that a layer computes, by its global index."""
+        plain_attention = (
+            self.latent is None and self.delta_rule is None and self.names.sinks is None and self.query_growth is None
+        )
+        return plain_attention and not self.value_norm and self.experts_at(layer) is None and self.names.scalar is None
 
     def kinds_of_heads(self) -> list[ModelSpec]:
         """Return :meth:`spec_for_layer` for one layer of each kind: without ``global_heads``, then with them."""
@@ -174,16 +208,16 @@ class ModelSpec:
         has_window = self.attention_rule(layer).window is not None
         return "local" if has_window and self.local_rope_theta is not None else "global"
 
-    def delta_of(self, layer: int) -> DeltaRule | None:
+    def linear_attention_at(self, layer: int) -> DeltaRule | None:
         """Return the linear attention of a layer, by its global index; None where it has attention."""
-        return self.delta if self.delta is not None and layer in self.delta.layers else None
+        return self.delta_rule if self.delta_rule is not None and layer in self.delta_rule.layers else None
 
-    def experts_of(self, layer: int) -> Experts | None:
+    def experts_at(self, layer: int) -> Experts | None:
         """Return the mixture of experts of a layer, by its global index; None where it has an MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
 
-def join_ends(spec: ModelSpec, tokenizer: Any, template: str | None = None) -> ModelSpec:
+def with_end_tokens(spec: ModelSpec, tokenizer: Any, template: str | None = None) -> ModelSpec:
     """Return ``spec`` with all tokens that end a response.
 
     They are those that the model's files name, the end token of ``tokenizer`` (None: there is none), and the token that closes the
@@ -257,10 +291,13 @@ def end_ids(value: Any, source: str) -> tuple[int, ...] | None:
     return tuple(ids)
 
 
-def read_choice(config: Mapping[str, Any], source: str, key: str, count: int, per_token: int) -> tuple[int, int]:
-    """Return the number of experts, which is under ``key``, and the number that a token takes. ``count`` and ``per_token`` are the
-    defaults. Raises ValueError naming the keys."""
-    count, per_token = read_size(config, source, key, count), read_size(config, source, "num_experts_per_tok", per_token)
-    if per_token > count:
-        raise ValueError(f"{source}: num_experts_per_tok={per_token} exceeds {key}={count}")
-    return count, per_token
+def read_expert_counts(
+    config: Mapping[str, Any], source: str, key: str, num_experts: int, experts_per_token: int
+) -> tuple[int, int]:
+    """Return the number of experts, which is under ``key``, and the number that a token takes. ``num_experts`` and
+    ``experts_per_token`` are the defaults. Raises ValueError naming the keys."""
+    num_experts = read_size(config, source, key, num_experts)
+    experts_per_token = read_size(config, source, "num_experts_per_tok", experts_per_token)
+    if experts_per_token > num_experts:
+        raise ValueError(f"{source}: num_experts_per_tok={experts_per_token} exceeds {key}={num_experts}")
+    return num_experts, experts_per_token

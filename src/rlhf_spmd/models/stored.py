@@ -26,13 +26,16 @@ from rlhf_spmd.models.spec import ModelSpec, end_ids
 from rlhf_spmd.parallel.collectives import RECORDER
 
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
-E4M3, SCALES, ACTIVATIONS = "F8_E4M3", "_scale_inv", ".activation_scale"
-COMPARED_ROWS = 4096  # of two matrices at a time
+E4M3 = "F8_E4M3"
+SCALES = "_scale_inv"  # what the names of scales end with
+ACTIVATIONS = ".activation_scale"
+COMPARED_ROWS = 4096  # rows of two matrices that are compared at a time
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that old exports contain
 _VISION = re.compile(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual)\.")
-_untied: dict[tuple[Any, ...], bool] = {}  # of directories, by their path and files: whether the head is not the embedding
+_untied: dict[tuple[Any, ...], bool] = {}  # by path and files of a directory: the head is not the embedding
 
 
 def read_spec(path: str | Path) -> ModelSpec:
@@ -68,10 +71,16 @@ def read_eos_ids(path: str | Path) -> tuple[int, ...]:
 
 
 class StoredModel:
-    """The tensors of a directory: which file each lies in, opened when first needed. ``stored``: their names there."""
+    """The tensors of a directory, opened when first needed.
+
+    - files: the file of each tensor, by its name there
+    - file_names: the name there of each tensor of the language model, by its name in the model
+    """
 
     def __init__(self, path: Path, spec: ModelSpec, stack: ExitStack) -> None:
-        self.path, self.spec, self._stack = path, spec, stack
+        self.path = path
+        self.spec = spec
+        self._stack = stack
         if (path / ADAPTER_CONFIG).is_file():
             raise ValueError(
                 f"{path}: {ADAPTER_CONFIG} lies beside the model, which transformers would load with that adapter; give each a "
@@ -89,28 +98,30 @@ class StoredModel:
             pickles = ", ".join(sorted(p.name for p in path.glob("*.bin"))[:2])
             hint = f" ({pickles} cannot be used: pickles are never read; convert them)" if pickles else ""
             raise ValueError(f"{path}: neither {WEIGHTS} nor {INDEX} is there{hint}")
-        further = int(spec.hf_config.get("num_nextn_predict_layers") or 0)  # layers that predict several tokens at once
-        beyond = tuple(f"model.layers.{spec.num_hidden_layers + i}." for i in range(further))
-        beyond = (*beyond, *("mtp.",) * (spec.delta is not None))
-        text = [name for name in self.files if not (spec.text_prefix and _VISION.match(name)) and not name.startswith(beyond)]
-        self.stored = {name.replace(spec.text_prefix, ""): name for name in text}
+        num_extra_layers = int(spec.hf_config.get("num_nextn_predict_layers") or 0)  # which predict several tokens at once
+        extra = tuple(f"model.layers.{spec.num_hidden_layers + i}." for i in range(num_extra_layers))
+        extra = extra if spec.delta_rule is None else (*extra, "mtp.")
+        names = (name for name in self.files if not (spec.text_prefix and _VISION.match(name)))
+        self.file_names = {name.replace(spec.text_prefix, ""): name for name in names if not name.startswith(extra)}
 
-    def refuse_fewer(self) -> None:
+    def check_count(self) -> None:
         """Raise ValueError where there cannot be all layers and experts of the model: at once, without a list of their names."""
-        spec, experts, mixture = self.spec, 0, self.spec.experts
-        if mixture is not None and not (mixture.fused or mixture.stacked):
-            experts = mixture.count * (spec.num_hidden_layers - len(mixture.dense_layers))
-        if len(self.stored) < max(spec.num_hidden_layers, experts):
+        spec, mixture = self.spec, self.spec.experts
+        experts = 0
+        if mixture is not None and not (mixture.files_are_transposed or mixture.files_are_stacked):
+            experts = mixture.num_experts * (spec.num_hidden_layers - len(mixture.dense_layers))
+        if len(self.file_names) < max(spec.num_hidden_layers, experts):
             expected = f"num_hidden_layers={spec.num_hidden_layers}" + (f" with {experts} experts" if experts else "")
-            raise ValueError(f"{self.source}: {len(self.stored)} tensors are too few for the model of config.json, {expected}")
+            raise ValueError(
+                f"{self.source}: {len(self.file_names)} tensors are too few for the model of config.json, {expected}"
+            )
 
-    def refuse_unknown(self, expected: Collection[str]) -> None:
+    def check_names(self, expected: Collection[str]) -> None:
         """Raise ValueError for a tensor whose name is neither ``expected`` nor a head's."""
         heads = self.spec.names.lm_head, self.spec.names.value_head
-        names = {n: scaled_tensor(n) for n in self.stored}
-        unknown = sorted(
-            n for n, tensor in names.items() if tensor not in expected and tensor not in heads and not _IGNORED.search(n)
-        )
+        tensors = {name: scaled_tensor(name) for name in self.file_names}
+        candidates = {name for name, tensor in tensors.items() if tensor not in expected and tensor not in heads}
+        unknown = sorted(name for name in candidates if not _IGNORED.search(name))
         if unknown:
             raise ValueError(
                 f"{self.source}: {len(unknown)} tensors that a {self.spec.family} model does not have, such as '{unknown[0]}'"
@@ -121,7 +132,7 @@ class StoredModel:
 
         Raises ValueError for a file that cannot be read.
         """
-        names = [self.stored[name] for name in (self.spec.names.embed, self.spec.names.lm_head) if name in self.stored]
+        names = [self.file_names[name] for name in (self.spec.names.embed, self.spec.names.lm_head) if name in self.file_names]
         if len(names) < 2 or not all((self.path / self.files[name]).is_file() for name in names):
             return False
         embed, head = (self._file(self.files[name]).get_slice(name) for name in names)
@@ -137,9 +148,9 @@ class StoredModel:
     def find(self, name: str, shape: tuple[int, ...], missing_head_ok: bool) -> Any:
         """Return safetensors' slice object of a tensor of the model; None for a value head that may be absent and is."""
         stored = name
-        if name == self.spec.names.embed and self.spec.tie_word_embeddings and name not in self.stored:
+        if name == self.spec.names.embed and self.spec.tie_word_embeddings and name not in self.file_names:
             stored = self.spec.names.lm_head  # the one matrix of a tied model is saved under either name
-        if stored in self.stored:
+        if stored in self.file_names:
             why = "a reward model or critic has one label," if name == self.spec.names.value_head else "config.json implies"
             return self.slices(stored, shape, why)
         if name in (self.spec.names.value_head, self.spec.names.second_head) and missing_head_ok:
@@ -148,8 +159,8 @@ class StoredModel:
         raise ValueError(f"{self.source}: tensor '{name}' is missing{hint}")
 
     def slices(self, name: str, shape: tuple[int, ...], why: str, dtypes: Collection[str] = FLOATS) -> Any:
-        """Return safetensors' slice object of a tensor, or one like it that reads FP8, after checking its shape and dtype. ``why``
-        it has that shape."""
+        """Return safetensors' slice object of a tensor, or one like it that reads FP8, after checking its shape and dtype. ``why``:
+        the reason for that shape, for the message."""
         tensor, source = self._slice(name)
         if tuple(tensor.get_shape()) != shape:
             raise ValueError(f"{source}: tensor '{name}' has shape {list(tensor.get_shape())}, but {why} {list(shape)}")
@@ -157,16 +168,16 @@ class StoredModel:
         if tensor.get_dtype() == E4M3 and dtypes is FLOATS:
             blocks = scales_shape(shape) if self._slice(scales)[0].get_shape() else ()
             return ScaledSlice(tensor, self.slices(scales, blocks, f"blocks of {FP8_BLOCK} x {FP8_BLOCK} have"))
-        allowed = (E4M3,) if scales in self.stored else dtypes
+        allowed = (E4M3,) if scales in self.file_names else dtypes
         if tensor.get_dtype() not in allowed:
             raise ValueError(f"{source}: tensor '{name}' has dtype {tensor.get_dtype()}; allowed: {', '.join(allowed)}")
         return tensor
 
     def _slice(self, name: str) -> tuple[Any, Path]:
         """Return a tensor as it lies in its file, and the file."""
-        if name not in self.stored:
+        if name not in self.file_names:
             raise ValueError(f"{self.source}: tensor '{name}' is missing")
-        stored = self.stored[name]
+        stored = self.file_names[name]
         source = self.path / self.files[stored]
         try:
             return self._file(self.files[stored]).get_slice(stored), source
@@ -217,15 +228,17 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class ScaledSlice:
-    """In place of safetensors' slice object, for a tensor in FP8: reads the elements that are asked for, and all scales."""
+    """A slice object like safetensors', for a tensor in FP8: it reads the elements that an index names, and all scales."""
 
     def __init__(self, codes: Any, scales: Any) -> None:
-        self._codes, self._scales = codes, scales
+        self._codes = codes
+        self._scales = scales
 
     def __getitem__(self, places: Any) -> Tensor:
-        """bf16 of the shape that the tensor has at ``places``: slices, or numbers in front of the last two dims."""
+        """Return the bf16 elements at ``places``: slices, or numbers in front of the last two dims."""
         index: list[Any] = [*places] if isinstance(places, tuple) else [places]
-        shape, values = self._codes.get_shape(), self._codes[tuple(index)].float()
+        shape = self._codes.get_shape()
+        values = self._codes[tuple(index)].float()
         if not self._scales.get_shape():
             return _product(values, self._scales[...])
         *outer, rows, columns = index + [slice(None)] * (len(shape) - len(index))

@@ -20,7 +20,7 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.file_forms import file_forms, file_names, find_tensor, is_score_bias
 from rlhf_spmd.models.lora import PREFIX, LoraConfig, check_peft_config, is_adapter
-from rlhf_spmd.models.sharding import plan_params, tensor_shapes
+from rlhf_spmd.models.sharding import plan_whole_model, tensor_shapes
 from rlhf_spmd.models.spec import ModelSpec, Names
 from rlhf_spmd.models.stored import ADAPTER_CONFIG, StoredModel, read_eos_ids, read_json
 from rlhf_spmd.parallel.boxes import Box, ParamShard
@@ -46,8 +46,8 @@ def load_pretrained(
     """
     with contextlib.ExitStack() as stack, torch.no_grad():
         checkpoint = StoredModel(Path(path), decoder.spec, stack)
-        checkpoint.refuse_unknown(file_names(decoder.spec, tensor_shapes(decoder.spec, "both")))
-        for target, box in chain(_places(decoder, shards), _quantized_places(decoder)):
+        checkpoint.check_names(file_names(decoder.spec, tensor_shapes(decoder.spec, "both")))
+        for target, box in chain(_parameter_boxes(decoder, shards), _quantized_boxes(decoder)):
             tensor = find_tensor(checkpoint, box.name, box.shape, missing_head_ok)
             if tensor is None:
                 target.zero_()
@@ -62,31 +62,31 @@ def check_pretrained(spec: ModelSpec, path: str | Path, head: str, missing_head_
     """
     with contextlib.ExitStack() as stack:
         checkpoint = StoredModel(Path(path), spec, stack)
-        checkpoint.refuse_fewer()
-        checkpoint.refuse_unknown(file_names(spec, tensor_shapes(spec, "both")))
+        checkpoint.check_count()
+        checkpoint.check_names(file_names(spec, tensor_shapes(spec, "both")))
         for name, shape in tensor_shapes(spec, head).items():
             find_tensor(checkpoint, name, shape, missing_head_ok)
 
 
 def init_random(decoder: Decoder, seed: int, shards: Mapping[str, ParamShard] | None = None) -> None:
-    """Random weights, the same global ones in every layout: each Hugging Face tensor is drawn from (seed, its name).
+    """Draw random weights, the same global ones in every layout: each Hugging Face tensor from (seed, its name).
 
     ``shards`` as for :func:`load_pretrained`. One tensor at a time is whole.
     """
     with torch.no_grad():
-        for target, box in chain(_places(decoder, shards), _quantized_places(decoder)):
+        for target, box in chain(_parameter_boxes(decoder, shards), _quantized_boxes(decoder)):
             target.copy_(random_tensor(decoder.spec, box.name, box.shape, seed)[box.global_slices])
 
 
 def init_adapters(decoder: Decoder, lora: LoraConfig, seed: int, shards: Mapping[str, ParamShard] | None = None) -> None:
-    """From ``lora.path``, with the head of values that may be there; or A uniform within 1 / sqrt(in), as PEFT draws it, from
-    (seed, its name), and B zero.
+    """Read the adapters from ``lora.path``, with the value head that may be there. Without a path draw A uniform within
+    1 / sqrt(in), as PEFT does, from (seed, its name), and set B to zero.
 
     ``shards`` as for :func:`load_pretrained`.
     """
     with contextlib.ExitStack() as stack, torch.no_grad():
         stored = {} if lora.path is None else _stored_adapter(decoder.spec, lora.path, stack)
-        for target, box in _places(decoder, shards, adapters=True):
+        for target, box in _parameter_boxes(decoder, shards, adapters=True):
             if stored:
                 target.copy_(stored[box.name][box.global_slices])
             elif box.name.endswith(".lora_B.weight"):
@@ -95,24 +95,24 @@ def init_adapters(decoder: Decoder, lora: LoraConfig, seed: int, shards: Mapping
                 bound = 1 / math.sqrt(box.shape[1])
                 drawn = torch.empty(box.shape).uniform_(-bound, bound, generator=_generator(seed, box.name))
                 target.copy_(drawn[box.global_slices])
-        for target, box in _places(decoder, shards) if STORED_HEAD in stored else ():
+        for target, box in _parameter_boxes(decoder, shards) if STORED_HEAD in stored else ():
             if box.name == Names.value_head:
                 target.copy_(stored[STORED_HEAD][box.global_slices])
 
 
-def keep_start(decoder: Decoder, path: str) -> None:
-    """Keep the adapter in ``path`` beside the one that is trained, as passes without that have it. Local: no communication."""
+def keep_initial_adapter(decoder: Decoder, path: str) -> None:
+    """Keep the adapter in ``path`` beside the trained one, for passes that must not have the trained one. No communication."""
     with contextlib.ExitStack() as stack:
         stored = _stored_adapter(decoder.spec, path, stack)
         for name, adapter in decoder.adapters.items():
-            kept = []
+            factors = []
             for side, like in (("a", adapter.a), ("b", adapter.b)):
                 shard = decoder.shards[f"{name}.{side}"]
                 factor = torch.empty(shard.shape, dtype=like.dtype, device=like.device)
                 for box in shard.boxes:
                     factor[box.local_slices].copy_(stored[box.name][box.global_slices])
-                kept.append(factor)
-            adapter.start = kept[0], kept[1]
+                factors.append(factor)
+            adapter.start = factors[0], factors[1]
 
 
 def _stored_adapter(spec: ModelSpec, path: str, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -124,8 +124,9 @@ def _stored_adapter(spec: ModelSpec, path: str, stack: contextlib.ExitStack) -> 
 def check_adapter(spec: ModelSpec, lora: LoraConfig, head: str, where: str) -> None:
     """Check that :func:`init_adapters` will find in ``lora.path`` what it needs; a head of values may be there. Raises ValueError."""
     assert lora.path is not None
-    plan, folder = plan_params(spec, "none", 0, 1, 0, 1, lora=lora), Path(lora.path)
-    wanted = {box.name: box.shape for name, shard in plan.items() if is_adapter(name) for box in shard.boxes}
+    folder = Path(lora.path)
+    plan = plan_whole_model(spec, "none", lora)
+    expected = {box.name: box.shape for name, shard in plan.items() if is_adapter(name) for box in shard.boxes}
     try:
         with safe_open(folder / ADAPTER_FILE, framework="pt", device="cpu") as stored:
             shapes = {name.replace(spec.text_prefix, ""): tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
@@ -133,18 +134,20 @@ def check_adapter(spec: ModelSpec, lora: LoraConfig, head: str, where: str) -> N
         raise ValueError(f"{where}.path={lora.path}: {ADAPTER_FILE} cannot be read: {error}") from error
     config = read_json(folder / ADAPTER_CONFIG)
     if head == "value" and STORED_HEAD in shapes:
-        wanted[STORED_HEAD] = (1, spec.hidden_size)
-    other = min((name for name in {**wanted, **shapes} if wanted.get(name) != shapes.get(name)), default=None)
-    if other is not None:
+        expected[STORED_HEAD] = (1, spec.hidden_size)
+    differing = min((name for name in {**expected, **shapes} if expected.get(name) != shapes.get(name)), default=None)
+    if differing is not None:
         raise ValueError(
-            f"{where}.path={lora.path}: tensor {other} there is {shapes.get(other)}, by {where}.rank={lora.rank} and "
-            f"target_modules={lora.target_modules} it is {wanted.get(other)}; they must be the adapter's, whose {ADAPTER_CONFIG} has "
-            f"target_modules={config.get('target_modules')}"
+            f"{where}.path={lora.path}: tensor {differing} there is {shapes.get(differing)}, by {where}.rank={lora.rank} and "
+            f"target_modules={lora.target_modules} it is {expected.get(differing)}; they must be the adapter's, whose "
+            f"{ADAPTER_CONFIG} has target_modules={config.get('target_modules')}"
         )
     check_peft_config(config, lora, str(folder / ADAPTER_CONFIG), where)
 
 
-def _places(decoder: Decoder, shards: Mapping[str, ParamShard] | None, adapters: bool = False) -> Iterator[tuple[Tensor, Box]]:
+def _parameter_boxes(
+    decoder: Decoder, shards: Mapping[str, ParamShard] | None, adapters: bool = False
+) -> Iterator[tuple[Tensor, Box]]:
     """Yield the part of a local parameter that each box fills, and the box: of the model's weights, or of its adapters."""
     for name, parameter in decoder.named_parameters():
         for box in (shards or decoder.shards)[name].boxes if is_adapter(name) == adapters else ():
@@ -152,8 +155,8 @@ def _places(decoder: Decoder, shards: Mapping[str, ParamShard] | None, adapters:
             yield local_part(parameter)[box.local_slices], box
 
 
-def _quantized_places(decoder: Decoder) -> Iterator[tuple[Tensor, Box]]:
-    """Yield the places of quantized matrices, which ZeRO does not cut: all must be filled, a matrix is set behind its last one."""
+def _quantized_boxes(decoder: Decoder) -> Iterator[tuple[Tensor, Box]]:
+    """Yield the parts of quantized matrices, which ZeRO does not cut. All must be filled: a matrix is set after its last part."""
     for name, matrix in decoder.quantized.items():
         RECORDER.tick()
         values = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.codes.device)
@@ -194,7 +197,7 @@ def write_random_model(path: str | Path, config: Mapping[str, Any], seed: int) -
     classifier = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
     shapes = tensor_shapes(spec, "value" if classifier else "lm")
     drawn = {name: random_tensor(spec, name, shape, seed) for name, shape in shapes.items()}
-    tensors = {form.name: form.join([drawn[part] for part in form.parts]) for form in file_forms(spec, shapes)}
+    tensors = {form.name: form.build([drawn[part] for part in form.parts]) for form in file_forms(spec, shapes)}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
     return spec

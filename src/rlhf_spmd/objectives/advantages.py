@@ -25,7 +25,7 @@ def check_packed(values: Tensor, lengths: Tensor) -> None:
 
 @torch.no_grad()
 def token_level_rewards(scores: Tensor, kl: Tensor | None, coef: float, lengths: Tensor) -> Tensor:
-    """Reward of each response token: minus ``coef`` times its KL, plus the row's score on the row's last token.
+    """Return the reward of each response token: minus ``coef`` times its KL, plus the row's score on the row's last token.
 
     ``scores`` [rows], any device; ``kl`` [T] nats per token (:func:`kl.kl_penalty`) or None for none; returns [T] on the device
     and in the dtype of ``kl`` (of ``scores`` without one), at least float32. Every row must have a token to carry its score; that of
@@ -46,10 +46,10 @@ def token_level_rewards(scores: Tensor, kl: Tensor | None, coef: float, lengths:
 
 
 def _time_major(lengths: Tensor) -> tuple[Tensor, list[int]]:
-    """Order tokens by distance from their row's end, longest rows first within one distance.
+    """Return an order of tokens by distance from their row's end, longest rows first within one distance.
 
     The rows with a token at distance j are then a prefix of those at distance j - 1, so one backward step over all rows is one
-    operation on two slices, without padding. Returns int64 [T], the place of each packed token, and the numbers of rows with a
+    operation on two slices, without padding. That is int64 [T], the place of each packed token, and the numbers of rows with a
     token at distance 0, 1, ...
     """
     longest = int(lengths.max()) if len(lengths) else 0
@@ -64,9 +64,9 @@ def _time_major(lengths: Tensor) -> tuple[Tensor, list[int]]:
 
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation: delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}.
+    """Return generalized advantage estimates: delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}.
 
-    ``rewards``, ``values`` [T]: of each response token and of the state before it; after a row's last token both are 0 (the
+    ``rewards``, ``values`` [T]: those of each response token and of the state before it; after a row's last token both are 0 (the
     episode ends there, also where the response was cut at its length limit, as in TRL and verl). Returns
     ``(advantages, returns)``, [T] each, not whitened; returns = advantages + values. At least float32.
     """
@@ -211,9 +211,9 @@ def moments(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whiten(x: Tensor, moments: Tensor) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8). Same shape and dtype as ``x`` [T].
+    """Return (x - mean) / sqrt(variance + 1e-8), in the shape and dtype of ``x`` [T].
 
-    ``moments``: of the global batch, as :func:`moments` returns them, summed over ranks. The variance is the unbiased one;
+    ``moments``: those of the global batch, as :func:`moments` returns them, summed over ranks. The variance is the unbiased one;
     that of a single value is taken as 0.
     """
     count, total, squares = moments.to(device=x.device, dtype=torch.float64).unbind()

@@ -21,12 +21,12 @@ from rlhf_spmd.objectives.losses import LOG_RATIO_LIMIT
 
 KLKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 
-LOW_VAR_LIMIT = 10.0  # of low_var_kl's estimate, so that one token cannot swamp a batch
-ERROR_LIMIT = 0.2  # of the measured KL against the target, in a step of the adaptive coefficient
+LOW_VAR_LIMIT = 10.0  # bound of low_var_kl's estimate, so that one token cannot swamp a batch
+ERROR_LIMIT = 0.2  # bound of the relative error of the KL against its target, in a step of the adaptive coefficient
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
-    """Estimate of the KL divergence per token, from the log-probs of the tokens that were sampled.
+    """Return an estimate of the KL divergence per token, from the log-probs of the tokens that were sampled.
 
     ``log_prob`` and ``ref_log_prob``: [T], nats, of the policy (it takes gradients) and of the reference. Returns [T], nats.
 

@@ -40,7 +40,7 @@ def policy_loss(
     clip_ratio_high: float,
     clip_ratio_c: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate loss per token, with the dual clip.
+    """Return the clipped surrogate loss per token, with the dual clip.
 
     ratio = exp(log_prob - old_log_prob), its exponent clamped to [-20, 20]. The loss is
     max(-A ratio, -A clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)), and where A < 0 at most -A clip_ratio_c.
@@ -51,14 +51,14 @@ def policy_loss(
     """
     log_ratio = log_ratios(log_prob, old_log_prob, advantages)
     ratio = log_ratio.exp()
-    free = -advantages * ratio
-    bound = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    single = torch.maximum(free, bound)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    single = torch.maximum(unclipped, clipped)
     ceiling = -advantages * clip_ratio_c
     negative = advantages < 0
     loss = torch.where(negative, torch.minimum(single, ceiling), single)
     stats = {
-        "clipped": (bound > free).detach(),
+        "clipped": (clipped > unclipped).detach(),
         "dual_clipped": ((single > ceiling) & negative).detach(),
         "ppo_kl": -log_ratio.detach(),
     }
@@ -66,7 +66,7 @@ def policy_loss(
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float) -> tuple[Tensor, Tensor]:
-    """0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) per token.
+    """Return 0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) per token.
 
     ``values`` (takes gradients), ``old_values``, ``returns``: [T]. Returns the loss [T] and a bool mask [T] of the tokens whose
     clipped term is the larger one. ``cliprange_value``: at least 0.
@@ -77,9 +77,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_va
     # Clamped between bounds, not old + clamp(difference): inside the bounds the value must stay the same number to the bit, or
     # rounding alone would count tokens as clipped.
     clipped_values = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
-    free = (values - returns).square()
-    bound = (clipped_values - returns).square()
-    return 0.5 * torch.maximum(free, bound), (bound > free).detach()
+    unclipped = (values - returns).square()
+    clipped = (clipped_values - returns).square()
+    return 0.5 * torch.maximum(unclipped, clipped), (clipped > unclipped).detach()
 
 
 def aggregate(
@@ -111,8 +111,8 @@ def aggregate(
         return loss.sum() / num_tokens
     assert num_rows > 0, "the mini-batch has no rows (global count 0)"
     if mode == "seq-mean-token-mean":
-        each = torch.repeat_interleave(1.0 / lengths.clamp(min=1).double(), lengths)  # of each token 1 / its row's tokens
-        return (loss * each.to(device=loss.device, dtype=loss.dtype, non_blocking=True)).sum() / num_rows
+        weights = torch.repeat_interleave(1.0 / lengths.clamp(min=1).double(), lengths)  # of a token 1 / its row's tokens
+        return (loss * weights.to(device=loss.device, dtype=loss.dtype, non_blocking=True)).sum() / num_rows
     if mode == "seq-mean-token-sum":
         return loss.sum() / num_rows
     assert mode == "seq-mean-token-sum-norm", f"loss_agg_mode {mode!r}"

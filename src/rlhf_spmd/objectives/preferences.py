@@ -36,18 +36,19 @@ def best_and_worst(scores: Tensor, group_ids: Tensor) -> Tensor:
     A group whose ``scores`` [rows] are equal has only -1; a row without a score (nan) is neither. ``group_ids`` int64 [rows]; whole
     groups.
     """
-    result = torch.full((len(scores),), -1.0, dtype=torch.float64)
+    choices = torch.full((len(scores),), -1.0, dtype=torch.float64)
     rows = torch.nonzero(~scores.isnan())[:, 0]
     scores, group_ids = scores[rows], group_ids[rows]
     ends = []
     for order in (scores.argsort(descending=True, stable=True), scores.argsort(stable=True)):
         order = order[group_ids[order].argsort(stable=True)]
-        of_group = group_ids[order]
-        ends.append(order[of_group.diff(prepend=of_group[:1] - 1) != 0])  # the first of each group
+        ordered_groups = group_ids[order]
+        ends.append(order[ordered_groups.diff(prepend=ordered_groups[:1] - 1) != 0])  # the first of each group
     best, worst = ends
     differ = scores[best] > scores[worst]
-    result[rows[best[differ]]], result[rows[worst[differ]]] = 1.0, 0.0
-    return result
+    choices[rows[best[differ]]] = 1.0
+    choices[rows[worst[differ]]] = 0.0
+    return choices
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
@@ -104,8 +105,8 @@ def simpo(chosen: Tensor, rejected: Tensor, beta: float, gamma: float) -> Tensor
 def kto(ratio: Tensor, desirable: Tensor, baseline: float, beta: float, weights: tuple[float, float]) -> Tensor:
     """Return KTO's loss (arXiv 2402.01306, eq. 8) of log-ratios to the reference [rows], without its constant weight.
 
-    ``desirable`` bool [rows]. ``baseline``: the estimate of the KL divergence, at least 0, without gradient. ``weights``: of desirable
-    and of undesirable rows.
+    ``desirable`` bool [rows]. ``baseline``: the estimate of the KL divergence, at least 0, without gradient. ``weights``: those of
+    desirable and of undesirable rows.
     """
     value = torch.sigmoid(beta * torch.where(desirable, ratio - baseline, baseline - ratio))
     good, bad = weights

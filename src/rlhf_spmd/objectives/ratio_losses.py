@@ -32,8 +32,9 @@ def gspo_loss(
     log_ratio = log_ratios(log_prob, old_log_prob, advantages)
     sequence = of_tokens(row_means(log_ratio.detach(), lengths), lengths)
     ratio = (sequence + log_prob - log_prob.detach()).exp()
-    free, bound = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    return torch.maximum(free, bound), _stats(bound > free, log_ratio)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    return torch.maximum(unclipped, clipped), _stats(clipped > unclipped, log_ratio)
 
 
 def geo_mean_loss(
@@ -46,9 +47,9 @@ def geo_mean_loss(
     """
     log_ratio = log_ratios(log_prob, old_log_prob, advantages)
     bounded = log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
-    kept = torch.where(advantages >= 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
-    loss = -row_means(advantages, lengths) * row_means(kept, lengths).exp()
-    return of_tokens(loss, lengths), _stats(kept != log_ratio, log_ratio)
+    clipped_log_ratio = torch.where(advantages >= 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
+    loss = -row_means(advantages, lengths) * row_means(clipped_log_ratio, lengths).exp()
+    return of_tokens(loss, lengths), _stats(clipped_log_ratio != log_ratio, log_ratio)
 
 
 def cispo_loss(

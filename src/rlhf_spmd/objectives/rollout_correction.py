@@ -99,7 +99,7 @@ class RolloutCorrectionConfig:
 
     @property
     def by_token(self) -> bool:
-        """True if a correction looks at single tokens."""
+        """Return True if a correction looks at single tokens."""
         return self.rollout_is == "token" or (self.rollout_rs or "").startswith("token")
 
     @property
@@ -124,26 +124,29 @@ def correction_weights(
     the same numbers.
     """
 
-    def at(level: str, x: Tensor) -> Tensor:
+    def reduced_to(level: str, values: Tensor) -> Tensor:
+        """Return each token's value, or for all tokens of a row the mean, largest or sum of its values."""
         if level == "token":
-            return x
-        joined = {"seq_mean": row_means, "seq_max": row_maxima}.get(level, row_sums)
-        return of_tokens(joined(x, lengths), lengths)
+            return values
+        reduce_rows = {"seq_mean": row_means, "seq_max": row_maxima}.get(level, row_sums)
+        return of_tokens(reduce_rows(values, lengths), lengths)
 
-    weights, stats = torch.ones_like(old_log_prob), {}
+    weights = torch.ones_like(old_log_prob)
+    stats: dict[str, Tensor] = {}
     log_ratio = old_log_prob - rollout_log_prob
     if config.rollout_is is not None:
-        ratio = at(config.rollout_is, log_ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        ratio = reduced_to(config.rollout_is, log_ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         weights = ratio.clamp(max=config.rollout_is_threshold)
         stats = {"rollout_is_mean": weights, "rollout_is_ratio_fraction_high": ratio > config.rollout_is_threshold}
     if config.rollout_rs is not None:
         level, _, kind = config.rollout_rs.rpartition("_")
         lower, upper = config.bounds
         if kind == "k1":
-            ratio = at(level, log_ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+            ratio = reduced_to(level, log_ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
             rejected = (ratio < lower) | (ratio > upper)
         else:
-            rejected = at(level, 0.5 * log_ratio.square() if kind == "k2" else low_var_kl(log_ratio)) > upper
+            kl = 0.5 * log_ratio.square() if kind == "k2" else low_var_kl(log_ratio)
+            rejected = reduced_to(level, kl) > upper
         weights = weights.masked_fill(rejected, 0.0)
         stats["rollout_rs_masked_fraction"] = rejected
     if config.rollout_token_veto_threshold is not None:

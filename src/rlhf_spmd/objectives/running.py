@@ -24,14 +24,15 @@ class RunningMoments:
         self.count, self.mean, self.squares = state.get(name, (0.0, 0.0, 0.0))
 
     def add(self, moments: Tensor) -> None:
-        """``moments``: float64 [3] as :func:`advantages.moments`, summed over ranks."""
+        """Add numbers by their ``moments``, float64 [3] as :func:`advantages.moments` returns them, summed over ranks."""
         count, total, squares = moments.tolist()
         if count:
-            mean, both = total / count, self.count + count
+            mean = total / count
+            total_count = self.count + count
             distance = mean - self.mean
-            self.squares += max(squares - count * mean**2, 0.0) + distance**2 * self.count * count / both
-            self.mean += distance * count / both
-            self.count = both
+            self.squares += max(squares - count * mean**2, 0.0) + distance**2 * self.count * count / total_count
+            self.mean += distance * count / total_count
+            self.count = total_count
         self.state[self.name] = [self.count, self.mean, self.squares]
 
     @property

@@ -99,16 +99,16 @@ def shard_rows(shard: ParamShard, first: int, last: int) -> ParamShard:
 def zero_shards(shards: Mapping[str, ParamShard], rank: int, ranks: int, ep: tuple[int, int] = (0, 1)) -> dict[str, ParamShard]:
     """Return what ZeRO leaves on one of ``ranks`` replicas.
 
-    ``ep``: rank and number of those that share the experts. Where these are several, they divide the experts, and ZeRO the rest.
+    ``ep``: this rank's index and the number of the ranks that share the experts. Several divide the experts, and ZeRO the rest.
     """
     divided = {True: ep if ep[1] > 1 else (rank, ranks), False: (rank, ranks)}
     return {name: shard_rows(shard, *zero_rows(shard.shape[0], *divided[shard.by_expert])) for name, shard in shards.items()}
 
 
 def cover(target: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box, Box]], list[Box]]:
-    """Fill ``target`` from overlapping or disjoint ``sources``, earlier ones first, every element exactly once.
+    """Return how to fill ``target`` from overlapping or disjoint ``sources``, earlier ones first, every element exactly once.
 
-    Returns a list of (source index, part in the source's local parameter, part in the target's), and the parts that no source has.
+    That is a list of (source index, part in the source's local parameter, part in the target's), and the parts that no source has.
     """
     parts, missing = [], [target]
     for index, source in enumerate(sources):
@@ -129,7 +129,9 @@ def cover(target: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box, Box
 def _around(outer: Box, inner: Box) -> Iterator[Box]:
     """Return the rest of a box around a part of it, as disjoint boxes: at most two per tensor dim."""
     for dim, (first, n) in enumerate(zip(inner.start, inner.size, strict=True)):
-        start, stop, last = outer.start[dim], outer.start[dim] + outer.size[dim], first + n
+        start = outer.start[dim]
+        stop = start + outer.size[dim]
+        last = first + n
         if start < first:
             yield narrow(outer, dim, start, first)
         if last < stop:

@@ -67,8 +67,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 class Group:
     """Some ranks of the world. ``ranks``: global ranks, ascending. ``rank``: this process's index in the group.
 
-    The ranks connect in their first collective. If only some of them take part in that, call :meth:`connect` before, at a point that
-    all of them pass.
+    The ranks connect in their first collective. Call :meth:`connect` before, where all of them pass, if only some take part in that;
+    and :meth:`connect_nccl` if other transfers may be in flight then.
     """
 
     name: str
@@ -88,22 +88,23 @@ class Group:
         return self.communicator()
 
     def connect(self, exchanges: torch.device | None = None) -> None:
-        """Connect the ranks now. ``exchanges``: the device of tensors that some of the ranks will exchange.
+        """Connect the ranks now. Call it before transfers in which only some of the ranks take part.
 
-        NCCL connects all ranks of a group in their first exchange, and perhaps not all take part in that. With ``exchanges`` it does
-        so here.
+        ``exchanges``: the device of tensors that some of the ranks will exchange. NCCL connects all ranks of a group in their first
+        exchange; with this argument it does so here.
 
         Collective over the group: every rank of it must call, in program order.
         """
         if self.size > 1 and not self.connected:
             _ = self.process_group
             if exchanges is not None:
-                self.meet(exchanges)
+                self.connect_nccl(exchanges)
 
-    def meet(self, device: torch.device, pairs: bool = False) -> None:
-        """Let NCCL connect all ranks here, not in their first operation. ``pairs``: also each rank with each other, for all-to-alls.
+    def connect_nccl(self, device: torch.device, pairs: bool = False) -> None:
+        """Let NCCL connect all ranks now. Call it while no transfer is in flight, before operations during which some may be.
 
-        Other transfers may be in flight then, and two ranks could each wait for the other (nccl#1082).
+        A first operation among other transfers would connect the ranks then, and two of them could each wait for the other
+        (nccl#1082). ``pairs``: also connect each rank with each other, for all-to-alls.
 
         Collective over the group: every rank of it must call, in program order.
         """
@@ -135,7 +136,7 @@ class Group:
         return dist.all_reduce(tensor, _OPS[op], self.process_group, async_op=True)
 
     def all_gather_into(self, output: Tensor, tensor: Tensor, label: str) -> Tensor:
-        """``output`` [size * n, ...] receives every rank's ``tensor`` [n, ...] in group order.
+        """Fill ``output`` [size * n, ...] with every rank's ``tensor`` [n, ...] in group order.
 
         Collective over the group: every rank of it must call, in program order.
         """
@@ -147,7 +148,7 @@ class Group:
         return output
 
     def reduce_scatter_into(self, output: Tensor, tensor: Tensor, label: str) -> Tensor:
-        """``output`` [n, ...] receives this rank's part of the sum over the group of ``tensor`` [size * n, ...].
+        """Fill ``output`` [n, ...] with this rank's part of the sum over the group of ``tensor`` [size * n, ...].
 
         Collective over the group: every rank of it must call, in program order.
         """
@@ -163,9 +164,9 @@ class Group:
 
         Collective over the group: every rank of it must call, in program order.
         """
-        mine = flat.chunk(self.size)[self.rank]
-        self._note("all_gather", label, mine.nbytes, *[flat.nbytes - mine.nbytes] * 2)
-        work = _all_gather(flat, mine, self.process_group, True)
+        own_part = flat.chunk(self.size)[self.rank]
+        self._note("all_gather", label, own_part.nbytes, *[flat.nbytes - own_part.nbytes] * 2)
+        work = _all_gather(flat, own_part, self.process_group, True)
         assert work is not None
         return work
 
@@ -184,8 +185,8 @@ class Group:
         if not capabilities((receives or sends)[0][1].device).nccl:  # all tensors are on one device; gloo does not batch
             works = [pg.recv([tensor], member, 0) for member, tensor in receives]
             return works + [pg.send([tensor], member, 0) for member, tensor in sends]
-        every = [(dist.irecv, message) for message in receives] + [(dist.isend, message) for message in sends]
-        return dist.batch_isend_irecv([dist.P2POp(op, tensor, self.ranks[member], pg) for op, (member, tensor) in every])
+        operations = [(dist.irecv, message) for message in receives] + [(dist.isend, message) for message in sends]
+        return dist.batch_isend_irecv([dist.P2POp(op, tensor, self.ranks[member], pg) for op, (member, tensor) in operations])
 
     def all_gather(self, tensor: Tensor, label: str) -> list[Tensor]:
         """Return every rank's tensor, of one shape. Collective over the group: every rank of it must call, in program order."""
@@ -195,7 +196,7 @@ class Group:
         return list(output.view(self.size, *tensor.shape))
 
     def all_to_all(self, tensor: Tensor, label: str) -> Tensor:
-        """``tensor`` [size, ...]: part i goes to group index i. Returns [size, ...]: part i came from group index i.
+        """Send part i of ``tensor`` [size, ...] to group index i. Return [size, ...], whose part i came from group index i.
 
         Collective over the group: every rank of it must call, in program order.
         """
@@ -207,8 +208,8 @@ class Group:
         return output
 
     def all_to_all_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], label: str) -> Tensor:
-        """``rows`` [sum(sent), ...]: the first ``sent[0]`` go to group index 0, and so on. Returns [sum(received), ...]: the first
-        ``received[0]`` came from group index 0.
+        """Send the first ``sent[0]`` of ``rows`` [sum(sent), ...] to group index 0, and so on. Return [sum(received), ...], of which
+        the first ``received[0]`` came from group index 0.
 
         Collective over the group: every rank of it must call, in program order.
         """
@@ -238,8 +239,8 @@ class Group:
         lengths = [int(n) for n in self.all_gather(torch.tensor([len(payload)]), label)]
         if self.rank:
             if payload:
-                mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-                wait_all([self.isend(mine, 0, label, _GATHER_TAG)])
+                data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+                wait_all([self.isend(data, 0, label, _GATHER_TAG)])
             return None
         parts = [torch.empty(n if member else 0, dtype=torch.uint8) for member, n in enumerate(lengths)]
         wait_all([self.irecv(part, member, label, _GATHER_TAG) for member, part in enumerate(parts) if len(part)])
@@ -259,12 +260,12 @@ class Group:
         return bytes(self.broadcast(data, source, label).numpy())
 
     def gather_json(self, value: Any, label: str) -> list[Any] | None:
-        """As :meth:`gather_bytes`, for JSON values. Collective over the group: every rank of it must call, in program order."""
+        """Gather as :meth:`gather_bytes` does, JSON values. Collective over the group: every rank of it must call, in program order."""
         parts = self.gather_bytes(json.dumps(value).encode(), label)
         return None if parts is None else [json.loads(part) for part in parts]
 
     def broadcast_json(self, value: Any, label: str) -> Any:
-        """As :meth:`broadcast_bytes`, for the JSON ``value`` of group index 0.
+        """Broadcast as :meth:`broadcast_bytes` does, the JSON ``value`` of group index 0.
 
         Collective over the group: every rank of it must call, in program order.
         """
@@ -287,9 +288,9 @@ class Group:
     def _note(
         self, operation: str, label: str, size: int, sent: int | None = None, received: int | None = None, *, way: str = ""
     ) -> None:
-        """``sent``, ``received``: bytes; by default ``size``, that of the operation."""
-        moved = [size if number is None else number for number in (sent, received)]
-        RECORDER.note(f"{operation}:{label}{way}", self.name, size, label, *moved)
+        """Record an operation of ``size`` bytes. ``sent``, ``received``: bytes; by default ``size``."""
+        moved_bytes = [size if num_bytes is None else num_bytes for num_bytes in (sent, received)]
+        RECORDER.note(f"{operation}:{label}{way}", self.name, size, label, *moved_bytes)
 
 
 def solo(rank: int = 0) -> Group:

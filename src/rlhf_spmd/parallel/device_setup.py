@@ -13,7 +13,7 @@ from rlhf_spmd.kernels import capabilities, has_amx, model_device
 from rlhf_spmd.kernels.devices import gpu_identity
 from rlhf_spmd.parallel.launch import SHARED_GPU, Launch
 
-MOST_THREADS = 1024  # of a rank: more than any host has cores, and fewer than a process may start
+MOST_THREADS = 1024  # the most threads of a rank: more than any host has cores, and fewer than a process may start
 
 
 def choose_device(launch: Launch) -> torch.device:
@@ -23,14 +23,14 @@ def choose_device(launch: Launch) -> torch.device:
     that.
     """
     if torch.cuda.is_available():
-        only = torch.cuda.device_count() == 1
-        check_gpus(launch.local_size if not only else 1, launch.local_rank if not only else 0)
-        return torch.device("cuda", 0 if only else launch.local_rank)
+        sees_one = torch.cuda.device_count() == 1
+        check_gpus(1 if sees_one else launch.local_size, 0 if sees_one else launch.local_rank)
+        return torch.device("cuda", 0 if sees_one else launch.local_rank)
     return torch.device("cpu")
 
 
 def check_gpus(ranks: int, local_rank: int) -> None:
-    """Raises ValueError if no GPU is left for ``local_rank``. ``ranks``: those of this node, which see the same GPUs."""
+    """Raise ValueError if no GPU is left for ``local_rank``. ``ranks``: the number of ranks of this node, which see the same GPUs."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < num_gpus <= local_rank:
         raise ValueError(
@@ -40,7 +40,7 @@ def check_gpus(ranks: int, local_rank: int) -> None:
 
 
 def set_up_device(launch: Launch, store: dist.Store, device: torch.device, threads: int) -> None:
-    """Set up this rank's device, before its first product. ``threads``: of torch and the kernels on CPUs.
+    """Set up this rank's device, before its first product. ``threads``: the threads of torch and the kernels on CPUs.
 
     On GPUs collective over the ranks of this host, through the store: every rank of it must call.
     """
@@ -57,7 +57,7 @@ def set_up_device(launch: Launch, store: dist.Store, device: torch.device, threa
 
 
 def refuse_shared_gpus(launch: Launch, store: dist.Store, gpu: str) -> None:
-    """Raises ValueError if another rank of this host has the same GPU. ``gpu``: the identity of this rank's GPU.
+    """Raise ValueError if another rank of this host has the same GPU. ``gpu``: the identity of this rank's GPU.
 
     Both would run, at half the speed in half the memory, until NCCL refuses. Collective over the ranks of this host, through the store:
     every rank of it must call.
@@ -87,7 +87,7 @@ def choose_cpu_matmul() -> str:
 
 
 def choose_matmul() -> None:
-    """:func:`choose_cpu_matmul`, unless this process's models are on GPUs, where "medium" would allow TF32.
+    """Call :func:`choose_cpu_matmul`, unless this process's models are on GPUs, where "medium" would allow TF32.
 
     For the time before there is a world: the check of the configuration asks whether products are batch-invariant.
     """

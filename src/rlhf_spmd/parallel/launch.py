@@ -16,9 +16,9 @@ SHARED_GPU = "RLHF_SPMD_SHARED_GPU"  # "1": all ranks of a node use its first GP
 JOB_KEY = "RLHF_SPMD_KEY"  # the key that signs messages between a job's processes
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # the number of processes that srun or mpirun started
 
-LOOK_S = 0.25  # between two looks of a rank that waits: Python hears a signal only between them
-START_S = 120.0  # the longest wait for the store on one machine, whose processes start together
-START_NODES_S = 900.0  # the longest wait on several machines, which may start one after the other
+LOOK_S = 0.25  # seconds between two looks of a rank that waits: Python hears a signal only between them
+START_S = 120.0  # the longest wait in seconds for the store on one machine, whose processes start together
+START_NODES_S = 900.0  # the same on several machines, which may start one after the other
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """Read torchrun's environment. Raises ValueError if its variables are not numbers."""
+    """Return what torchrun's environment says. Raises ValueError if its variables are not numbers."""
     env = os.environ
 
-    def number(name: str, usual: int) -> int:
-        text = env.get(name, str(usual))
+    def number(name: str, default: int) -> int:
+        text = env.get(name, str(default))
         if not text.isdecimal():
             raise ValueError(f"{name}={text}: must be a whole number, as torchrun sets it; start by torchrun, or unset it")
         return int(text)
@@ -89,7 +89,8 @@ def connect_store(
             f"WORLD_SIZE={launch.size}, but {', '.join(missing)} {are} not set; start by torchrun, or unset WORLD_SIZE"
         )
     limit_s = start_limit(launch) if timeout_s is None else timeout_s
-    timeout, where = timedelta(seconds=limit_s), f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    timeout = timedelta(seconds=limit_s)
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     answers: list[dist.Store | Exception] = []
 
     def connect() -> None:

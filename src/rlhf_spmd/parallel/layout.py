@@ -1,11 +1,16 @@
 """How one model is split over the ranks of its pool. Pure, without a process group.
 
-Training ranks form the grid ``[pp, dp, cp, tp]``, with consecutive tensor-parallel ranks (HybridFlow, section 5.3). The dp * cp ranks
-of a stage and slice hold the same weights, except that each ``ep`` neighbours among them share the experts. The ranks of cp have the
-same rows, and each a part of their tokens. A generation layout
-(p_g, t_g, d_g, d * c) regroups the same ranks. Generation TP groups take every (t/t_g)-th rank of a training TP group, generation PP
-groups every (p/p_g)-th stage, and the micro-DP group has the ranks in between. So a rank's training shard is always a slice of its
-generation shard. If that cannot be, or is not wanted, generation ranks form a grid of their own.
+Training ranks form the grid ``[pp, dp, cp, tp]`` (HybridFlow, section 5.3):
+
+- pp: pipeline stages, each with some of the layers
+- dp: replicas, each with rows of its own
+- cp: ranks with the same rows, and each a part of their tokens
+- tp: consecutive ranks, each with a slice of every matrix
+- ep: neighbours among the dp * cp ranks of a stage and slice that share the experts; the other weights are the same on all of these
+
+A generation layout has p_g stages and t_g slices on the same ranks. Generation TP groups take every (t/t_g)-th rank of a training TP
+group, generation PP groups every (p/p_g)-th stage, and the micro-DP group has the ranks in between. So a rank's training shard is
+always a slice of its generation shard. If that cannot be, or is not wanted, generation ranks form a grid of their own.
 """
 
 from __future__ import annotations
@@ -71,18 +76,18 @@ class Grid(ABC):
 
     pp: int
     tp: int
-    ep: int = 1  # how many neighbouring ranks of dp * cp share the experts
+    ep: int = 1  # so many neighbouring ranks of dp * cp share the experts
     # each tp rank has 1 / tp of the experts in place of a slice of each; never where ep is above 1
     expert_parallel_generation: bool = False
 
     @property
     @abstractmethod
     def ranks(self) -> np.ndarray:
-        """Pool indices by coordinate, [pp, dp, cp, tp]. Generation has no cp: 1."""
+        """Return the pool indices by coordinate, [pp, dp, cp, tp]. Generation has no cp: 1."""
 
     @property
     def dp_shard(self) -> int:
-        """How many neighbouring ranks of dp * cp share one copy of what ZeRO shards; 1: each rank has its own copy."""
+        """Return how many neighbouring ranks of dp * cp share one copy of what ZeRO shards; 1: each rank has its own copy."""
         return 1
 
     @cached_property
@@ -113,7 +118,7 @@ class Grid(ABC):
         """Return the ``dp_shard`` ranks, ``index`` among them, that share one copy of what ZeRO shards."""
         return self._neighbours(index, self.dp_shard)
 
-    def replicate_group(self, index: int) -> list[int]:
+    def same_shard_group(self, index: int) -> list[int]:
         """Return the ranks that hold the same part of the model as ``index``, and itself: one of each shard group."""
         return self._counterparts(index, self.dp_shard)
 
@@ -126,13 +131,13 @@ class Grid(ABC):
         return self._counterparts(index, self.ep)
 
     @property
-    def copy_ranks(self) -> int:
-        """The fewest neighbouring ranks of dp * cp that hold all of a stage and slice, whatever ZeRO and ep divide."""
+    def model_copy_size(self) -> int:
+        """Return the least number of neighbouring ranks of dp * cp that hold all of a stage and slice, under ZeRO and ep."""
         return math.lcm(self.dp_shard, self.ep)
 
-    def copy_group(self, index: int) -> list[int]:
-        """Return the ``copy_ranks`` ranks, ``index`` among them, that hold all of its stage and slice."""
-        return self._neighbours(index, self.copy_ranks)
+    def model_copy_group(self, index: int) -> list[int]:
+        """Return the ``model_copy_size`` ranks, ``index`` among them, that hold all of its stage and slice."""
+        return self._neighbours(index, self.model_copy_size)
 
     def _neighbours(self, index: int, size: int) -> list[int]:
         copies = self.along(index, "dp", "cp")
@@ -172,7 +177,7 @@ class Layout(Grid):
 
     @property
     def copies(self) -> int:
-        """The number of ranks with the same stage and slice of the model: dp * cp."""
+        """Return the number of ranks with the same stage and slice of the model: dp * cp."""
         return self.dp * self.cp
 
     @property
@@ -181,7 +186,7 @@ class Layout(Grid):
 
     @property
     def dp_replicate(self) -> int:
-        """The number of copies of the model over dp * cp."""
+        """Return the number of copies of the model over dp * cp."""
         return self.copies // self.dp_shard
 
     def stages(self, pp_rank: int) -> list[int]:
@@ -194,12 +199,12 @@ class Layout(Grid):
 
     def __str__(self) -> str:
         options = ("cp", 1), ("ep", 1), ("zero", 0), ("zero_size", None), ("vpp", 1)
-        more = (f" {key}({getattr(self, key)})" for key, none in options if getattr(self, key) != none)
-        return f"pp({self.pp}) * tp({self.tp}) * dp({self.dp})" + "".join(more)
+        parts = (f" {key}({getattr(self, key)})" for key, default in options if getattr(self, key) != default)
+        return f"pp({self.pp}) * tp({self.tp}) * dp({self.dp})" + "".join(parts)
 
 
 def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
-    """Fill in dp, and check that the layout covers the pool exactly.
+    """Return the layout with dp filled in, and check that it covers the pool exactly.
 
     ``where`` names the role and pool in messages: ``models.critic.layout on pool 'b'``. Raises ValueError with both sides of the failed
     equation.
@@ -228,7 +233,7 @@ def resolve_layout(config: LayoutConfig, pool_size: int, where: str) -> Layout:
 
 
 def check_zero_size(zero: int, size: int | None, copies: int, where: str) -> None:
-    """Raises ValueError if ZeRO cannot shard over ``size`` neighbours of ``copies`` ranks, with the value and what is allowed."""
+    """Raise ValueError if ZeRO cannot shard over ``size`` neighbours of ``copies`` ranks, with the value and what is allowed."""
     if size is None:
         return
     if copies % size:
@@ -249,7 +254,8 @@ class GenerationLayout(Grid):
     """(p_g, t_g, d_g, d * c) over the ranks of a training layout, with d_g = p*t / (p_g*t_g) micro-DP replicas per copy of the model.
 
     ``consecutive``: no regrouping. The ranks form the grid [p_g, replicas, t_g] like those of a training layout, and a training shard
-    may lie outside its rank's generation shard. :func:`generation_layout` chooses, and has a word on ``expert_parallel_generation``.
+    may lie outside its rank's generation shard. ``expert_parallel_generation``: ranks of tp have whole experts; see
+    :func:`generation_layout`.
     """
 
     train: Layout
@@ -275,7 +281,7 @@ class GenerationLayout(Grid):
 
     @property
     def fused_slices(self) -> int:
-        """How many training slices a fused generation matrix consists of; each slice's rows stay together in it."""
+        """Return how many training slices a fused generation matrix consists of; each slice's rows stay together in it."""
         return 1 if self.consecutive else self.train.tp // self.tp
 
     @property
@@ -284,19 +290,23 @@ class GenerationLayout(Grid):
 
     @property
     def dp(self) -> int:
-        """The number of generation replicas, d_g * d * c: the ranks of a training layout's cp generate on their own."""
+        """Return the number of generation replicas, d_g * d * c: the ranks of a training layout's cp generate on their own."""
         return self.train.size // (self.pp * self.tp)
 
     @cached_property
     def ranks(self) -> np.ndarray:
-        """Pool indices by coordinate, [p_g, d_g * d * c, 1, t_g]."""
-        ranks, shape = np.arange(self.train.size), (self.pp, self.dp, 1, self.tp)
-        # neighbours with different parts of a training stage
-        parts = self.train.tp * (self.train.ep if self.expert_parallel_generation else 1)
-        apart = self.train.pp % self.pp or parts % self.tp if self.expert_parallel_generation else self.consecutive
-        if apart:
+        """Return the pool indices by coordinate, [p_g, d_g * d * c, 1, t_g]."""
+        ranks = np.arange(self.train.size)
+        shape = self.pp, self.dp, 1, self.tp
+        num_parts = self.train.tp  # neighbours with different parts of a training stage
+        needs_own_grid = self.consecutive
+        if self.expert_parallel_generation:
+            num_parts *= self.train.ep
+            needs_own_grid = bool(self.train.pp % self.pp or num_parts % self.tp)
+        if needs_own_grid:
             return ranks.reshape(shape)
-        stages, slices = self.train.pp // self.pp, parts // self.tp  # of training, per generation stage and slice
+        stages = self.train.pp // self.pp  # training stages of a generation stage
+        slices = num_parts // self.tp  # training parts of a generation slice
         return ranks.reshape(self.pp, stages, -1, self.tp, slices).transpose(0, 2, 1, 4, 3).reshape(shape)
 
     def micro_dp_group(self, index: int) -> list[int]:

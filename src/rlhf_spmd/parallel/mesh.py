@@ -120,7 +120,7 @@ def build_mesh(world: World, pool: Sequence[int], layout: Layout | GenerationLay
         cp=along("cp", "cp"),
         copies=along("copies", "dp", "cp"),
         dp_shard=group("dp_shard", layout.shard_group),
-        dp_replicate=group("dp_replicate", layout.replicate_group),
+        dp_replicate=group("dp_replicate", layout.same_shard_group),
         ep=group("ep", layout.ep_group),
         ep_copies=group("ep_copies", layout.expert_copies),
         pp=along("pp", "pp"),

@@ -77,11 +77,12 @@ Schedule = Callable[[int, int, int, int], list[Action]]  # arguments as of :func
 def simulate(schedules: Sequence[Sequence[Action]], vpp: int, backward: int = 1) -> dict[tuple[str, int, int], int]:
     """Return when each pass (kind, micro-batch, virtual stage) ends if it starts when its rank is free and its input is there. Pure.
 
-    A forward through one chunk takes 1, a backward ``backward``. ``schedules``: of all ranks. Asserts that all passes can run.
+    A forward through one chunk takes 1, a backward ``backward``. ``schedules``: those of all ranks. Asserts that all passes can run.
     """
     pp = len(schedules)
     ends: dict[tuple[str, int, int], int] = {}
-    position, free = [0] * pp, [0] * pp
+    position = [0] * pp  # of each rank in its schedule
+    free_at = [0] * pp
     moved = True
     while moved:
         moved = False
@@ -93,8 +94,8 @@ def simulate(schedules: Sequence[Sequence[Action]], vpp: int, backward: int = 1)
                 if 0 <= before < pp * vpp and (kind, index, before) not in ends:
                     break
                 assert kind == "F" or ("F", index, stage) in ends, f"no forward before {actions[position[rank]]} on rank {rank}"
-                free[rank] = max(free[rank], ends.get((kind, index, before), 0)) + (1 if kind == "F" else backward)
-                ends[kind, index, stage] = free[rank]
+                free_at[rank] = max(free_at[rank], ends.get((kind, index, before), 0)) + (1 if kind == "F" else backward)
+                ends[kind, index, stage] = free_at[rank]
                 position[rank] += 1
                 moved = True
     assert position == [len(actions) for actions in schedules], f"deadlock at {position}"
@@ -103,23 +104,22 @@ def simulate(schedules: Sequence[Sequence[Action]], vpp: int, backward: int = 1)
 
 @cache
 def plan_receives(schedule: Schedule, num_micro_batches: int, pp: int, stage: int, vpp: int) -> list[list[Action]]:
-    """Return whose receives a rank begins before each of its passes, and after the last. Pure.
+    """Return the passes whose receives a rank begins before each of its passes, and after the last. Pure.
 
-    They are those whose sender has ended its pass by then, if all passes take equally long.
-    So a rank waits, even with its whole device, only for what ends earlier in this one order of all passes.
+    Their senders have ended their passes by then, if all passes take equally long. So a rank waits, even with its whole device, only
+    for what ends earlier in this one order of all passes.
     """
     schedules = [schedule(num_micro_batches, pp, rank, vpp) for rank in range(pp)]
-    ends, step = simulate(schedules, vpp), {"F": -1, "B": 1}
-    sent = [
-        (ends.get((kind, i, chunk * pp + stage + step[kind])), Action(kind, i, chunk)) for kind, i, chunk in schedules[stage]
-    ]
-    coming = deque(sorted((end, action) for end, action in sent if end is not None))
+    ends = simulate(schedules, vpp)
+    sender = {"F": -1, "B": 1}  # virtual stages from a pass to its sender
+    sent = [(ends.get((a.kind, a.micro_batch, a.chunk * pp + stage + sender[a.kind])), a) for a in schedules[stage]]
+    arrivals = deque(sorted((end, action) for end, action in sent if end is not None))
     receives: list[list[Action]] = []
     for kind, i, chunk in schedules[stage]:
         begin = ends[kind, i, chunk * pp + stage] - 1
         receives.append([])
-        while coming and coming[0][0] <= begin:
-            receives[-1].append(coming.popleft()[1])
+        while arrivals and arrivals[0][0] <= begin:
+            receives[-1].append(arrivals.popleft()[1])
     return [*receives, []]
 
 
@@ -127,10 +127,14 @@ Link = tuple[Group, int]  # a group and the index of a neighbour in it
 
 
 class Channel:
-    """One direction of travel: receives from one neighbour and sends to the other, numbered in the order of the schedule."""
+    """One direction of travel: receives from one neighbour and sends to the other, numbered in the order of the schedule.
 
-    def __init__(self, source: Link, to: Link, label: str, keep: int) -> None:
-        self.source, self.to, self.label, self.keep = source, to, label, keep
+    ``max_sends``: the most sends in flight.
+    """
+
+    def __init__(self, source: Link, target: Link, label: str, max_sends: int) -> None:
+        self.source, self.target = source, target
+        self.label, self.max_sends = label, max_sends
         self.posted: deque[tuple[Tensor, dist.Work | None]] = deque()
         self.sent: deque[tuple[Tensor, dist.Work | None]] = deque()
         self.num_posted = self.num_sent = 0
@@ -147,28 +151,30 @@ class Channel:
 
     def send(self, tensor: Tensor) -> None:
         tensor = tensor.contiguous()
-        group, neighbour = self.to
+        group, neighbour = self.target
         self.sent.append((tensor, group.isend(tensor, neighbour, self.label, self.num_sent)))
         self.num_sent += 1
-        self.finish(self.keep)
+        self.finish(self.max_sends)
 
-    def finish(self, keep: int = 0) -> None:
-        """Wait for the oldest sends until ``keep`` are left, and release their tensors."""
-        while len(self.sent) > keep:
+    def finish(self, num_left: int = 0) -> None:
+        """Wait for the oldest sends until ``num_left`` are in flight, and release their tensors."""
+        while len(self.sent) > num_left:
             _, work = self.sent.popleft()
             wait_all([work])
 
 
-def _channels(mesh: Mesh, around: bool, keep: int) -> dict[str, Channel]:
-    """Forward: to the next stage, and from the last stage around the ring to the first. Backward: the other way."""
+def _channels(mesh: Mesh, around: bool, max_sends: int) -> dict[str, Channel]:
+    """Return the channels "F", to the next stage and from the last stage around the ring to the first, and "B", the other way."""
     for group in (mesh.pp, mesh.pp_back, *((mesh.ring, mesh.ring_back) if around else ())):
         group.connect()
-    stage, last = mesh.pp.rank, mesh.pp.size - 1
+    stage = mesh.pp.rank
+    last = mesh.pp.size - 1
     before: Link = (mesh.pp, stage - 1) if stage else (mesh.ring, 1)
     after: Link = (mesh.pp, stage + 1) if stage < last else (mesh.ring, 0)
     back_from: Link = (mesh.pp_back, stage + 1) if stage < last else (mesh.ring_back, 0)
     back_to: Link = (mesh.pp_back, stage - 1) if stage else (mesh.ring_back, 1)
-    return {"F": Channel(before, after, "pipeline_forward", keep), "B": Channel(back_from, back_to, "pipeline_backward", keep)}
+    forward = Channel(before, after, "pipeline_forward", max_sends)
+    return {"F": forward, "B": Channel(back_from, back_to, "pipeline_backward", max_sends)}
 
 
 def connect_stages(mesh: Mesh, device: torch.device) -> None:
@@ -185,7 +191,7 @@ def connect_stages(mesh: Mesh, device: torch.device) -> None:
     def token(action: Action, received: Tensor | None) -> Tensor:
         return torch.zeros(1, device=device)
 
-    run_pipeline(schedule_1f1b, mesh, [(1,)], torch.float32, device, token, token, keep=0)
+    run_pipeline(schedule_1f1b, mesh, [(1,)], torch.float32, device, token, token, max_sends=0)
 
 
 def run_pipeline(
@@ -196,7 +202,7 @@ def run_pipeline(
     device: torch.device,
     forward: Callable[[Action, Tensor | None], Tensor | None],
     backward: Callable[[Action, Tensor | None], Tensor | None],
-    keep: int | None = None,
+    max_sends: int | None = None,
 ) -> None:
     """Run one rank's part of a schedule. ``shapes[i]``: the shape of micro-batch i between stages, the same on every stage.
 
@@ -211,32 +217,34 @@ def run_pipeline(
     The host may wait for its device while it launches a pass: where CUDA loads a kernel at its first launch, or the allocator returns
     memory. Therefore nothing may be open then that waits for this pass, by way of other ranks: :func:`plan_receives` says when
     receives begin. They do right after a pass's send, into memory that was allocated before, so that the host does not wait between.
-    A send is waited for when ``keep`` later ones (default 2 * pp) are in flight, or at the end. On NCCL, call :func:`connect_stages`
-    before the first run.
+    A send is waited for when ``max_sends`` later ones (default 2 * pp) are in flight, or at the end. On NCCL, call
+    :func:`connect_stages` before the first run.
 
     Collective over the pipeline group: every rank of it must call, in program order.
     """
     assert isinstance(mesh.layout, Layout), "a generation mesh has no training pipeline"
     stage, pp, vpp = mesh.pp.rank, mesh.pp.size, mesh.layout.vpp
-    channels = _channels(mesh, vpp > 1, 2 * pp if keep is None else keep)
+    channels = _channels(mesh, vpp > 1, 2 * pp if max_sends is None else max_sends)
     passes = {"F": forward, "B": backward}
-    takes_none, sends_none = {"F": 0, "B": pp * vpp - 1}, {"F": pp * vpp - 1, "B": 0}
-    actions, receives = schedule(len(shapes), pp, stage, vpp), plan_receives(schedule, len(shapes), pp, stage, vpp)
+    first_stage_of = {"F": 0, "B": pp * vpp - 1}  # it receives nothing
+    last_stage_of = {"F": pp * vpp - 1, "B": 0}  # it sends nothing
+    receives = plan_receives(schedule, len(shapes), pp, stage, vpp)
 
-    def spaces(position: int) -> list[tuple[Action, Tensor]]:
-        """Memory for the receives before this action."""
-        return [(each, torch.empty(shapes[each.micro_batch], dtype=dtype, device=device)) for each in receives[position]]
+    def receive_buffers(position: int) -> list[tuple[Action, Tensor]]:
+        """Return memory for the receives before this action."""
+        return [(action, torch.empty(shapes[action.micro_batch], dtype=dtype, device=device)) for action in receives[position]]
 
-    following = spaces(0)
-    for position, action in enumerate(actions):
-        for each, buffer in following:
-            channels[each.kind].post(buffer)
-        channel, virtual_stage = channels[action.kind], action.chunk * pp + stage
-        received = channel.take() if virtual_stage != takes_none[action.kind] else None
-        following = spaces(position + 1)
+    next_buffers = receive_buffers(0)
+    for position, action in enumerate(schedule(len(shapes), pp, stage, vpp)):
+        for receive, buffer in next_buffers:
+            channels[receive.kind].post(buffer)
+        channel = channels[action.kind]
+        virtual_stage = action.chunk * pp + stage
+        received = channel.take() if virtual_stage != first_stage_of[action.kind] else None
+        next_buffers = receive_buffers(position + 1)
         result = passes[action.kind](action, received)
         RECORDER.tick()  # a rank that sends nothing shows no other sign of life
-        if virtual_stage != sends_none[action.kind]:
+        if virtual_stage != last_stage_of[action.kind]:
             assert result is not None, f"{channel.label}: stage {stage} has nothing to send after {action}"
             channel.send(result)
     for channel in channels.values():

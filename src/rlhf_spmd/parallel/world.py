@@ -27,7 +27,7 @@ from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.device_setup import choose_device, set_up_device
 from rlhf_spmd.parallel.launch import Launch, connect_store, read_launch
 
-_NUMBERS = count()  # of the worlds that this process makes
+_NUMBERS = count()  # numbers the worlds that this process makes
 
 
 @dataclass
@@ -77,7 +77,7 @@ class World:
         return Group(name, members, members.index(self.rank), partial(self._communicator, members, channel))
 
     def _communicator(self, ranks: tuple[int, ...], channel: str) -> dist.ProcessGroup:
-        """Return the process group of these ranks, and makes it the first time.
+        """Return the process group of these ranks; the first call makes it.
 
         Collective over these ranks, the first time: every one of them must call, in program order.
         """
@@ -109,7 +109,8 @@ def init_world(
 ) -> World:
     """Set up this rank's device and start torch.distributed: gloo for CPU tensors; on GPUs also nccl.
 
-    ``timeout_s``: how long a collective may take. ``threads``: of torch and the kernels on CPUs; torch's results depend on the number.
+    ``timeout_s``: how long a collective may take. ``threads``: the threads of torch and the kernels on CPUs, on which torch's results
+    depend.
 
     On GPUs collectives get more than ``timeout_s``. NCCL's watchdog aborts the process silently, so the error board, which names the
     culprit, must come first. The store gets as long: a communicator waits there at its first use for other ranks.
@@ -121,8 +122,8 @@ def init_world(
         stay_on_this_machine()
     patience_s = 2 * timeout_s + 60 if device.type == "cuda" else timeout_s
     store.set_timeout(timedelta(seconds=patience_s))
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # gloo has a socket per pair of a group's ranks
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # gloo has a socket per pair of a group's ranks
     set_up_device(launch, store, device, threads)
     if device.type == "cuda":
         for name, value in nccl_settings(patience_s).items():
@@ -167,7 +168,7 @@ def join_world(timeout_s: float = 3600.0) -> World:
 
 
 def _leave() -> None:
-    """Runs when Python ends a process. (The programs end theirs themselves.)"""
+    """Leave torch.distributed when Python ends the process. (The programs end theirs themselves.)"""
     _await_gloo()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -180,12 +181,13 @@ def _await_gloo(seconds: float = 5.0) -> None:
     the process (torch 2.13, pytorch/pytorch#190489). A thread that stays asleep, while this one leaves the interpreter to others, is
     done.
     """
-    seen, deadline = None, time.monotonic() + seconds
+    last_activities = None
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         activities = [activity for task in sorted(Path("/proc/self/task").glob("*")) if (activity := _gloo_activity(task))]
-        if activities == seen and all("S (sleeping)" in activity for activity in activities):
+        if activities == last_activities and all("S (sleeping)" in activity for activity in activities):
             return
-        seen = activities
+        last_activities = activities
         time.sleep(0.01)
 
 

@@ -23,7 +23,7 @@ from rlhf_spmd.parallel.mesh import Mesh
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-STAGED = 1 << 21  # elements that a rank gives to a gloo collective at a time: gloo makes two copies of them
+STAGED = 1 << 21  # the most elements that a rank gives to a gloo collective at a time: gloo makes two copies of them
 
 
 def stage_of_zero(layout: Layout) -> int:
@@ -89,9 +89,10 @@ class _ReduceScatter(_Collective):
 class FSDPModel:
     """FSDP2 applied to a module over ``mesh.dp_shard``: each of ``blocks`` by itself, the rest at the root. Gradients are sums.
 
-    ``stage``: 1 and 2 hold the gathered parameters from the first micro-batch to the last; 3 gathers them in every pass. 1 reduces
-    gradients only after the last micro-batch. ``reduce_dtype``: the dtype in which gradients are summed over ranks. ``apart``:
-    parameters that stay plain ones, which ZeRO does not divide.
+    - stage: 1 and 2 hold the gathered parameters from the first micro-batch to the last; 3 gathers them in every pass. 1 reduces
+      gradients only after the last micro-batch
+    - reduce_dtype: the dtype in which gradients are summed over ranks
+    - plain_parameters: parameters that ZeRO does not divide
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class FSDPModel:
         mesh: Mesh,
         stage: int,
         reduce_dtype: torch.dtype,
-        apart: Collection[nn.Parameter] = (),
+        plain_parameters: Collection[nn.Parameter] = (),
     ) -> None:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -113,8 +114,8 @@ class FSDPModel:
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         axis = mesh.copies_axis if mesh.dp_shard.size == mesh.copies.size else "dp_shard"
         for part in [*blocks, module]:
-            how: dict[str, Any] = {"mp_policy": policy, "ignored_params": set(apart)}
-            fully_shard(part, mesh=mesh.device_mesh[axis], reshard_after_forward=stage == 3, **how)
+            options: dict[str, Any] = {"mp_policy": policy, "ignored_params": set(plain_parameters)}
+            fully_shard(part, mesh=mesh.device_mesh[axis], reshard_after_forward=stage == 3, **options)
             assert isinstance(part, FSDPModule)
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -134,7 +135,7 @@ class FSDPModel:
                     reduction.readers += 1
 
     def before_backward(self, is_last: bool) -> None:
-        """Call this before each backward pass. ``is_last``: of the micro-batches whose gradients are summed."""
+        """Call this before each backward pass. ``is_last``: it is the last of the micro-batches whose gradients are summed."""
         root = self._parts[-1]
         root.set_is_last_backward(is_last)
         root.set_requires_gradient_sync(is_last or self.stage >= 2)
@@ -152,7 +153,8 @@ class FSDPModel:
         shards out of the rounded copy, where they have the same positions as in the original.
         """
         assert param.grad is not None, "the hook ran without a gradient"
-        rounded, param.grad = local_part(param.grad), None
+        rounded = local_part(param.grad)
+        param.grad = None
         reduced = self._reductions[id(param)].read()
         assert rounded.untyped_storage().nbytes() == reduced.numel() * rounded.itemsize, (
             "FSDP2 laid the gradients out otherwise"

@@ -1,4 +1,4 @@
-"""Input and output of placement strategies: the ranks of a job, its roles, the work of a step's calls; and an assignment. Pure."""
+"""Input and output of placement strategies: roles, ranks of a job and work of a step's calls; an assignment. Pure."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class PlacementError(ValueError):
 class RoleFacts:
     """Facts of a role that strategies read.
 
-    - weights: those that a token is multiplied with; 0 without a model
-    - origin: the directory that they come from
-    - unit: its layout needs a multiple of so many ranks, or exactly so many if ``fixed``
-    - calls: methods that may run on other ranks than the role's -> their unit
+    - weights: number of weights that a token is multiplied with; 0 for a role without a model
+    - trained: the step trains its weights
+    - origin: the directory that the weights come from
+    - unit: number of ranks of which the role's layout needs a multiple
+    - fixed: the layout needs exactly ``unit`` ranks
+    - calls: method that may run on other ranks than the role's -> its unit
     """
 
     weights: float = 0.0
@@ -41,7 +43,11 @@ Trace = Callable[[], Graph]  # traces a step
 
 @dataclass(frozen=True)
 class Assignment:
-    """A strategy's answer. ``roles``: role -> its ranks. ``calls``: ``role.method`` -> its ranks, if they are not the role's."""
+    """A strategy's answer.
+
+    - roles: role -> its ranks
+    - calls: ``role.method`` -> its ranks, if they are not the role's
+    """
 
     roles: Mapping[str, Sequence[int]]
     calls: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -51,8 +57,9 @@ class Assignment:
 class RankShare:
     """Roles, or calls as ``role.method``, that get the same ranks.
 
-    ``unit`` and ``fixed``: as of :class:`RoleFacts`. ``work``: relative to other shares. ``replicas``: (ranks of a replica,
-    prompts) of each generating call, whose replicas must divide the prompts.
+    - unit, fixed: as in :class:`RoleFacts`
+    - work: relative to other shares
+    - replicas: (ranks of a replica, prompts) of each generating call; the number of replicas must divide the prompts
     """
 
     names: tuple[str, ...]
@@ -64,8 +71,12 @@ class RankShare:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``size`` ranks, ``local_size`` on each host. ``ratios``: role or ``role.method`` -> its share of the ranks, as APP's model
-    placement ratios."""
+    """The ranks of a job.
+
+    - size: number of all ranks
+    - local_size: number of ranks on each host
+    - ratios: role or ``role.method`` -> its share of all ranks (APP's model placement ratios)
+    """
 
     size: int
     local_size: int
@@ -77,52 +88,59 @@ class Cluster:
         return tuple(range(self.size))
 
     def count(self, ratio: float, unit: int) -> int:
-        """Return the number of ranks nearest to this share that is a multiple of ``unit``, at least one unit."""
+        """Return the number of ranks nearest to this share of all that is a multiple of ``unit``, at least ``unit``."""
         return max(math.floor(ratio * self.size / unit + 0.5), 1) * unit
 
-    def _sizes(self, part: RankShare, ratio: float | None, host: int) -> list[int]:
-        """Return the numbers of ranks that a share can have, smallest first. Without a ratio they are multiples of ``host``."""
-        if part.fixed:
-            return [part.unit]
-        if ratio is not None:
-            return [self.count(ratio, part.unit)]
-        step = math.lcm(part.unit, host)
-        counts = range(step, self.size + 1, step)
-        fitting = [n for n in counts if all(prompts % max(n // of, 1) == 0 for of, prompts in part.replicas)]
-        return fitting or ([step] if host == 1 else [])
-
     def cut(self, parts: Sequence[RankShare]) -> list[tuple[int, ...]]:
-        """Return all ranks in order, cut into one run for each part.
+        """Return all ranks in order, cut into consecutive ranks for each part.
 
-        A part has as many ranks as its ratio or its layout says. The other parts share the rest by their work, in whole hosts
-        if possible: again and again the part with most work for each rank grows. Raises PlacementError with the numbers if they
-        do not add up to all ranks.
+        A part has as many ranks as its ratio or its layout says. The other parts share the rest by their work, in complete hosts
+        if possible. Raises PlacementError with the numbers if they do not add up to all ranks.
         """
         ratios = [next((self.ratios[name] for name in part.names if name in self.ratios), None) for part in parts]
         if not parts:
             return []
-        for host in (self.local_size, 1):
-            larger = [self._sizes(part, ratio, host)[::-1] for part, ratio in zip(parts, ratios, strict=True)]
-            if not all(larger):  # no number of whole hosts divides the prompts
+        for multiple in (self.local_size, 1):
+            sizes = [self._possible_sizes(part, ratio, multiple) for part, ratio in zip(parts, ratios, strict=True)]
+            if not all(sizes):  # no number of complete hosts divides the prompts
                 continue
-            counts = [sizes.pop() for sizes in larger]
-            while fitting := [
-                i for i, sizes in enumerate(larger) if sizes and sizes[-1] - counts[i] <= self.size - sum(counts)
-            ]:
-                busiest = max(fitting, key=lambda i: (parts[i].work / counts[i], i))
-                counts[busiest] = larger[busiest].pop()
+            counts = self._grow_by_work(parts, sizes)
             if sum(counts) == self.size:
                 ends = [sum(counts[: i + 1]) for i in range(len(counts))]
                 return [tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
-        few = sum(counts) > self.size
+        raise self._count_error(parts, ratios, counts)
+
+    def _possible_sizes(self, part: RankShare, ratio: float | None, multiple: int) -> list[int]:
+        """Return the numbers of ranks that a share can have, ascending. Without a ratio they are multiples of ``multiple``."""
+        if part.fixed:
+            return [part.unit]
+        if ratio is not None:
+            return [self.count(ratio, part.unit)]
+        step = math.lcm(part.unit, multiple)
+        counts = range(step, self.size + 1, step)
+        fitting = [n for n in counts if all(prompts % max(n // ranks, 1) == 0 for ranks, prompts in part.replicas)]
+        return fitting or ([step] if multiple == 1 else [])
+
+    def _grow_by_work(self, parts: Sequence[RankShare], sizes: Sequence[list[int]]) -> list[int]:
+        """Return one of its ``sizes`` for each part: the least, then again and again the part with most work for each rank grows."""
+        counts = [part_sizes[0] for part_sizes in sizes]
+        larger = [part_sizes[:0:-1] for part_sizes in sizes]
+        while fitting := [i for i, rest in enumerate(larger) if rest and rest[-1] - counts[i] <= self.size - sum(counts)]:
+            busiest = max(fitting, key=lambda i: (parts[i].work / counts[i], i))
+            counts[busiest] = larger[busiest].pop()
+        return counts
+
+    def _count_error(self, parts: Sequence[RankShare], ratios: Sequence[float | None], counts: Sequence[int]) -> PlacementError:
+        """Return the error for parts whose ``counts`` do not add up to all ranks."""
+        needs_more_ranks = sum(counts) > self.size
         listed = [
-            f"{' + '.join(part.names)} {'at least ' if few and ratio is None and not part.fixed else ''}{count}"
+            f"{' + '.join(part.names)} {'at least ' if needs_more_ranks and ratio is None and not part.fixed else ''}{count}"
             + ("" if ratio is None else f" by placement.ratios ({ratio:g})")
             for part, ratio, count in zip(parts, ratios, counts, strict=True)
         ]
-        raise PlacementError(
-            f"needs {'at least ' if few else ''}{sum(counts)} ranks ({', '.join(listed)}), this job has {self.size}; "
-            f"{'start more ranks or lower' if few else 'start fewer ranks or change'} placement.ratios and layouts"
+        return PlacementError(
+            f"needs {'at least ' if needs_more_ranks else ''}{sum(counts)} ranks ({', '.join(listed)}), this job has {self.size}; "
+            f"{'start more ranks or lower' if needs_more_ranks else 'start fewer ranks or change'} placement.ratios and layouts"
         )
 
 
@@ -135,14 +153,18 @@ def unit_of(name: str, roles: Roles) -> int:
 def share_of(
     names: Iterable[str], roles: Roles, work: Mapping[str, float] | None = None, graph: Graph | None = None
 ) -> RankShare:
-    """Return the share of roles, or methods as ``role.method``, that get the same ranks. ``work``: of all calls, see
-    :func:`count_work`. ``graph``: a step whose generating calls limit the number of replicas."""
+    """Return the share of roles, or methods as ``role.method``, that get the same ranks.
+
+    ``work``: :func:`count_work` of the step. ``graph``: a step whose generating calls limit the number of replicas.
+    """
     names = tuple(names)
-    unit, fixed = math.lcm(*(unit_of(name, roles) for name in names)), any(roles[n].fixed for n in names if n in roles)
+    unit = math.lcm(*(unit_of(name, roles) for name in names))
+    fixed = any(roles[name].fixed for name in names if name in roles)
     amount = 1.0 if work is None else sum(amount for call, amount in work.items() if call.split(".")[0] in names)
     replicas = []
     for call in graph.nodes if graph else ():
-        role, method = call.role.name, call.spec.name
+        role = call.role.name
+        method = call.spec.name
         if call.spec.kind == "generate" and call.rows is not None and (role in names or f"{role}.{method}" in names):
             replicas.append((roles[role].calls[method], call.rows.num_groups))
     return RankShare(names, unit, fixed, amount, tuple(replicas))
@@ -152,7 +174,8 @@ def count_work(graph: Graph, roles: Roles) -> dict[str, float]:
     """Return ``role.method`` -> weights that its calls in a step pass over, summed over rows and epochs."""
     work: dict[str, float] = {}
     for call in graph.nodes:
-        name, facts = f"{call.role.name}.{call.spec.name}", roles.get(call.role.name, RoleFacts())
+        name = f"{call.role.name}.{call.spec.name}"
+        facts = roles.get(call.role.name, RoleFacts())
         work[name] = work.get(name, 0.0) + PASSES.get(call.spec.kind, 0) * call.epochs * call.num_rows * facts.weights
     return work
 
@@ -164,16 +187,18 @@ def generating_calls(graph: Graph, roles: Roles) -> list[str]:
 
 
 def waits(graph: Graph) -> list[set[int]]:
-    """Return for each call the earlier ones that it waits for, directly or not: those it reads from and those that trained its
-    role."""
-    read: dict[int, set[int]] = {}
+    """Return for each call the indices of the earlier calls that it waits for, directly or not.
+
+    A call waits directly for those that it reads from and those that trained its role.
+    """
+    producers: dict[int, set[int]] = {}
     for producer, consumer, _ in graph.edges():
-        read.setdefault(consumer, set()).add(producer)
+        producers.setdefault(consumer, set()).add(producer)
     waited: list[set[int]] = []
-    trained: dict[str, set[int]] = {}
+    trainings: dict[str, set[int]] = {}
     for call_index, call in enumerate(graph.nodes):
-        direct = read.get(call_index, set()) | trained.get(call.role.name, set())
+        direct = producers.get(call_index, set()) | trainings.get(call.role.name, set())
         waited.append(direct.union(*(waited[earlier] for earlier in direct)))
         if call.spec.kind == "train":
-            trained.setdefault(call.role.name, set()).add(call_index)
+            trainings.setdefault(call.role.name, set()).add(call_index)
     return waited

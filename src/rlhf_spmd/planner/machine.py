@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt, Range
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 
 GIB = 1 << 30
 DRIVER_GB = 2.5  # GiB of a GPU that the driver and nccl take
@@ -17,12 +17,15 @@ DRIVER_GB = 2.5  # GiB of a GPU that the driver and nccl take
 class Gpu:
     """A device by its data sheet.
 
-    ``flops``: dense bf16 operations per second. ``memory``: bytes, as the driver reports them. In bytes/s and one direction:
-    ``bandwidth`` of its memory, ``link`` to the other devices of its host, ``host_link`` to host memory. ``latency``: seconds
-    of a small all-reduce of two devices; each doubling adds as much (NCCL over NVLink: 22 microseconds for eight).
-    ``itemsize``: bytes of a number that ``flops`` count. ``overlap``: share of its time in which a device can send while it
-    computes, 0 without streams. ``on_host``: it is a CPU, and its memory is the host's.
-    ``groups_experts``: one launch multiplies all experts, which a CUDA graph needs (compute capability 9 and 10).
+    - flops: dense operations per second, in bf16 or another type of ``itemsize``
+    - memory: bytes, as the driver reports them
+    - bandwidth: bytes/s of its memory
+    - link, host_link: bytes/s in one direction, to the other devices of its host and to host memory
+    - latency: seconds of a small all-reduce of two devices; each doubling adds as much (NCCL over NVLink: 22 microseconds for eight)
+    - itemsize: bytes of a number that ``flops`` count
+    - overlap: share of its time in which a device can send while it computes; 0 without streams
+    - on_host: it is a CPU, and its memory is the host's
+    - groups_experts: one launch multiplies all experts, which a CUDA graph needs (compute capability 9 and 10)
     """
 
     flops: float
@@ -105,7 +108,7 @@ class ClusterConfig:
             )
 
     def machine(self, measured: Gpu | None = None) -> Machine:
-        """Return the cluster as the planner counts it. ``measured``: the device of the profile that ``gpu`` names."""
+        """Return the cluster as the planner sees it. ``measured``: the device of the profile that ``gpu`` names, if it names one."""
         devices = [measured or GPUS[kind] for _, _, kind in self.hosts]
         limit = math.inf if self.memory_gb is None else self.memory_gb * GIB
         memory: list[float] = []
@@ -131,9 +134,10 @@ def is_file(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Machine:
-    """``size`` ranks, ``local_size`` on each host.
+    """The ranks of a cluster and what they have.
 
-    - device: the slowest kind; all count as that
+    - size, local_size: number of all ranks, and of those on each host
+    - device: the slowest kind; all ranks count as having it
     - memory: bytes of each rank's device
     - network: bytes/s of a rank to other hosts
     - host_memory: bytes of a host beside its devices

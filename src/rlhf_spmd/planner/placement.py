@@ -10,7 +10,7 @@ from typing import ClassVar
 from rlhf_spmd.config.constraints import NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.rules import Rule, Rules
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 from rlhf_spmd.controller import ResourcePool
 from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, Roles, Trace
 
@@ -57,22 +57,25 @@ class PlacementConfig:
 
     def check(self, where: str) -> None:
         if self.strategy != AUTO:
-            find(f"{where}.strategy", "rlhf_spmd.planner.strategies", self.strategy, exports="place", beside=[AUTO])
+            find(
+                f"{where}.strategy",
+                "rlhf_spmd.planner.strategies",
+                self.strategy,
+                required_attribute="place",
+                other_names=[AUTO],
+            )
 
 
 def place_roles(
-    config: PlacementConfig,
-    named: Mapping[str, str | None],
-    world_size: int,
-    local_size: int,
-    roles: Roles,
-    graph: Trace,
+    config: PlacementConfig, named: Mapping[str, str | None], world_size: int, local_size: int, roles: Roles, graph: Trace
 ) -> dict[str, ResourcePool]:
     """Return the pool of each role, and of each method that runs elsewhere as ``<role>.calls.<method>``.
 
-    ``named``: role or call of the configuration -> the pool that it names, or None. ``graph``: traces a step if the strategy
-    needs it. Raises ValueError for a pool that does not exist, does not fit or is not used, for ratios that cannot be, and for
-    ranks in no pool.
+    - named: role or call of the configuration -> the pool that it names, or None
+    - graph: traces a step, if the strategy needs it
+
+    Raises ValueError for a pool that does not exist, does not fit or is not used, for ratios that cannot be, and for ranks in no
+    pool.
     """
     if config.speeds and len(config.speeds) != world_size:
         raise ValueError(
@@ -95,9 +98,9 @@ def place_roles(
         )
     placed = {key: pools[name] for key, name in named.items() if name is not None}
     _check_ratios(config, named, roles)
-    free = {role: facts for role, facts in roles.items() if role not in placed}
-    if free:
-        placed |= _by_strategy(config, Cluster(world_size, local_size, config.ratios), named, free, graph)
+    unplaced = {role: facts for role, facts in roles.items() if role not in placed}
+    if unplaced:
+        placed |= _by_strategy(config, Cluster(world_size, local_size, config.ratios), named, unplaced, graph)
     idle = sorted(set(range(world_size)) - {rank for pool in placed.values() for rank in pool.ranks})
     if idle:
         raise ValueError(
@@ -112,21 +115,33 @@ def _check_ratios(config: PlacementConfig, named: Mapping[str, str | None], role
         if name not in placeable:
             hint = nearest(name, placeable) or ";"
             raise ValueError(f"placement.ratios.{name}: no such role or call{hint} there are {', '.join(placeable)}")
-        placed = next((key for key in (name.split(".")[0], _key(name)) if named.get(key) is not None), None)
-        if placed is not None:
-            raise ValueError(f"placement.ratios.{name}: models.{placed} says by itself where it runs; leave one of them out")
+        placed_key = next((key for key in (name.split(".")[0], _key(name)) if named.get(key) is not None), None)
+        if placed_key is not None:
+            raise ValueError(
+                f"placement.ratios.{name}: models.{placed_key} says by itself where it runs; leave one of them out"
+            )
 
 
 def _by_strategy(
-    config: PlacementConfig,
-    cluster: Cluster,
-    named: Mapping[str, str | None],
-    roles: Roles,
-    graph: Trace,
+    config: PlacementConfig, cluster: Cluster, named: Mapping[str, str | None], roles: Roles, graph: Trace
 ) -> dict[str, ResourcePool]:
     """Return the strategy's pools of ``roles``, and of their calls that the configuration does not place."""
     where = f"placement.strategy={config.strategy!r}"
-    strategy = find("placement.strategy", "rlhf_spmd.planner.strategies", config.strategy, exports="place")
+    assignment = _run_strategy(config, cluster, roles, graph, where)
+    _check_assignment(assignment, roles, where)
+    ranks_of = {name: tuple(ranks) for name, ranks in (*assignment.roles.items(), *assignment.calls.items())}
+    _check_ratios_met(ranks_of, cluster, roles, where)
+    pool_names = {
+        ranks: "+".join(name for name, name_ranks in ranks_of.items() if name_ranks == ranks) for ranks in ranks_of.values()
+    }
+    pool_names[cluster.everyone] = "all"
+    pools = {_key(name): _checked_pool(where, pool_names[ranks], ranks, cluster.size) for name, ranks in ranks_of.items()}
+    return {key: pool for key, pool in pools.items() if named.get(key) is None}
+
+
+def _run_strategy(config: PlacementConfig, cluster: Cluster, roles: Roles, graph: Trace, where: str) -> Assignment:
+    """Return the strategy's assignment. Raises ValueError if it refuses, fails, or returns something else."""
+    strategy = find("placement.strategy", "rlhf_spmd.planner.strategies", config.strategy, required_attribute="place")
     try:
         assignment = strategy.place(graph, cluster, roles)
     except PlacementError as error:
@@ -137,9 +152,13 @@ def _by_strategy(
         raise ValueError(
             f"{where} returned {type(assignment).__name__}; its place() must return an Assignment (rlhf_spmd.planner.cluster)"
         )
+    return assignment
+
+
+def _check_assignment(assignment: Assignment, roles: Roles, where: str) -> None:
+    """Raise ValueError if the assignment has unknown names or lacks a role."""
     placeable = _placeable(roles)
-    ranks_of = {name: tuple(ranks) for name, ranks in (*assignment.roles.items(), *assignment.calls.items())}
-    for name in ranks_of:
+    for name in (*assignment.roles, *assignment.calls):
         if name not in placeable:
             raise ValueError(
                 f"{where} places {name!r}, which is no role and no call that may run elsewhere; there are {', '.join(placeable)}"
@@ -147,21 +166,20 @@ def _by_strategy(
     for role in roles:
         if role not in assignment.roles:
             raise ValueError(f"{where} gives role '{role}' no ranks")
-    step = math.lcm(*(facts.unit for facts in roles.values()), *(n for facts in roles.values() for n in facts.calls.values()))
+
+
+def _check_ratios_met(ranks_of: Mapping[str, tuple[int, ...]], cluster: Cluster, roles: Roles, where: str) -> None:
+    """Raise ValueError if a name's number of ranks is not that of its ratio, as nearly as layouts allow."""
+    units = [unit for facts in roles.values() for unit in (facts.unit, *facts.calls.values())]
+    granularity = math.lcm(*units)
     for name, ratio in cluster.ratios.items():
         ranks = ranks_of.get(name, ())
-        if abs(len(ranks) - ratio * cluster.size) >= step:
-            beside = " and ".join(other for other, other_ranks in ranks_of.items() if other_ranks == ranks and other != name)
+        if abs(len(ranks) - ratio * cluster.size) >= granularity:
+            sharing = " and ".join(other for other, other_ranks in ranks_of.items() if other_ranks == ranks and other != name)
             raise ValueError(
                 f"placement.ratios.{name}={ratio:g} of {cluster.size} ranks is {ratio * cluster.size:g}, but {where} gives it "
-                f"{len(ranks)}{f', together with {beside}' if beside else ''}; change the ratio or leave it out"
+                f"{len(ranks)}{f', together with {sharing}' if sharing else ''}; change the ratio or leave it out"
             )
-    pool_names = {
-        ranks: "+".join(name for name, name_ranks in ranks_of.items() if name_ranks == ranks) for ranks in ranks_of.values()
-    }
-    pool_names[cluster.everyone] = "all"
-    pools = {_key(name): _checked_pool(where, pool_names[ranks], ranks, cluster.size) for name, ranks in ranks_of.items()}
-    return {key: pool for key, pool in pools.items() if named.get(key) is None}
 
 
 def _key(name: str) -> str:

@@ -14,9 +14,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 
 from rlhf_spmd.config.constraints import PositiveFraction, PositiveInt, Range
+from rlhf_spmd.config.plain_yaml import parse, resolve
 from rlhf_spmd.config.rules import Rule, Rules, check_section
 from rlhf_spmd.config.schema import ConfigError, read_section
-from rlhf_spmd.config.written import parse, resolve
 from rlhf_spmd.parallel.layout import check_zero_size
 from rlhf_spmd.planner.problem import RankRange
 
@@ -81,8 +81,12 @@ class PlacedCall:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A plan for ``ranks`` ranks, ``local_size`` on each host. ``calls``: by ``role.method``. ``algorithm``: settings of that
-    section, the token budget of micro-batches. ``step_seconds``: the prediction, which is not read back."""
+    """A plan for ``ranks`` ranks, ``local_size`` on each host.
+
+    - algorithm: settings of that section: the token budget of micro-batches
+    - calls: ``role.method`` -> the placed call
+    - step_seconds: a prediction, which is not read back
+    """
 
     ranks: int
     local_size: int
@@ -116,7 +120,8 @@ class PlanFile:
             }
         for name, call in self.calls.items():
             role, method = name.split(".")
-            home, section = homes[role], models[role]
+            home = homes[role]
+            section = models[role]
             if call.max_num_seqs is not None:
                 generation: dict[str, Any] = {"max_num_seqs": call.max_num_seqs}
                 if call.gpu_memory_utilization is not None:  # otherwise the configuration's
@@ -158,7 +163,8 @@ def read_plan(path: str) -> PlanFile:
         if num_homes != 1:
             raise ConfigError(f"plan={path}: one call of role '{role}' must have home: true, and {num_homes} have")
     last = max(call.rank_range.end for call in calls.values())
-    size, algorithm = raw.get("ranks", last), raw.get("algorithm") or {}
+    size = raw.get("ranks", last)
+    algorithm = raw.get("algorithm") or {}
     local_size = raw.get("local_size", size)
     is_budget = isinstance(algorithm, dict) and all(type(tokens) is int and tokens > 0 for tokens in algorithm.values())
     if type(size) is not int or type(local_size) is not int or not is_budget:
@@ -219,7 +225,7 @@ def _planned_role(section: Mapping[str, Any], planned: Mapping[str, Any]) -> dic
             merged["generation"] |= {"ep": grid["tp"]}
     if not merged["offload"]:
         merged.pop("prefetch", None)
-    if "generate_sequences" in merged["calls"]:  # whole weights are sent there
+    if "generate_sequences" in merged["calls"]:  # complete weights are sent there
         merged["generation"] = _without(merged["generation"], "reshard_method", "buffers")
     return merged
 

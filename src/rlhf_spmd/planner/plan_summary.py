@@ -49,12 +49,12 @@ def _row(name: str, call: PlacedCall) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """A plan for ``machine``, with what people ask of it.
+    """A plan for ``machine``, with the numbers that people ask for.
 
     - cluster: the machine, in words
     - tokens: prompts and responses of a step
     - steps: of the run; None if its length is in epochs
-    - configured: the plan of the configuration's own placement and layouts, or why there is none; None if that is what is judged
+    - configured: the plan of the configuration's own placement and layouts, or why there is none; None if ``planned`` is that plan
     """
 
     planned: PlanResult
@@ -70,8 +70,7 @@ class PlanSummary:
         ``memory_gb``: GiB of the fullest rank in its largest call, of ``room_gb``. ``hours``: of the entire run.
         """
         planned = self.planned
-        search = self.planned.search
-        seconds = self.planned.seconds
+        search = planned.search
         configured: dict[str, Any] | None = None
         if isinstance(self.configured, PlanResult) and self.configured.refusal is None:
             configured = {"step_seconds": self.configured.seconds}
@@ -79,7 +78,7 @@ class PlanSummary:
             configured = {"refusal": self._refusal()}
         return {
             "calls": {name: asdict(call) | {"ranks": list(call.rank_range.ranks)} for name, call in planned.file.calls.items()},
-            "step_seconds": seconds,
+            "step_seconds": planned.seconds,
             "lower_bound_seconds": search.lower_bound,
             "optimal": search.optimal,
             "search_seconds": search.search_seconds,
@@ -90,8 +89,8 @@ class PlanSummary:
             "cluster": self.cluster,
             "memory_gb": max(call.memory_gb for call in planned.file.calls.values()),
             "room_gb": min(self.machine.memory) / GIB,
-            "tokens_per_second": self.tokens / seconds,
-            "hours": None if self.steps is None else self.steps * seconds / 3600,
+            "tokens_per_second": self.tokens / planned.seconds,
+            "hours": None if self.steps is None else self.steps * planned.seconds / 3600,
             "configuration": configured,
         }
 
@@ -101,7 +100,8 @@ class PlanSummary:
 
     def lines(self) -> list[str]:
         """Return the summary as lines."""
-        values, planned = self.to_json(), self.planned
+        planned = self.planned
+        values = self.to_json()
         used = values["memory_gb"]
         room = values["room_gb"]
         hours = values["hours"]
@@ -116,8 +116,8 @@ class PlanSummary:
             lines.append(f"the configuration as it is, without this plan, does not fit: {self._refusal()}")
         elif isinstance(configured, PlanResult):
             gain = configured.seconds / planned.seconds
-            than = f"the configuration as it is ({configured.seconds:.3g} s a step)"
-            lines.append(f"{gain:.2f} times as fast as {than}" if gain > 1.005 else f"as fast as {than}")
+            times = f"{gain:.2f} times " if gain > 1.005 else ""
+            lines.append(f"{times}as fast as the configuration as it is ({configured.seconds:.3g} s a step)")
             if configured.warning:
                 lines.append(f"which may not fit: {configured.warning}")
         return lines

@@ -19,8 +19,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-STORAGE = (0, 1, 1, 3)  # how weights lie under ZeRO 0 to 3: whole, or in shards that are gathered at once (1) or by layers (3)
-IMPOSSIBLE = 1e6, 1e15  # seconds and bytes; finite, so that a search that walks finds its way out
+# How weights lie under ZeRO 0 to 3: complete (0), or in shards that are gathered at once (1) or by layers (3)
+SHARDING_OF_ZERO = (0, 1, 1, 3)
+IMPOSSIBLE = (1e6, 1e15)  # seconds and bytes; finite, so that a search that walks finds its way out
 
 
 @dataclass(frozen=True, order=True)
@@ -51,7 +52,7 @@ class RankRange:
         return str(self.first) if self.count == 1 else f"{self.first}-{self.end - 1}"
 
 
-WeightLayout = tuple[int, int, int, int, int]  # how weights lie: pp, tp, STORAGE of the ZeRO stage, zero_size, ep
+WeightLayout = tuple[int, int, int, int, int]  # how weights lie: pp, tp, SHARDING_OF_ZERO of the ZeRO stage, zero_size, ep
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Option:
     - cache: the part of ``call_bytes`` that a KV cache takes
     - zero, zero_size: ZeRO stage, and ranks that share one copy of the weights; 0: all replicas. ep: ranks that share the experts
     - in_place: at home, the call uses the weights in the home's layout, so ``zero`` must be the home's
-    - expert_parallel_generation: ranks of tp share the experts, so that weights are copied, and stay beside, in the home's layout too
-    - settings: the option as the caller describes it, a ``PlacedCall``; the search does not read it
+    - expert_parallel_generation: ranks of tp share the experts, so weights are copied in the home's layout, too
+    - settings: the option as the caller describes it, a ``PlacedCall``; no search reads it
     """
 
     size: int
@@ -84,7 +85,7 @@ class Option:
     @property
     def layout(self) -> WeightLayout:
         """Return how the weights lie."""
-        return self.pp, self.tp, STORAGE[self.zero], self.zero_size, self.ep
+        return self.pp, self.tp, SHARDING_OF_ZERO[self.zero], self.zero_size, self.ep
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,10 @@ class Problem:
         assert sorted(homes) == sorted({call.role for call in self.calls}), f"one home for each role, not {homes}"
         for call_index, call in enumerate(self.calls):
             home = self.calls[self.homes[call.role]]
-            assert call.options and all(before < call_index for before in call.after), (
-                f"{call.name}: options, and calls before it"
-            )
-            same = [o.size for o in call.options] == [o.size for o in home.options]
-            assert not call.shares_home or same, f"{call.name}: as {home.name}"
+            is_ordered = all(before < call_index for before in call.after)
+            assert call.options and is_ordered, f"{call.name} needs options, and waits only for earlier calls"
+            has_home_sizes = [option.size for option in call.options] == [option.size for option in home.options]
+            assert not call.shares_home or has_home_sizes, f"{call.name} must have options of the same sizes as {home.name}"
 
     @property
     def size(self) -> int:
@@ -163,7 +163,7 @@ class Problem:
 
     @cached_property
     def options_by_size(self) -> list[dict[int, list[int]]]:
-        """Return for each call: number of ranks -> the indices of its options on so many."""
+        """Return for each call: number of ranks -> the indices of its options of that size."""
         by_size: list[dict[int, list[int]]] = [{} for _ in self.calls]
         for indices, call in zip(by_size, self.calls, strict=True):
             for index, option in enumerate(call.options):
@@ -173,9 +173,8 @@ class Problem:
     @cached_property
     def least_resident(self) -> dict[str, float]:
         """Return role -> the fewest resident bytes, summed over its ranks."""
-        return {
-            role: min(o.resident * o.size for o in self.calls[call_index].options) for role, call_index in self.homes.items()
-        }
+        homes = {role: self.calls[call_index] for role, call_index in self.homes.items()}
+        return {role: min(option.resident * option.size for option in home.options) for role, home in homes.items()}
 
     @cached_property
     def homes(self) -> dict[str, int]:
@@ -185,13 +184,8 @@ class Problem:
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
         """Return role -> its home and the calls that share it."""
-        indexed_calls = list(enumerate(self.calls))
-        return {
-            role: tuple(
-                call_index for call_index, call in indexed_calls if call.role == role and (call.home or call.shares_home)
-            )
-            for role in self.homes
-        }
+        at_home = [(i, call.role) for i, call in enumerate(self.calls) if call.home or call.shares_home]
+        return {role: tuple(i for i, call_role in at_home if call_role == role) for role in self.homes}
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
@@ -207,27 +201,29 @@ class Problem:
         return self.calls[self.homes[role]].options[home.option].layout
 
     def weight_copy_cost(self, call: CallNode, home: Choice, choice: Choice) -> tuple[float, float]:
-        """Return seconds, and bytes on each rank of the call, for the weights that come from ``home``.
+        """Return seconds, and bytes on each rank of the call, of copying the weights from ``home``.
 
         - Same ranks, same layout: nothing moves.
         - Same ranks, and the call's pp and tp divide the home's: each rank keeps its part and gets the rest of its shard
           (HybridFlow, table 2: (tp - t_g p_g) / (t_g p_g t p) of the weights).
-        - Otherwise each rank gets a whole shard beside what it has (ReaL, section 6).
+        - Otherwise each rank gets a complete shard beside what it has (ReaL, section 6).
 
         The slower of receiving and sending counts; the home's ranks share the sending. ``IMPOSSIBLE`` if the trainer cannot do
         it: a call with ``zero`` runs only in its home's layout.
         """
-        same_ranks, near = home.rank_range == choice.rank_range, self.on_one_host(home.rank_range, choice.rank_range)
-        layout = self.home_layout(call.role, home) if same_ranks else None
-        return self.weight_copy_cost_between(call.role, layout, home.rank_range.count, call.options[choice.option], near)
+        on_one_host = self.on_one_host(home.rank_range, choice.rank_range)
+        layout = self.home_layout(call.role, home) if home.rank_range == choice.rank_range else None
+        option = call.options[choice.option]
+        return self.weight_copy_cost_between(call.role, layout, home.rank_range.count, option, on_one_host)
 
     def weight_copy_cost_between(
-        self, role: str, layout: WeightLayout | None, holders: int, option: Option, near: bool
+        self, role: str, layout: WeightLayout | None, num_home_ranks: int, option: Option, on_one_host: bool
     ) -> tuple[float, float]:
         """Return :meth:`weight_copy_cost`'s seconds and bytes, from what they depend on.
 
-        ``layout``: the home's if the ranks are the same, else None. ``holders``: number of the home's ranks; between different
-        ranks only this number matters, and the search relies on that. ``near``: all ranks are on one host.
+        - layout: the home's if the call has the home's ranks, else None
+        - num_home_ranks: between different ranks only this number matters, and the search relies on that
+        - on_one_host: all ranks are on one host
         """
         if layout == option.layout and not option.expert_parallel_generation:
             return 0.0, 0.0
@@ -236,20 +232,20 @@ class Problem:
         shard = self.weights[role] / (option.pp * option.tp)
         if layout:
             pp, tp, zero, zero_size, ep = layout
-            num_shards = max(pp * tp * zero_size if zero_size else holders if zero else pp * tp, pp * tp * ep)
+            num_shards = max(pp * tp * zero_size if zero_size else num_home_ranks if zero else pp * tp, pp * tp * ep)
             if not (option.in_place or option.expert_parallel_generation) and pp % option.pp == 0 and tp % option.tp == 0:
                 shard -= self.weights[role] / num_shards
-            near = near or num_shards <= self.local_size
-        sent = shard * option.size / holders
-        return max(shard, sent) / (self.link if near else self.network), shard
+            on_one_host = on_one_host or num_shards <= self.local_size
+        sent = shard * option.size / num_home_ranks
+        return max(shard, sent) / (self.link if on_one_host else self.network), shard
 
 
 @dataclass(frozen=True)
 class Schedule:
     """When the calls of a plan run, and what each rank needs.
 
-    - spans: start and end of each call in seconds, transfers of weights included. If generation runs ahead: of the steady state,
-      in which each step is ``seconds`` later than the last
+    - spans: start and end of each call in seconds, transfers of weights included. If generation runs ahead, they are those of
+      the steady state, in which each step is ``seconds`` later than the last
     - seconds: of a step
     - peaks: bytes on each rank
     - excess: share of its memory by which the fullest rank exceeds it; 0 if all fit
@@ -269,38 +265,38 @@ class Schedule:
 def simulate(problem: Problem, plan: Plan) -> Schedule:
     """Return when the calls of a plan run, and what each rank needs."""
     seconds = []
-    needs = []
+    call_bytes = []
     resident = []
     for call, choice in zip(problem.calls, plan, strict=True):
-        option, home = call.options[choice.option], plan[problem.homes[call.role]]
-        assert option.size == choice.rank_range.count, (
-            f"{call.name}: an option of {option.size} ranks on {choice.rank_range.count}"
-        )
-        transfer, copied = 0.0, 0.0  # seconds and bytes of weights that come from the home
+        ranks = choice.rank_range
+        option = call.options[choice.option]
+        home = plan[problem.homes[call.role]]
+        assert option.size == ranks.count, f"{call.name} has an option of {option.size} ranks on {ranks.count}"
+        copy_seconds, copy_bytes = 0.0, 0.0  # of weights that come from the home
         if call.home:
-            resident.append((choice.rank_range, option.resident))
+            resident.append((ranks, option.resident))
         elif call.shares_home:
-            assert choice == home, f"{call.name}: runs at home"
+            assert choice == home, f"{call.name} must run at its role's home"
         else:
-            transfer, copied = problem.weight_copy_cost(call, home, choice)
-        seconds.append(option.seconds + transfer)
-        needs.append((choice.rank_range, option.call_bytes + copied))
+            copy_seconds, copy_bytes = problem.weight_copy_cost(call, home, choice)
+        seconds.append(option.seconds + copy_seconds)
+        call_bytes.append((ranks, option.call_bytes + copy_bytes))
     call_indices = range(len(plan))
     starts, period = start_times(problem, call_indices, [choice.rank_range for choice in plan], seconds)
-    peaks = rank_peaks(problem.size, resident, needs)
+    peaks = rank_peaks(problem.size, resident, call_bytes)
     excess = max(peak / memory - 1 for peak, memory in zip(peaks, problem.memory, strict=True))
     return Schedule(tuple((starts[i], starts[i] + seconds[i]) for i in call_indices), period, peaks, max(excess, 0.0))
 
 
 def rank_peaks(
-    size: int, resident: Sequence[tuple[RankRange, float]], needs: Sequence[tuple[RankRange, float]]
+    size: int, resident: Sequence[tuple[RankRange, float]], call_bytes: Sequence[tuple[RankRange, float]]
 ) -> tuple[float, ...]:
-    """Return bytes on each rank: the sum of what is resident on it, plus the largest need."""
-    cuts = sorted({0, size, *(edge for ranks, _ in (*resident, *needs) for edge in (ranks.first, ranks.end))})
+    """Return bytes on each rank: the sum of what is resident on it, plus the largest call bytes."""
+    edges = {edge for ranks, _ in (*resident, *call_bytes) for edge in (ranks.first, ranks.end)}
     peaks: list[float] = []
-    for first, end in pairwise(cuts):
+    for first, end in pairwise(sorted({0, size} | edges)):
         resident_bytes = sum(amount for ranks, amount in resident if ranks.first <= first < ranks.end)
-        largest = max((amount for ranks, amount in needs if ranks.first <= first < ranks.end), default=0.0)
+        largest = max((amount for ranks, amount in call_bytes if ranks.first <= first < ranks.end), default=0.0)
         peaks += [resident_bytes + largest] * (end - first)
     return tuple(peaks)
 
@@ -310,13 +306,13 @@ def start_times(
 ) -> tuple[list[float], float]:
     """Return starts of all calls (0 for calls outside ``call_indices``), and the seconds of a step.
 
-    ``call_indices`` ascend and wait only for each other. A call without ranks takes time but occupies none; then both results are
-    lower bounds.
+    ``call_indices`` ascend and wait only for each other. A call without ranks takes time but occupies no rank; with such calls both
+    results are lower bounds.
     """
     if problem.ahead:
         return _steady_state(problem, ranges, seconds)
-    starts, ends = [0.0] * len(problem.calls), [0.0] * len(problem.calls)
-    last = 0.0
+    starts = [0.0] * len(problem.calls)
+    ends = [0.0] * len(problem.calls)
     done: list[int] = []
     for call_index in call_indices:
         start = 0.0
@@ -328,46 +324,52 @@ def start_times(
                 if earlier in after or (ranks is not None and other is not None and ranks.overlaps(other)):
                     start = ends[earlier]
         done.append(call_index)
-        starts[call_index], ends[call_index] = start, start + seconds[call_index]
-        last = max(last, ends[call_index])
-    return starts, last
+        starts[call_index] = start
+        ends[call_index] = start + seconds[call_index]
+    return starts, max(ends)
 
 
 def _steady_state(problem: Problem, ranges: Sequence[RankRange | None], seconds: Sequence[float]) -> tuple[list[float], float]:
     """Return :func:`start_times` of steps that overlap without end.
 
-    Seconds per step are the largest ratio of seconds to steps among the cycles of what waits for what (max-plus algebra).
-    Newton's method finds it: a cycle that is slower than the period becomes the next period.
+    An edge (before, after, n) demands start[after] >= start[before] + seconds[before] - n * period. The shortest possible period
+    is the largest sum(seconds) / sum(n) among all cycles of edges (max-plus algebra). Newton's method finds it.
     """
-    edges, size = _waits(problem, ranges), len(seconds)
+    edges = _waiting_edges(problem, ranges)
+    size = len(seconds)
     period = max(seconds)
     while True:
-        starts, cause = [0.0] * size, [-1] * size
+        # 1. find starts that satisfy all edges, as Bellman and Ford; if they settle, this period is possible
+        starts = [0.0] * size
+        cause = [-1] * size  # by call: the call that decides its start
         moved = -1
         for _ in range(size + 1):
             moved = -1
             for before, after, steps in edges:
                 start = starts[before] + seconds[before] - steps * period
                 if start > starts[after] + 1e-12 * period:
-                    starts[after], cause[after] = start, before
+                    starts[after] = start
+                    cause[after] = before
                     moved = after
             if moved < 0:
                 return starts, period
-        for _ in range(size):  # back into a cycle that is slower, then once around it
+        # 2. otherwise follow the causes back into a cycle that takes longer than its steps allow, and once around it
+        for _ in range(size):
             moved = cause[moved]
         cycle = [moved]
         while cause[cycle[-1]] != moved:
             cycle.append(cause[cycle[-1]])
+        # 3. the next period is that of the cycle: sum(seconds) / sum(n)
         pairs = [(cause[call_index], call_index) for call_index in cycle]
-        around = sum(min(steps for *ends, steps in edges if tuple(ends) == pair) for pair in pairs)
-        slower = sum(seconds[call_index] for call_index in cycle) / around
-        if slower <= period:  # by no more than rounding
+        cycle_steps = sum(min(steps for *ends, steps in edges if tuple(ends) == pair) for pair in pairs)
+        cycle_period = sum(seconds[call_index] for call_index in cycle) / cycle_steps
+        if cycle_period <= period:  # by no more than rounding
             return starts, period
-        period = slower
+        period = cycle_period
 
 
-def _waits(problem: Problem, ranges: Sequence[RankRange | None]) -> list[tuple[int, int, int]]:
-    """Return (before, after, n): ``after`` of a step waits for ``before`` of the step n earlier.
+def _waiting_edges(problem: Problem, ranges: Sequence[RankRange | None]) -> list[tuple[int, int, int]]:
+    """Return (before, after, n): the call ``after`` of a step waits for the call ``before`` of the step n earlier.
 
     A call needs the weights of the step before; one of ``generating`` needs those of the step ``ahead`` + 1 before.
     """
@@ -377,7 +379,8 @@ def _waits(problem: Problem, ranges: Sequence[RankRange | None]) -> list[tuple[i
         lag = problem.ahead + 1 if call_index in problem.generating else 1
         edges += [(train, call_index, lag) for train in problem.tied[call.role] if train != call_index]
         for before in range(call_index):
-            ranks, other = ranges[call_index], ranges[before]
+            ranks = ranges[call_index]
+            other = ranges[before]
             if ranks is not None and other is not None and ranks.overlaps(other):
                 edges += [(before, call_index, 0), (call_index, before, 1)]
     return edges

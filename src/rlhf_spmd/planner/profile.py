@@ -26,9 +26,12 @@ AGAIN = (0.0, 0.4, 1.0)
 class LayerTimes:
     """Measured seconds of a model of ``sizes`` in tp slices.
 
-    By ``tokens`` of a micro-batch: ``forward`` and ``both`` (forward and backward) of one layer, ``forward_ends`` and
-    ``both_ends`` of all that is outside the layers. By ``rows`` in flight of a decode step: ``decode`` of one layer and
-    ``decode_ends`` outside, with ``context`` tokens in each row's cache.
+    - tokens: of the measured micro-batches; for each:
+    - forward, both: a forward pass, and a forward and backward pass, of one layer
+    - forward_ends, both_ends: the same of all that is outside the layers
+    - rows: in flight in the measured decode steps; for each:
+    - decode, decode_ends: a step of one layer, and of all that is outside the layers
+    - context: tokens in each row's cache in these steps
     """
 
     sizes: str
@@ -53,9 +56,9 @@ class LayerTimes:
 def sizes_of(shape: ModelShape) -> str:
     """Return the key of a model's times: models with equal keys have layers that take equal times."""
     latent = f"-{shape.cache_entry}-{shape.q_rank}" if shape.cache_entry else ""
-    experts = f"-e{shape.expert_columns:g}-{shape.experts:g}" if shape.experts else ""
+    experts = f"-e{shape.expert_columns:g}-{shape.expert_params:g}" if shape.expert_params else ""
     linear = f"-d{shape.gate_columns:g}-{shape.row_state:g}" if shape.gate_columns else ""
-    sizes = f"{shape.hidden}-{shape.queries}-{shape.keys}-{shape.intermediate}-{shape.vocab}-{shape.head_outputs}"
+    sizes = f"{shape.hidden}-{shape.query_dims}-{shape.key_dims}-{shape.intermediate}-{shape.vocab}-{shape.head_outputs}"
     return f"{sizes}{latent}{experts}{linear}"
 
 
@@ -63,9 +66,11 @@ def sizes_of(shape: ModelShape) -> str:
 class Profile:
     """Result of ``plan profile`` with ``size`` ranks.
 
-    ``device``: with measured rates. ``latency``: seconds of a small all-reduce of all ranks. ``update``: seconds of an
-    optimizer step for each parameter. ``zero``: for ZeRO 0 to 3, seconds for each parameter that the forward and backward pass
-    of a micro-batch take longer; ``zero_forward``: the same for a forward pass with ZeRO 3.
+    - device: with measured rates
+    - latency: seconds of a small all-reduce of all ranks
+    - update: seconds of an optimizer step for each parameter
+    - zero: for ZeRO 0 to 3, seconds for each parameter that the forward and backward pass of a micro-batch take longer
+    - zero_forward: the same for a forward pass with ZeRO 3
     """
 
     device: Gpu
@@ -100,15 +105,15 @@ class ProfileTimes:
             )
         return layers[sizes_of(shape), tp]
 
-    def slices(self, shape: ModelShape) -> list[int]:
-        """Return the values of tp that were measured."""
+    def tp_sizes(self, shape: ModelShape) -> list[int]:
+        """Return the tensor-parallel sizes that were measured."""
         return sorted(times.tp for times in self.profile.layers if times.sizes == sizes_of(shape))
 
     def infer_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray:
         """Return seconds [n] of a forward pass over all rows."""
         passes = self._passes("forward", shape, work, work.rows, settings)
         count, _ = work.micro_batches(work.rows, settings)
-        params = shape.stage_params(settings.pp, settings.tp) - shape.stage_experts(settings)
+        params = shape.stage_params(settings.pp, settings.tp) - shape.stage_expert_params(settings)
         slowdown = self._slowdown(settings.dp_shard, settings.tp)
         return passes + ((settings.zero == 3) & (settings.dp_shard > 1)) * count * self.profile.zero_forward * params * slowdown
 
@@ -116,7 +121,8 @@ class ProfileTimes:
         """Return seconds [n] of all mini-batches and epochs: passes, sums of gradients, updates."""
         steps = work.mini_batches * work.epochs
         passes = self._passes("both", shape, work, work.rows / work.mini_batches, settings)
-        experts, shards = shape.stage_experts(settings), settings.dp_shard
+        shards = settings.dp_shard
+        experts = shape.stage_expert_params(settings)
         params = shape.stage_params(settings.pp, settings.tp) - experts
         expert_sums = self._sums(experts / settings.ep, settings.dp * settings.cp // settings.ep, settings.tp * settings.ep)
         sums = self._sums(params / shards, settings.dp_replicate, settings.tp * shards)
@@ -129,7 +135,7 @@ class ProfileTimes:
     def generate_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Any = None) -> np.ndarray:
         """Return seconds [n] of a prefill for each group, and of decoding in waves of ``max_num_seqs`` rows on each replica."""
         rows = np.ceil(work.rows / settings.dp)
-        prefill = shape.layers * self._layer("forward", shape, settings, rows / work.group * work.prompt)
+        prefill = shape.num_layers * self._layer("forward", shape, settings, rows / work.group * work.prompt)
         waves = np.floor((rows - 1) / settings.max_num_seqs)
         total = waves * work.response * self._step(shape, settings, np.minimum(rows, settings.max_num_seqs))
         last_wave = rows - waves * settings.max_num_seqs
@@ -139,15 +145,19 @@ class ProfileTimes:
         return prefill + total * settings.pp
 
     def _sums(self, numel: np.ndarray, copies: np.ndarray, apart: np.ndarray) -> np.ndarray:
-        """Return seconds [n] of summing so many fp32 gradients over ``copies`` ranks, one every ``apart``."""
+        """Return seconds [n] of summing ``numel`` fp32 gradients over ``copies`` ranks, one every ``apart``."""
         sent = 2 * 4 * numel * (copies - 1) / copies * self._slowdown(copies, apart) / self.profile.device.link
         return np.where((copies > 1) & (numel > 0), sent + self.profile.latency, 0.0)
 
     def _exchanges(self, shape: ModelShape, settings: CallSettings, tokens: np.ndarray) -> Any:
-        """Return seconds [n] of a layer's all-to-alls in a pass over ``tokens``, which were measured without: over ep of rows
-        for experts and their results, over cp of queries, keys and values and of what attention makes of them."""
-        total, tp = np.zeros(len(settings)), settings.tp
-        exchanges = (settings.ep, 2 * shape.expert_rows * shape.hidden), (settings.cp, 2 * (shape.queries + shape.keys) / tp)
+        """Return seconds [n] of a layer's all-to-alls in a pass over ``tokens``, which were measured without them.
+
+        Over ep go rows for experts and their results; over cp queries, keys, values and the outputs of attention.
+        """
+        tp = settings.tp
+        total = np.zeros(len(settings))
+        cp_numbers = 2 * (shape.query_dims + shape.key_dims) / tp
+        exchanges = ((settings.ep, 2 * shape.expert_rows * shape.hidden), (settings.cp, cp_numbers))
         for ranks, numbers in exchanges:
             size = tokens * numbers * self.profile.device.itemsize * (ranks - 1) / ranks
             sent = size * self._slowdown(ranks, tp) / self.profile.device.link
@@ -155,11 +165,14 @@ class ProfileTimes:
         return total
 
     def _slowdown(self, ranks: np.ndarray, apart: np.ndarray) -> np.ndarray:
-        """Return how many times as long as the measured one a ring takes that has ``ranks`` ranks, one every ``apart``, [n]. Between
-        hosts it uses the network of all its devices in a host."""
-        host, link = self.machine.local_size, self.profile.device.link
-        inside = (self.profile.size > host) | (apart * ranks <= host)
-        return np.where(inside, 1.0, np.maximum(link / (self.machine.network * np.maximum(host // apart, 1)), 1.0))
+        """Return the time of a ring of ``ranks`` ranks, one every ``apart``, as a multiple of the measured one, [n].
+
+        Between hosts it uses the network of all its devices in a host.
+        """
+        local_size = self.machine.local_size
+        is_measured = (self.profile.size > local_size) | (apart * ranks <= local_size)
+        network = self.machine.network * np.maximum(local_size // apart, 1)
+        return np.where(is_measured, 1.0, np.maximum(self.profile.device.link / network, 1.0))
 
     def _layer(self, name: str, shape: ModelShape, settings: CallSettings, amount: np.ndarray) -> np.ndarray:
         """Return seconds [n] of the field ``name`` of :class:`LayerTimes`, for tokens or rows [n], each by the times of its tp."""
@@ -170,23 +183,23 @@ class ProfileTimes:
         return seconds
 
     def _passes(self, name: str, shape: ModelShape, work: Workload, rows: float, settings: CallSettings) -> np.ndarray:
-        """Return seconds [n] of the pipeline's passes over so many rows."""
+        """Return seconds [n] of the pipeline's passes over ``rows`` rows."""
         count, micro_tokens = work.micro_batches(rows, settings)
         tokens = work.tokens_through_layers(micro_tokens)
-        layer, ends = self._layer(name, shape, settings, tokens), self._layer(f"{name}_ends", shape, settings, micro_tokens)
+        layer = self._layer(name, shape, settings, tokens)
+        ends = self._layer(f"{name}_ends", shape, settings, micro_tokens)
         if name == "both":
             layer = layer + np.asarray(AGAIN)[settings.checkpointing] * self._layer("forward", shape, settings, tokens)
         exchanges = self._exchanges(shape, settings, tokens)
         layer = layer + (2 + (settings.checkpointing > 0) if name == "both" else 1) * exchanges
-        stage = np.ceil(shape.layers / settings.pp) * layer
-        near = settings.size <= self.machine.local_size
-        link = np.where(near, self.machine.device.link, self.machine.network)
+        stage = np.ceil(shape.num_layers / settings.pp) * layer
+        link = np.where(settings.size <= self.machine.local_size, self.machine.device.link, self.machine.network)
         sent = (settings.pp > 1) * (self.profile.latency + 4 * tokens * shape.hidden / link)
         return (count + settings.pp - 1) * (stage + sent) + count * ends
 
     def _step(self, shape: ModelShape, settings: CallSettings, rows: np.ndarray) -> np.ndarray:
         """Return seconds [n] of a decode step."""
-        layers = shape.layers * self._layer("decode", shape, settings, rows)
+        layers = shape.num_layers * self._layer("decode", shape, settings, rows)
         return layers + self._layer("decode_ends", shape, settings, rows)
 
 

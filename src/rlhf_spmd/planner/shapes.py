@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
-from rlhf_spmd.models.sharding import plan_params
+from rlhf_spmd.models.sharding import plan_whole_model
 from rlhf_spmd.models.spec import ModelSpec
 
 
@@ -20,83 +20,94 @@ from rlhf_spmd.models.spec import ModelSpec
 class ModelShape:
     """Sizes of a decoder in elements.
 
-    "Of a token" counts numbers, "of a layer" parameters; both are means over all layers where layers differ. Where some layers have
-    linear attention, the sizes of softmax attention are averaged over all layers, too.
+    Numbers for a token and parameters of a layer are means over all layers. Where some layers have linear attention, the sizes of
+    softmax attention are averaged over all layers, too.
     """
 
-    layers: int
-    hidden: int
-    queries: int  # of a token: heads * head_dim of the queries
-    keys: int  # of a token: heads * head_dim of the keys; values are like keys
+    # sizes
+    num_layers: int
+    hidden: int  # numbers of a token in the residual stream
     kv_heads: int
-    intermediate: int  # columns of the MLP that a token meets; in a mixture of experts those of all its experts
     vocab: int
+    ties_embeddings: bool  # embedding and head are the same parameters
+    # numbers for a token
+    query_dims: int  # heads * head_dim of the queries
+    key_dims: int  # heads * head_dim of the keys; values are like keys
+    intermediate: int  # columns of the MLP; in a mixture of experts those of all experts of the token
+    head_outputs: int  # numbers that the head makes: the vocabulary's size, or 1 for a value head
+    # parameters
     matmul_weights: float  # of a layer: matrix weights that a token is multiplied with
-    layer: float  # parameters of a layer
-    embed: int  # parameters of the embedding
-    head: int  # parameters behind the last layer
-    head_outputs: int  # of a token: numbers that the head makes: the vocabulary's size, or 1 for a value head
-    tied: bool  # embedding and head are the same parameters
-    expert_rows: float = 0.0  # of a token: rows that a layer makes for its experts; 0 without experts
-    cache_entry: int = 0  # of a token: numbers that latent attention caches; 0 without it
-    q_rank: int = 0  # of a token: numbers that queries of latent attention come from
-    experts: float = 0.0  # of a layer: the parameters that ep divides
-    gate_columns: float = 0.0  # of a layer: columns of its first product beside queries, keys and values
-    mixer_floats: float = 0.0  # of a token: fp32 numbers that a layer keeps beside queries, keys and values
-    row_state: float = 0.0  # fp32 numbers that a layer keeps of a row in generation
+    layer_params: float  # of a layer
+    embed_params: int  # of the embedding
+    head_params: int  # behind the last layer
+    expert_params: float = 0.0  # of a layer: the parameters that ep divides
+    # numbers for a token, 0 in models without what they describe
+    expert_rows: float = 0.0  # rows that a layer makes for its experts
     expert_columns: float = 0.0  # those of ``intermediate`` in mixtures of experts
-    linear_share: float = 0.0  # share of the layers that have linear attention
-    global_keys: float = 0.0  # those of ``keys`` in layers with ``ModelSpec.global_heads``
+    cache_entry: int = 0  # numbers that latent attention caches
+    q_rank: int = 0  # numbers that queries of latent attention come from
+    gate_columns: float = 0.0  # columns of a layer's first product beside queries, keys and values
+    mixer_floats: float = 0.0  # fp32 numbers that a layer keeps beside queries, keys and values
+    global_key_dims: float = 0.0  # those of ``key_dims`` in layers with ``ModelSpec.global_heads``
+    # other sizes
     global_kv_heads: int = 1  # KV heads of these layers
+    row_state: float = 0.0  # fp32 numbers that a layer keeps of a row in generation
+    linear_share: float = 0.0  # share of the layers that have linear attention
 
-    def rank_keys(self, tp: Any) -> Any:
-        """Return a rank's part of ``keys``. If tp exceeds the KV heads, ranks hold copies."""
-        local_keys = (self.keys - self.global_keys) / np.minimum(tp, self.kv_heads)
-        return local_keys + self.global_keys / np.minimum(tp, self.global_kv_heads)
+    def rank_key_dims(self, tp: Any) -> Any:
+        """Return a rank's part of ``key_dims``. If tp exceeds the KV heads, ranks hold copies."""
+        local_dims = (self.key_dims - self.global_key_dims) / np.minimum(tp, self.kv_heads)
+        return local_dims + self.global_key_dims / np.minimum(tp, self.global_kv_heads)
 
-    def cached(self, tp: Any, num_entries: int = 1) -> Any:
-        """Return the numbers of a token and layer in a rank's cache. If tp exceeds the KV heads, ranks hold copies, as they do of
-        entries. ``num_entries``: pages that hold an entry."""
-        return num_entries * self.cache_entry if self.cache_entry else 2 * self.rank_keys(tp)
+    def cached_numbers(self, tp: Any, num_entries: int = 1) -> Any:
+        """Return the numbers in a rank's cache for a token and layer.
+
+        If tp exceeds the KV heads, ranks hold copies, as they do of the entries of latent attention. ``num_entries``: pages that
+        hold such an entry.
+        """
+        return num_entries * self.cache_entry if self.cache_entry else 2 * self.rank_key_dims(tp)
 
     def first_product_outputs(self, tp: Any) -> Any:
-        """Return the numbers that a layer's first products make of a token on a rank, without ``gate_columns``."""
+        """Return the numbers that a layer's first products make for a token on a rank, without ``gate_columns``."""
         if not self.cache_entry:
-            return self.queries / tp + 2 * self.rank_keys(tp)
-        return self.cache_entry + self.q_rank / np.where(self.q_rank == self.queries, tp, 1)
+            return self.query_dims / tp + 2 * self.rank_key_dims(tp)
+        return self.cache_entry + self.q_rank / np.where(self.q_rank == self.query_dims, tp, 1)
 
     @property
     def params(self) -> float:
         """Return the parameters of the model."""
-        return self.layers * self.layer + self.embed + self.head
+        return self.num_layers * self.layer_params + self.embed_params + self.head_params
 
     def stage_params(self, pp: Any, tp: Any) -> Any:
-        """Return the parameters of the fullest (pipeline stage, tp slice), for numbers or arrays. Small replicated ones count as
-        sliced."""
-        per_stage = np.ceil(self.layers / np.asarray(pp)) * self.layer
-        ends = np.where(np.asarray(pp) == 1, self.embed + self.head, max(self.embed, self.embed if self.tied else self.head))
+        """Return the parameters of the fullest (pipeline stage, tp slice), for numbers or arrays.
+
+        Small replicated parameters count as sliced.
+        """
+        per_stage = np.ceil(self.num_layers / np.asarray(pp)) * self.layer_params
+        larger_end = max(self.embed_params, self.embed_params if self.ties_embeddings else self.head_params)
+        ends = np.where(np.asarray(pp) == 1, self.embed_params + self.head_params, larger_end)
         return (per_stage + ends) / tp
 
-    def stage_experts(self, settings: CallSettings) -> np.ndarray:
-        """Return the experts among :meth:`stage_params`, which ranks of ep share and ZeRO does not divide, [n]; 0 without ep."""
-        return np.where(settings.ep > 1, np.ceil(self.layers / settings.pp) * self.experts / settings.tp, 0.0)
+    def stage_expert_params(self, settings: CallSettings) -> np.ndarray:
+        """Return the experts' part of :meth:`stage_params`, which ranks of ep share and ZeRO does not divide, [n]; 0 without ep."""
+        return np.where(settings.ep > 1, np.ceil(self.num_layers / settings.pp) * self.expert_params / settings.tp, 0.0)
 
     def rank_params(self, settings: CallSettings) -> np.ndarray:
-        """Return those of :meth:`stage_params` that ZeRO and ep leave on a rank, [n]."""
-        experts = self.stage_experts(settings)
-        rest = self.stage_params(settings.pp, settings.tp) - experts
-        return np.asarray(rest / settings.dp_shard + experts / settings.ep)
+        """Return the part of :meth:`stage_params` that ZeRO and ep leave on a rank, [n]."""
+        experts = self.stage_expert_params(settings)
+        other_params = self.stage_params(settings.pp, settings.tp) - experts
+        return np.asarray(other_params / settings.dp_shard + experts / settings.ep)
 
 
 def adapter_numel(spec: ModelSpec, lora: LoraConfig) -> float:
     """Return the elements of the adapters of an average layer."""
-    plan = plan_params(spec, "none", 0, 1, 0, 1, lora=lora) if lora.rank else {}
+    plan = plan_whole_model(spec, "none", lora) if lora.rank else {}
     return sum(float(np.prod(shard.shape)) for name, shard in plan.items() if is_adapter(name)) / spec.num_hidden_layers
 
 
 def quantized_numel(spec: ModelSpec, lora: LoraConfig) -> float:
     """Return the elements of the matrices of an average layer that are quantized to ``lora.bits``."""
-    plan = plan_params(spec, "none", 0, 1, 0, 1, lora=lora) if lora.bits is not None else {}
+    plan = plan_whole_model(spec, "none", lora) if lora.bits is not None else {}
     matrices = [name.replace(".lora.a", ".weight") for name in plan if name.endswith(".lora.a")]
     return sum(float(np.prod(plan[name].shape)) for name in matrices) / spec.num_hidden_layers
 
@@ -104,67 +115,87 @@ def quantized_numel(spec: ModelSpec, lora: LoraConfig) -> float:
 @cache
 def shape_of(spec: ModelSpec, head: str) -> ModelShape:
     """Return the sizes of a model with this ``head``, as ``models.sharding.plan_params`` names it."""
+    num_layers = spec.num_hidden_layers
     numel: dict[str, int] = {}
-    divided = 0
-    for name, shard in plan_params(spec, head, 0, 1, 0, 1).items():
+    expert_numel = 0
+    for name, shard in plan_whole_model(spec, head).items():
         part = name.split(".")[0]
-        numel[part] = numel.get(part, 0) + int(np.prod(shard.shape))
-        divided += int(np.prod(shard.shape)) * shard.by_expert
-    share = 1.0 if spec.delta is None else 1 - len(spec.delta.layers) / spec.num_hidden_layers  # of layers with attention
-    attending = [spec.spec_for_layer(layer) for layer in range(spec.num_hidden_layers) if spec.delta_of(layer) is None]
-    queries = sum(layer_spec.num_attention_heads * layer_spec.head_dim for layer_spec in attending) // spec.num_hidden_layers
-    keys = sum(layer_spec.num_key_value_heads * layer_spec.head_dim for layer_spec in attending) // spec.num_hidden_layers
-    gates, delta = queries * spec.attention_gate, spec.delta
-    linear = 0.0 if delta is None else delta.columns * (1 - share)
-    out = 0.0 if delta is None else delta.value_heads * delta.value_dim * (1 - share)
-    columns = expert_columns = routers = rows = 0.0
-    for layer in range(spec.num_hidden_layers):
-        experts = spec.experts_of(layer)
-        columns += spec.intermediate_size if experts is None else experts.width
-        expert_columns += 0 if experts is None else experts.width
-        routers += 0 if experts is None else experts.routers
-        rows += 0 if experts is None else experts.per_token
-    columns, routers = columns / spec.num_hidden_layers, routers / spec.num_hidden_layers
-    matrices = sum(layer_spec.attention_numel for layer_spec in attending) / spec.num_hidden_layers
-    matmul_weights = matrices + spec.hidden_size * (linear + out + 3 * columns + routers)
-    head_outputs = 1 if head == "value" else spec.vocab_size if head in ("lm", "both") else 0
-    global_keys = sum(
-        math.prod(spec.global_heads or ()) for layer in range(spec.num_hidden_layers) if spec.has_global_heads(layer)
-    )
+        shard_numel = int(np.prod(shard.shape))
+        numel[part] = numel.get(part, 0) + shard_numel
+        expert_numel += shard_numel * shard.by_expert
+    softmax_layers = [spec.spec_for_layer(layer) for layer in range(num_layers) if spec.linear_attention_at(layer) is None]
+    softmax = _softmax_sizes(spec, softmax_layers)
+    mixer_columns, linear = _linear_sizes(spec, softmax["query_dims"] * spec.attention_gate)
+    mixtures = [experts for layer in range(num_layers) if (experts := spec.experts_at(layer)) is not None]
+    expert_columns = sum(experts.columns_per_token for experts in mixtures)
+    columns = expert_columns + spec.intermediate_size * (num_layers - len(mixtures))
+    routers = sum(experts.num_router_outputs for experts in mixtures)
+    attention_weights = sum(layer_spec.attention_numel for layer_spec in softmax_layers) / num_layers
+    other_columns = mixer_columns + 3 * (columns / num_layers) + routers / num_layers
     return ModelShape(
-        layers=spec.num_hidden_layers,
+        num_layers=num_layers,
         hidden=spec.hidden_size,
-        queries=queries,
-        keys=keys,
-        kv_heads=spec.num_key_value_heads,
-        intermediate=int(columns),
+        intermediate=int(columns / num_layers),
         vocab=spec.vocab_size,
-        matmul_weights=matmul_weights,
-        layer=numel["layers"] / spec.num_hidden_layers,
-        embed=numel["embed"],
-        head=numel.get("head", 0) + numel.get("norm", 0) + numel.get("value", 0),
-        head_outputs=head_outputs,
-        tied=spec.tie_word_embeddings and head in ("lm", "both"),
-        expert_rows=rows / spec.num_hidden_layers,
-        cache_entry=0 if spec.latent is None else spec.latent.entry,
-        q_rank=0 if spec.latent is None else spec.latent.q_rank or queries,
-        experts=divided / spec.num_hidden_layers,
-        gate_columns=gates + linear,
-        mixer_floats=2 * gates + (0.0 if delta is None else delta.kept * (1 - share)),
-        row_state=0.0 if delta is None else (delta.state + delta.channels * (delta.kernel - 1)) * (1 - share),
-        expert_columns=expert_columns / spec.num_hidden_layers,
-        linear_share=1 - share,
-        global_keys=global_keys / spec.num_hidden_layers,
-        global_kv_heads=spec.global_heads[0] if spec.global_heads else 1,
+        matmul_weights=attention_weights + spec.hidden_size * other_columns,
+        layer_params=numel["layers"] / num_layers,
+        embed_params=numel["embed"],
+        head_params=numel.get("head", 0) + numel.get("norm", 0) + numel.get("value", 0),
+        head_outputs=1 if head == "value" else spec.vocab_size if head in ("lm", "both") else 0,
+        ties_embeddings=spec.tie_word_embeddings and head in ("lm", "both"),
+        expert_rows=sum(experts.experts_per_token for experts in mixtures) / num_layers,
+        expert_params=expert_numel / num_layers,
+        expert_columns=expert_columns / num_layers,
+        **softmax,
+        **linear,
     )
+
+
+def _softmax_sizes(spec: ModelSpec, layers: Sequence[ModelSpec]) -> dict[str, Any]:
+    """Return the fields of :class:`ModelShape` that describe softmax attention. ``layers``: those that have it."""
+    num_layers = spec.num_hidden_layers
+    query_dims = sum(layer_spec.num_attention_heads * layer_spec.head_dim for layer_spec in layers) // num_layers
+    global_heads = spec.global_heads or ()
+    num_global_layers = sum(spec.has_global_heads(layer) for layer in range(num_layers))
+    return {
+        "query_dims": query_dims,
+        "key_dims": sum(layer_spec.num_key_value_heads * layer_spec.head_dim for layer_spec in layers) // num_layers,
+        "kv_heads": spec.num_key_value_heads,
+        "cache_entry": 0 if spec.latent is None else spec.latent.cached_elements,
+        "q_rank": 0 if spec.latent is None else spec.latent.q_rank or query_dims,
+        "global_key_dims": num_global_layers * math.prod(global_heads) / num_layers,
+        "global_kv_heads": global_heads[0] if global_heads else 1,
+    }
+
+
+def _linear_sizes(spec: ModelSpec, gates: int) -> tuple[float, dict[str, Any]]:
+    """Return the columns and rows of an average layer's matrices for linear attention, and the fields of :class:`ModelShape` that
+    describe it.
+
+    ``gates``: columns of the gates of softmax attention, which are in the same fields.
+    """
+    delta = spec.delta_rule
+    if delta is None:
+        return 0.0, {"gate_columns": gates, "mixer_floats": 2 * gates}
+    softmax_share = 1 - len(delta.layers) / spec.num_hidden_layers
+    share = 1 - softmax_share
+    columns = delta.columns * share
+    fields_of_shape = {
+        "gate_columns": gates + columns,
+        "mixer_floats": 2 * gates + delta.saved_numbers_per_token * share,
+        "row_state": (delta.state_numel + delta.channels * (delta.kernel - 1)) * share,
+        "linear_share": share,
+    }
+    return columns + delta.value_heads * delta.value_dim * share, fields_of_shape
 
 
 @dataclass(frozen=True)
 class Workload:
     """The rows of one call, and the optimizer steps (``mini_batches``) of each epoch if it trains.
 
-    ``prompt``: tokens of an average prompt. ``responses``: response lengths at equally likely quantiles, ascending, so their
-    mean is the mean length and the last one is the longest. ``group``: rows that have the same prompt.
+    - prompt: tokens of an average prompt
+    - responses: lengths at equally likely quantiles, ascending: their mean is the mean length, and the last one is the longest
+    - group: rows that have the same prompt
     """
 
     rows: int
@@ -208,11 +239,15 @@ class Workload:
 class CallSettings:
     """Settings of a call that are compared: n alternatives, each field an int64 array [n].
 
-    ``cp``: ranks that share the tokens of a row. ``ep``: neighbours that share the experts. ``micro_tokens``: token budget of a
-    micro-batch on a rank. ``zero_size``: ranks of dp * cp that ZeRO shards over, 0 for all.
-    ``checkpointing``: index into ``models.activations.CHECKPOINTING``. ``sequence_parallel``: 0 or 1. For generation ``dp``
-    counts replicas, ``max_num_seqs`` the rows in flight on each, and ``graphs`` is 1 if decode steps are captured as CUDA
-    graphs.
+    - dp: replicas
+    - zero_size: ranks of dp * cp that ZeRO shards over; 0: all
+    - micro_tokens: token budget of a micro-batch on a rank
+    - checkpointing: index into ``models.activations.CHECKPOINTING``
+    - sequence_parallel: 0 or 1
+    - max_num_seqs: rows in flight on each replica in generation
+    - graphs: 1 if decode steps are captured as CUDA graphs
+    - cp: ranks that share the tokens of a row
+    - ep: neighbours that share the experts
     """
 
     pp: np.ndarray
@@ -247,7 +282,7 @@ class CallSettings:
         return self.dp * self.cp // self.dp_shard
 
     def take(self, index: Any) -> CallSettings:
-        """Return the alternatives at ``index``, which is numbers or a mask."""
+        """Return the alternatives at ``index``: numbers or a mask."""
         return CallSettings(*(np.atleast_1d(getattr(self, f.name)[index]) for f in fields(self)))
 
     def set(self, **values: Any) -> CallSettings:

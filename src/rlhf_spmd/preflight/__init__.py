@@ -2,16 +2,21 @@
 
 Floor F8. Nothing here communicates. This package must not know the programs, nor an algorithm by its name.
 
-``prepare.STAGES`` is the list of what happens, in order. Read beside it:
+Read in this order. The stages and what they call:
 
+- ``prepare``: ``STAGES`` lists what happens, in order
 - ``roles``: each role with its model; ``placing``: its ranks and layouts
 - ``checks``: rules between sections of the configuration
-- ``data``: tokenizers and rows; ``exactness``: whether generation's log-probs serve training
-- ``step_graph``: the calls of a step
-- ``memory_estimate``: bytes that each rank needs, role by role and call by call (``measure``)
-- ``memory_check``: compares these bytes with the devices; decides ``activation_checkpointing=auto``; names settings that would fit
-- ``disk``: room for checkpoints
-- ``banner``: prints what was decided
+- ``data``: tokenizers, lengths and rows; ``exactness``: whether generation's log-probs serve training
+- ``step_graph``: the calls of a step, and what they say about settings
+- ``banner``: the lines that a run begins with
+
+Whether the run fits:
+
+- ``memory_check``: compares the memory that ranks need with their devices; decides ``activation_checkpointing=auto``; names settings
+  that would fit
+- ``memory_estimate``: adds up the memory of each rank over its roles; ``role_memory``: the memory of one role
+- ``disk``: room for checkpoints and exports
 
 Plans, for ``rlhf-spmd plan`` and ``placement.strategy=auto`` (the search itself is in ``planner``):
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from rlhf_spmd.config.rules import Rule, Rules, check_rules
@@ -12,40 +12,42 @@ from rlhf_spmd.data.prompts import DataConfig, PromptsConfig
 from rlhf_spmd.environments.config import environment_key
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.layout import LayoutConfig
-from rlhf_spmd.preflight.roles import refuse_changes
+from rlhf_spmd.preflight.roles import refuse_unused_settings
 from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.train_config import TrainConfig
 from rlhf_spmd.workers import ReferenceWorker
 from rlhf_spmd.workers.config import RoleConfig
-from rlhf_spmd.workers.role_plan import RolePlan
+from rlhf_spmd.workers.role_plan import RolePlan, RolePlans
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What the rules of a run read: its sections, by their names, and what follows from them.
+    """The subject of rules about a run: sections of the configuration, and values computed from them.
 
     ``can_validate``: the algorithm has a function ``validate``.
     """
 
     config: TrainConfig
     can_validate: bool = True
-
-    def __getattr__(self, section: str) -> Any:
-        return getattr(self.config, section)
+    run = property(attrgetter("config.run"))
+    algorithm = property(attrgetter("config.algorithm"))
+    data = property(attrgetter("config.data"))
+    sampling = property(attrgetter("config.sampling"))
+    prompts_in_flight = property(attrgetter("config.prompts_in_flight"))
 
     @property
     def samples(self) -> bool:
-        """Training draws responses to prompts."""
+        """True if training draws responses to prompts."""
         return isinstance(self.data, DataConfig)
 
     @property
     def mini_batch_size(self) -> int:
-        """Groups of a mini-batch: prompts, or the rows of other data."""
+        """Number of groups in a mini-batch: prompts, or rows of other data."""
         return min(self.algorithm.mini_batch_size or self.data.train_batch_size, self.data.train_batch_size)
 
     @property
     def streams(self) -> dict[str, Any]:
-        """The sections of data, by their keys; None for one that is left out."""
+        """The sections of data by key; None for a section that is left out."""
         return {section.key: getattr(self.config, section.key) for section in self.algorithm.streams.values()}
 
     @property
@@ -123,19 +125,19 @@ VALIDATION_RULES: Rules = (
 
 @dataclass(frozen=True, kw_only=True)
 class RoleInRun(RunSettings):
-    """What the rules of a role in a run read."""
+    """The subject of rules about a role in a run."""
 
     role: str
-    plan: RolePlan
+    role_plan: RolePlan
 
     @property
     def models(self) -> dict[str, RoleConfig]:
-        return {self.role: self.plan.config}
+        return {self.role: self.role_plan.config}
 
     @property
     def replicas(self) -> int:
-        """Replicas of the role that generate."""
-        return 0 if self.plan.generation is None else self.plan.generation.dp
+        """Number of replicas of the role that generate."""
+        return 0 if self.role_plan.generation is None else self.role_plan.generation.dp
 
     @property
     def mini_batch_rows(self) -> int:
@@ -147,43 +149,43 @@ class RoleInRun(RunSettings):
 
     @property
     def adapts(self) -> bool:
-        return self.plan.config.lora.rank > 0
+        return self.role_plan.config.lora.rank > 0
 
     @property
     def head_rate(self) -> float | None:
-        """The learning rate of a head that this role's model does not have apart."""
-        return self.plan.config.optim.head_lr if getattr(self.plan.worker, "head", "") == "lm" else None
+        """``optim.head_lr`` of a role with the head of a language model; None for other heads."""
+        return self.role_plan.config.optim.head_lr if getattr(self.role_plan.worker, "head", "") == "lm" else None
 
     @property
     def has_two_layouts(self) -> bool:
-        """Generation on ranks of its own has a layout, and pp or tp."""
-        generation, calls = self.plan.config.generation, self.config.models.get(self.role, RoleConfig()).calls
-        call = calls.get("generate_sequences")
+        """True if ``calls.generate_sequences`` has a layout and ``generation`` has pp or tp, too."""
+        generation = self.role_plan.config.generation
+        call = self.config.models.get(self.role, RoleConfig()).calls.get("generate_sequences")
         return call is not None and call.layout != LayoutConfig() and (generation.pp, generation.tp) != (1, 1)
 
 
 ROLE_BATCH_RULES: Rules = (
     Rule(
         ("run.steps",),
-        lambda s: s.plan.trained and s.updates < 1,
+        lambda s: s.role_plan.trained and s.updates < 1,
         "models.{s.role} would never be trained",
         "use more steps, or let it learn earlier (algorithm.critic_warmup?)",
     ),
     Rule(
         ("data.train_batch_size", "sampling.n"),
-        lambda s: s.plan.trained and s.mini_batch_rows < s.plan.shape.layout.dp,
-        "a mini-batch has {s.mini_batch_rows} rows, fewer than models.{s.role}.layout.dp={s.plan.shape.layout.dp}",
+        lambda s: s.role_plan.trained and s.mini_batch_rows < s.role_plan.shape.layout.dp,
+        "a mini-batch has {s.mini_batch_rows} rows, fewer than models.{s.role}.layout.dp={s.role_plan.shape.layout.dp}",
         "use larger batches (algorithm.ppo_mini_batch_size?), more samples of each prompt, or a smaller dp",
     ),
     Rule(
         ("models.{s.role}.generation.kv_cache", "data.gen_batch_size"),
-        lambda s: s.samples and s.replicas and s.plan.config.generation.kv_cache != "free" and s.prompts_in_flight is None,
+        lambda s: s.samples and s.replicas and s.role_plan.config.generation.kv_cache != "free" and s.prompts_in_flight is None,
         "all responses end in their step and no pages are left to keep",
         "set data.gen_batch_size above data.train_batch_size={s.data.train_batch_size}, or leave the first out",
     ),
     Rule(
         ("models.{s.role}.generation.rebalance_steps", "data.gen_batch_size"),
-        lambda s: s.replicas and s.plan.config.generation.rebalance_steps and s.prompts_in_flight is not None,
+        lambda s: s.replicas and s.role_plan.config.generation.rebalance_steps and s.prompts_in_flight is not None,
         "rows in flight stay on their replica",
         "leave one of them out",
     ),
@@ -199,13 +201,13 @@ ROLE_BATCH_RULES: Rules = (
 ROLE_RULES: Rules = (
     Rule(
         ("models.{s.role}.router_replay", "algorithm.name"),
-        lambda s: s.plan.config.router_replay == "R2" and s.algorithm.bypasses_log_probs,
+        lambda s: s.role_plan.config.router_replay == "R2" and s.algorithm.bypasses_log_probs,
         "with bypass_mode no forward pass computes the old log-probs",
         "take R3, or leave it out",
     ),
     Rule(
         ("models.{s.role}.optim.head_lr",),
-        lambda s: s.head_rate is not None and s.plan.spec.tie_word_embeddings,
+        lambda s: s.head_rate is not None and s.role_plan.spec.tie_word_embeddings,
         "the model's output matrix is its embedding (tie_word_embeddings)",
         "leave it out",
     ),
@@ -217,13 +219,13 @@ ROLE_RULES: Rules = (
     ),
     Rule(
         ("models.{s.role}.optim.name", "models.{s.role}.lora.rank"),
-        lambda s: s.adapts and s.plan.config.optim.name == "muon",
+        lambda s: s.adapts and s.role_plan.config.optim.name == "muon",
         "muon is for whole matrices, and with adapters none is trained",
         "use adamw",
     ),
     Rule(
         ("models.{s.role}.random_init", "models.{s.role}.lora.rank"),
-        lambda s: s.adapts and s.plan.config.random_init,
+        lambda s: s.adapts and s.role_plan.config.random_init,
         "adapters train beside weights that are read again",
         "leave the first out",
     ),
@@ -231,15 +233,15 @@ ROLE_RULES: Rules = (
         ("models.{s.role}.lora.rank", "models.{s.role}.lora.path"),
         lambda s: (
             s.adapts
-            and not s.plan.trained
-            and not (issubclass(s.plan.worker, ReferenceWorker) and s.plan.config.lora.path is not None)
+            and not s.role_plan.trained
+            and not (issubclass(s.role_plan.worker, ReferenceWorker) and s.role_plan.config.lora.path is not None)
         ),
         "this role is not trained",
         "leave the first out, or give a reference the adapter of the second",
     ),
     Rule(
         ("models.{s.role}.lora.bits",),
-        lambda s: s.plan.config.lora.bits is not None and s.plan.calls,
+        lambda s: s.role_plan.config.lora.bits is not None and s.role_plan.calls,
         "weights in few bits cannot be sent to other ranks, and models.{s.role}.calls runs there",
         "leave it out, or let the role's own ranks run all calls (placement.strategy=colocate)",
     ),
@@ -252,27 +254,28 @@ ROLE_RULES: Rules = (
 )
 
 
-def check_settings(plan: RunPlan) -> RunPlan:
-    """Raise ValueError where sections of the configuration contradict each other; returns ``plan``."""
-    config, algorithm = plan.config, plan.config.algorithm
-    for placed in plan.generating.values():
-        for name, environment in plan.environments.items():
-            rebalance_steps, in_flight = placed.config.generation.rebalance_steps, config.prompts_in_flight is not None
-            environment.check_together(environment_key(name), config.run.timeout_s, rebalance_steps, in_flight)
-    check_rules(VALIDATION_RULES, RunSettings(config=config, can_validate=hasattr(plan.algorithm, "validate")))
-    check_batches(config, plan.roles)
-    for role, placed in plan.roles.items():
-        check_rules(ROLE_RULES, RoleInRun(config=config, role=role, plan=placed))
+def check_settings(run_plan: RunPlan) -> RunPlan:
+    """Raise ValueError where sections of the configuration contradict each other; returns ``run_plan``."""
+    config = run_plan.config
+    for role_plan in run_plan.generating.values():
+        for name, environment in run_plan.environments.items():
+            rebalance_steps = role_plan.config.generation.rebalance_steps
+            keeps_in_flight = config.prompts_in_flight is not None
+            environment.check_together(environment_key(name), config.run.timeout_s, rebalance_steps, keeps_in_flight)
+    check_rules(VALIDATION_RULES, RunSettings(config=config, can_validate=hasattr(run_plan.algorithm, "validate")))
+    check_batches(config, run_plan.roles)
+    for role, role_plan in run_plan.roles.items():
+        check_rules(ROLE_RULES, RoleInRun(config=config, role=role, role_plan=role_plan))
     _check_idle_sampling(config)
-    algorithm.check_together(config, plan.roles, plan.tokenizer)
-    return plan
+    config.algorithm.check_together(config, run_plan.roles, run_plan.tokenizer)
+    return run_plan
 
 
-def check_batches(config: TrainConfig, roles: Mapping[str, RolePlan]) -> None:
+def check_batches(config: TrainConfig, role_plans: RolePlans) -> None:
     """Check batch sizes against each other and against the layouts. Raises ValueError."""
     check_rules(BATCH_RULES, RunSettings(config=config))
-    for role, placed in roles.items():
-        check_rules(ROLE_BATCH_RULES, RoleInRun(config=config, role=role, plan=placed))
+    for role, role_plan in role_plans.items():
+        check_rules(ROLE_BATCH_RULES, RoleInRun(config=config, role=role, role_plan=role_plan))
 
 
 def _check_idle_sampling(config: TrainConfig) -> None:
@@ -280,7 +283,7 @@ def _check_idle_sampling(config: TrainConfig) -> None:
     kinds = [section.config for section in config.algorithm.streams.values() if issubclass(section.config, PromptsConfig)]
     if not any(issubclass(kind, DatasetConfig) for kind in kinds):
         reason = f"{config.algorithm.name} draws no samples in training"
-        refuse_changes(config.sampling, SamplingConfig(), "sampling", reason)
+        refuse_unused_settings(config.sampling, SamplingConfig(), "sampling", reason)
     if not kinds:
         reason = f"{config.algorithm.name} draws no samples in validation"
-        refuse_changes(config.val_sampling, SamplingConfig(), "val_sampling", reason)
+        refuse_unused_settings(config.val_sampling, SamplingConfig(), "val_sampling", reason)

@@ -1,4 +1,4 @@
-"""Measures the times that plans use, on this machine: single layers, decode steps, the optimizer's update, links."""
+"""Measures on this machine the times that plans use: single layers, decode steps, the optimizer's update, links."""
 
 from __future__ import annotations
 
@@ -30,37 +30,41 @@ from rlhf_spmd.planner.memory import RESERVE, RankMemory, RoleSettings
 from rlhf_spmd.planner.profile import LayerTimes, Profile, sizes_of
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 from rlhf_spmd.workers.flops import matmul_rate
-from rlhf_spmd.workers.objective import Packed
+from rlhf_spmd.workers.objective import MicroBatch
 from rlhf_spmd.workers.optim_config import OptimConfig
 from rlhf_spmd.workers.train_engine import TrainEngine
 
-FEW, MORE = 1, (5, 3, 2)  # layers of two models whose difference gives the time of a layer; the most that fit
-NEW_TOKENS, REPEATS = 24, 3
-MESSAGE = 1 << 22  # elements
+# The difference between the times of two models with so many layers gives the time of a layer.
+BASE_LAYERS = 1
+LARGER_LAYERS = (5, 3, 2)  # tried in this order; the first that fits
+NEW_TOKENS = 24  # tokens that a decode measurement generates
+REPEATS = 3  # runs of a measurement, of which the fastest counts
+MESSAGE_ELEMENTS = 1 << 22
 
 
 def profile(
     world: World, models: Mapping[tuple[ModelSpec, str], GenerationConfig], work: Workload, max_tokens: int, dtype: torch.dtype
 ) -> Profile:
-    """Return the measured times of models with their heads and generation settings, in all tp up to the ranks of a host.
+    """Return measured times, for each tp up to the ranks of a host. ``models``: models with their heads -> generation settings.
 
     Rows are as long as those of ``work``; micro-batches have up to ``max_tokens`` tokens. All ranks compute at the same time,
     as in a run. Collective over the world: every rank of it must call, in program order.
     """
     memory = torch.tensor([_memory(world)], dtype=torch.float64, device=world.device)
-    room = float(world.all.all_reduce(memory, "profile", "min"))  # all ranks measure the same
-    profiler = LayerProfiler(world, work, max_tokens, dtype, room)
+    device_memory = float(world.all.all_reduce(memory, "profile", "min"))  # all ranks measure the same
+    profiler = LayerProfiler(world, work, max_tokens, dtype, device_memory)
     measured: dict[tuple[str, int], tuple[LayerTimes, float]] = {}
     for (spec, head), generation in models.items():
         sizes = sizes_of(shape_of(spec, head))
         for tp in (1 << power for power in range(world.launch.local_size.bit_length())):
             if world.size % tp == 0 and fits(spec, tp) and (sizes, tp) not in measured:
                 num_layers = min(profiler.max_layers(kind, head, tp, max_tokens) for kind, _ in kinds(spec))
-                if num_layers > FEW:
+                if num_layers > BASE_LAYERS:
                     measured[sizes, tp] = profiler.measure(spec, head, tp, generation, num_layers)
     if not measured:
         raise ValueError(
-            f"plan profile: {MORE[-1]} layers of no model fit into a device of {room / GIB:.1f} GiB, in no tp; use more ranks"
+            f"plan profile: {LARGER_LAYERS[-1]} layers of no model fit into a device of {device_memory / GIB:.1f} GiB, in no tp; "
+            "use more ranks"
         )
     layer_times, updates = zip(*measured.values(), strict=True)
     device = _device(profiler)
@@ -70,21 +74,23 @@ def profile(
 
 def _device(profiler: LayerProfiler) -> Gpu:
     """Return the device with measured rates."""
-    world, seconds = profiler.world, profiler.seconds
-    message = torch.zeros(MESSAGE, device=world.device)
-    latency, link = 0.0, 1e12
+    world = profiler.world
+    seconds = profiler.seconds
+    message = torch.zeros(MESSAGE_ELEMENTS, device=world.device)
+    latency = 0.0
+    link = 1e12
     if world.size > 1:
         small = torch.zeros(8, device=world.device)
         large, latency = (seconds(partial(world.all.all_reduce, x, "profile")) for x in (message, small))
-        link = 2 * (world.size - 1) / world.size * 4 * MESSAGE / max(large - latency, 1e-9)
+        link = 2 * (world.size - 1) / world.size * 4 * MESSAGE_ELEMENTS / max(large - latency, 1e-9)
     has_streams = capabilities(world.device).streams
-    on_host = torch.empty(MESSAGE, pin_memory=capabilities(world.device).pinned)
+    on_host = torch.empty(MESSAGE_ELEMENTS, pin_memory=capabilities(world.device).pinned)
     return Gpu(
         flops=matmul_rate(world.device, profiler.dtype, world.launch.local_size),
-        memory=profiler.room,
-        bandwidth=8 * MESSAGE / seconds(lambda: message.add_(1.0)),
+        memory=profiler.device_memory,
+        bandwidth=8 * MESSAGE_ELEMENTS / seconds(lambda: message.add_(1.0)),
         link=link,
-        host_link=4 * MESSAGE / seconds(lambda: message.copy_(on_host, non_blocking=True)),
+        host_link=4 * MESSAGE_ELEMENTS / seconds(lambda: message.copy_(on_host, non_blocking=True)),
         latency=latency,
         itemsize=profiler.dtype.itemsize,
         overlap=1.0 if has_streams else 0.0,
@@ -94,7 +100,7 @@ def _device(profiler: LayerProfiler) -> Gpu:
 
 
 def fits(spec: ModelSpec, tp: int) -> bool:
-    """Return True if the model can be cut into so many slices."""
+    """Return True if the model can be split over ``tp`` ranks."""
     try:
         check_layout(spec, "", tp=tp)
     except ValueError:
@@ -103,24 +109,27 @@ def fits(spec: ModelSpec, tp: int) -> bool:
 
 
 def kinds(spec: ModelSpec) -> list[tuple[ModelSpec, int]]:
-    """Return the kinds of layers that take different times, by window, linear attention and experts: models that have only layers of a
-    kind, as many as the model has of it; and their number."""
+    """Return a model for each kind of layers that take different times, with only the layers of this kind, and their number.
+
+    Kinds differ in window, linear attention or experts.
+    """
     by_kind: dict[tuple[object, ...], list[int]] = {}
     for layer in range(spec.num_hidden_layers):
-        kind = spec.attention_rule(layer).window, spec.delta_of(layer) is None, spec.experts_of(layer) is None
+        kind = spec.attention_rule(layer).window, spec.linear_attention_at(layer) is None, spec.experts_at(layer) is None
         by_kind.setdefault(kind, []).append(layer)
-    return [(_alike(spec, layers[0], len(layers)), len(layers)) for layers in by_kind.values()]
+    return [(_uniform_model(spec, layers[0], len(layers)), len(layers)) for layers in by_kind.values()]
 
 
-def _alike(spec: ModelSpec, layer: int, count: int) -> ModelSpec:
-    """Return the model with ``count`` layers like this one, by its global index."""
-    delta, experts = spec.delta_of(layer), spec.experts_of(layer)
+def _uniform_model(spec: ModelSpec, layer: int, count: int) -> ModelSpec:
+    """Return the model with ``count`` layers, all like the one with the global index ``layer``."""
+    delta = spec.linear_attention_at(layer)
+    experts = spec.experts_at(layer)
     return replace(
         spec,
         num_hidden_layers=count,
         windows=spec.windows[layer : layer + 1] * count,
         unrotated=tuple(range(count)) if layer in spec.unrotated else (),
-        delta=delta and replace(delta, layers=frozenset(range(count))),
+        delta_rule=delta and replace(delta, layers=frozenset(range(count))),
         experts=experts and replace(experts, dense_layers=()),
     )
 
@@ -134,32 +143,38 @@ def _memory(world: World) -> float:
 
 @dataclass(frozen=True)
 class LayerProfiler:
-    """Measures layers with rows as long as those of ``work``, in micro-batches of up to ``max_tokens`` tokens. ``room``: bytes of a
-    device. Methods that compute are collective over the world: every rank of it must call, in program order."""
+    """Measures layers with rows as long as those of ``work``, in micro-batches of up to ``max_tokens`` tokens.
+
+    ``device_memory``: bytes of a device. Methods that compute are collective over the world: every rank of it must call, in
+    program order.
+    """
 
     world: World
     work: Workload
     max_tokens: int
     dtype: torch.dtype
-    room: float
+    device_memory: float
 
     def max_layers(self, spec: ModelSpec, head: str, tp: int, max_tokens: int) -> int:
-        """Return the largest number of :data:`MORE` of which the model trains in the room, or 0."""
+        """Return the largest number of :data:`LARGER_LAYERS` with which training fits the device, or 0."""
         settings = call_settings([(1, tp, 1)], micro_tokens=(max_tokens,))
         role = RoleSettings(trained=True, itemsize=self.dtype.itemsize)
-        for num_layers in MORE:
-            rank = RankMemory(shape_of(_alike(spec, 0, num_layers), head), settings, role, 0)
+        for num_layers in LARGER_LAYERS:
+            rank = RankMemory(shape_of(_uniform_model(spec, 0, num_layers), head), settings, role, 0)
             parts = (*rank.resident().values(), *rank.train(replace(self.work, mini_batches=1)).values())
-            if max(sum(parts)) + RESERVE < self.room:
+            if max(sum(parts)) + RESERVE < self.device_memory:
                 return num_layers
         return 0
 
     def measure(
         self, spec: ModelSpec, head: str, tp: int, generation: GenerationConfig, num_layers: int
     ) -> tuple[LayerTimes, float]:
-        """Return times of an average layer, and seconds of the update per parameter. ``num_layers``: of the larger model of each
-        kind."""
-        work, length = self.work, round(self.work.length)
+        """Return times of an average layer, and seconds of the update per parameter.
+
+        ``num_layers``: layers of the larger model of each kind.
+        """
+        work = self.work
+        length = round(work.length)
         counts = _powers(max(min(self.max_tokens // length, work.rows), 1))
         rows = _powers(min(max(work.rows * tp // self.world.size, 1), generation.max_num_seqs))
         layer: dict[str, Any] = {}
@@ -167,13 +182,13 @@ class LayerProfiler:
         updates = 0.0
         for kind, number in kinds(spec):
             share = number / spec.num_hidden_layers
-            few, _ = self._model_times(_alike(kind, 0, FEW), head, tp, generation, counts, rows)
-            more, update = self._model_times(_alike(kind, 0, num_layers), head, tp, generation, counts, rows)
-            for name in few:
-                a, b = np.array(few[name]), np.array(more[name])
-                layer_seconds = np.maximum(b - a, 1e-9) / (num_layers - FEW)
+            base, _ = self._model_times(_uniform_model(kind, 0, BASE_LAYERS), head, tp, generation, counts, rows)
+            larger, update = self._model_times(_uniform_model(kind, 0, num_layers), head, tp, generation, counts, rows)
+            for name in base:
+                seconds = np.array(base[name])
+                layer_seconds = np.maximum(np.array(larger[name]) - seconds, 1e-9) / (num_layers - BASE_LAYERS)
                 layer[name] = layer.get(name, 0.0) + share * layer_seconds
-                ends[name] = ends.get(name, 0.0) + share * np.maximum(a - FEW * layer_seconds, 0.0)
+                ends[name] = ends.get(name, 0.0) + share * np.maximum(seconds - BASE_LAYERS * layer_seconds, 0.0)
             updates += share * update
         layer_times = LayerTimes(
             sizes_of(shape_of(spec, head)),
@@ -193,7 +208,7 @@ class LayerProfiler:
     def _model_times(
         self, spec: ModelSpec, head: str, tp: int, generation: GenerationConfig, counts: list[int], rows: list[int]
     ) -> tuple[dict[str, list[float]], float]:
-        """Return the times of a model, which is deleted afterwards, and seconds of the update per parameter."""
+        """Return the times of a model, and seconds of the update per parameter. The model is deleted afterwards."""
         world = self.world
         first = world.rank // tp * tp  # each tp group by itself: no sums over dp in what is measured
         mesh = build_mesh(world, range(first, first + tp), Layout(tp=tp))
@@ -211,12 +226,15 @@ class LayerProfiler:
         return {"forward": [*forward], "both": [*both], "decode": decode}, update
 
     def zero(self, spec: ModelSpec, head: str) -> tuple[list[float], float]:
-        """Return seconds per parameter that a micro-batch over all ranks takes longer with ZeRO 0 to 3: forward and backward, and
-        forward with 3."""
-        forward, both = [0.0] * 4, [0.0] * 4
-        few = [(kind, self.max_layers(kind, head, 1, round(self.work.length))) for kind, _ in kinds(spec)]
-        fitting = [_alike(kind, 0, num_layers) for kind, num_layers in few if num_layers]
-        if not fitting:  # what no device could hold is not run so either
+        """Return seconds per parameter that a micro-batch over all ranks takes longer with ZeRO.
+
+        They are those of forward and backward with stages 0 to 3, and those of forward with stage 3.
+        """
+        forward = [0.0] * 4
+        both = [0.0] * 4
+        num_layers_of = [(kind, self.max_layers(kind, head, 1, round(self.work.length))) for kind, _ in kinds(spec)]
+        fitting = [_uniform_model(kind, 0, num_layers) for kind, num_layers in num_layers_of if num_layers]
+        if not fitting:  # a run cannot hold these models either
             return both, 0.0
         small = min(fitting, key=lambda model: shape_of(model, head).params)
         for stage in range(4):
@@ -227,19 +245,19 @@ class LayerProfiler:
         return [max(seconds - both[0], 0.0) / params for seconds in both], max(forward[3] - forward[0], 0.0) / params
 
     def _passes(self, engine: TrainEngine, head: str, rows: int) -> tuple[float, float]:
-        """Return (forward, forward and backward) seconds of a micro-batch of so many rows."""
+        """Return (forward, forward and backward) seconds of a micro-batch of ``rows`` rows."""
         outputs = partial(_outputs, head, self.work.response / self.work.length)
         forward = partial(engine.forward, [self._batch(engine, rows)], outputs)
         return self.seconds(forward), self.seconds(self._both_passes(engine, head, rows))
 
     def _both_passes(self, engine: TrainEngine, head: str, rows: int) -> Callable[[], object]:
-        """Return a function that passes such a micro-batch forward and backward."""
+        """Return a function that passes a micro-batch of ``rows`` rows forward and backward."""
         loss = partial(_loss, head, self.work.response / self.work.length)
         return partial(engine.forward_backward, [self._batch(engine, rows)], loss)
 
-    def _batch(self, engine: TrainEngine, rows: int) -> Packed:
+    def _batch(self, engine: TrainEngine, rows: int) -> MicroBatch:
         length = round(self.work.length)
-        return Packed(_tokens(engine.spec, rows * length).to(self.world.device), torch.full((rows,), length))
+        return MicroBatch(_tokens(engine.spec, rows * length).to(self.world.device), torch.full((rows,), length))
 
     def _decode_seconds(self, generator: Generator, spec: ModelSpec, rows: int) -> float:
         """Return seconds of a decode step of ``rows`` rows in the middle of their responses."""
@@ -255,8 +273,10 @@ class LayerProfiler:
         return max(all_tokens - first, 1e-9) / NEW_TOKENS
 
     def seconds(self, body: Callable[[], object], repeats: int = REPEATS, before: Callable[[], object] = lambda: None) -> float:
-        """Return the best seconds of ``repeats`` on the slowest rank, after a first run that does not count. ``before``: runs before
-        each."""
+        """Return the seconds of the fastest of ``repeats`` runs, on the slowest rank. A first run does not count.
+
+        ``before``: runs before each of them.
+        """
         seconds: list[float] = []
         for _ in range(repeats + 1):
             before()
@@ -278,15 +298,15 @@ def _tokens(spec: ModelSpec, *sizes: int) -> Tensor:
     return torch.randint(spec.vocab_size, sizes, generator=torch.Generator().manual_seed(0))
 
 
-def _outputs(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: Packed) -> Tensor:
-    """Return log-probs or values of ``share`` of the tokens, as many as responses have."""
+def _outputs(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> Tensor:
+    """Return log-probs or values of ``share`` of the tokens: the share that responses have."""
     count = round(share * len(hidden))
     if head == "value":
         return values(decoder, hidden[:count])
     return token_log_probs(decoder, hidden[:count], batch.tokens[:count])[0]
 
 
-def _loss(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+def _loss(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a loss of ``share`` of the tokens."""
     count = round(share * len(hidden))
     if head == "value":

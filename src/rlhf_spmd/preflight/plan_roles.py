@@ -1,12 +1,12 @@
-"""Connects a run's roles with the planner.
+"""Connects the roles of a run with the planner.
 
 :func:`model_calls` turns unplaced roles into calls to plan. :func:`checked_plan` searches for a plan that training accepts.
-:func:`placed_roles` applies a plan to roles. :func:`placed_calls` is its inverse: roles as a plan has them.
+:func:`placed_roles` applies a plan to roles. :func:`placed_calls` does the opposite: it returns placed roles as calls of a plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,18 +21,21 @@ from rlhf_spmd.models.layout_rules import check_layout
 from rlhf_spmd.planner.cluster import waits
 from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.machine import GIB, GPUS, ClusterConfig, Gpu, Machine
+from rlhf_spmd.planner.model_call import ModelCall
+from rlhf_spmd.planner.options import CallTimes
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.planner.plan_file import PlacedCall, PlanFile, apply_plan
-from rlhf_spmd.planner.planning import CallTimes, ModelCall, PlanResult, best_plan
+from rlhf_spmd.planner.planning import PlanResult, best_plan
 from rlhf_spmd.planner.problem import RankRange
 from rlhf_spmd.planner.profile import ProfileTimes, read_profile
 from rlhf_spmd.planner.shapes import Workload, shape_of
 from rlhf_spmd.preflight.checks import check_batches
-from rlhf_spmd.preflight.memory_estimate import StepFacts, measure, role_settings
-from rlhf_spmd.preflight.placing import place
+from rlhf_spmd.preflight.memory_estimate import estimate_memory
+from rlhf_spmd.preflight.placing import roles_on_pools
+from rlhf_spmd.preflight.role_memory import StepFacts, role_settings
 from rlhf_spmd.workers import ModelWorker
 from rlhf_spmd.workers.config import BatchLimits
-from rlhf_spmd.workers.role_plan import RolePlan
+from rlhf_spmd.workers.role_plan import RolePlan, RolePlans
 
 KINDS = ("generate", "infer", "train")
 ATTEMPTS = 8  # searches, each with as much less memory as the last plan took too much
@@ -41,36 +44,40 @@ ALIGNED = 8  # sizes of experts that are grouped are multiples of it, as in ``ke
 BUDGETS = (2.0, 1.0, 0.5, 0.25)  # token budgets of micro-batches that are tried, as shares of the configuration's
 
 
-def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> list[ModelCall]:
-    """Return the calls of roles with a model, in program order. ``work``: lengths of rows, and rows per prompt."""
-    waited = waits(graph)
-    nodes = [i for i, call in enumerate(graph.nodes) if call.spec.kind in KINDS and plans[call.role.name].spec is not None]
-    number = {node: i for i, node in enumerate(nodes)}
+def model_calls(graph: Graph, role_plans: RolePlans, work: Workload) -> list[ModelCall]:
+    """Return the calls of roles with a model, in program order. ``work``: the lengths of rows, and the rows per prompt."""
+    predecessors = waits(graph)
+    nodes = [i for i, call in enumerate(graph.nodes) if call.spec.kind in KINDS and role_plans[call.role.name].spec is not None]
+    index_of = {node: i for i, node in enumerate(nodes)}
     calls: list[ModelCall] = []
     for node in nodes:
-        call, role = graph.nodes[node], graph.nodes[node].role.name
-        plan, kind = plans[role], call.spec.kind
-        assert plan.spec is not None and kind is not None and issubclass(plan.worker, ModelWorker)
-        check_layout(plan.spec, f"models.{role}.layout", ep=plan.config.layout.ep)
+        call = graph.nodes[node]
+        role = call.role.name
+        kind = call.spec.kind
+        role_plan = role_plans[role]
+        assert role_plan.spec is not None and kind is not None and issubclass(role_plan.worker, ModelWorker)
+        check_layout(role_plan.spec, f"models.{role}.layout", ep=role_plan.config.layout.ep)
         same_method = sum(other.role.name == role and other.spec.name == call.spec.name for other in graph.nodes)
         calls.append(
             ModelCall(
-                call.name,
-                role,
-                call.spec.name,
-                kind,
-                frozenset(number[i] for i in waited[node] if i in number),
-                plan.spec,
-                shape_of(plan.spec, plan.worker.head),
-                replace(work, rows=call.num_rows, mini_batches=call.num_mini_batches, epochs=call.epochs, group=_group(call)),
-                role_settings(plan),
-                plan.config.generation,
-                plan.config.lora,
-                _dealt(call),
-                _may_capture(plan),
+                name=call.name,
+                role=role,
+                method=call.spec.name,
+                kind=kind,
+                after=frozenset(index_of[i] for i in predecessors[node] if i in index_of),
+                spec=role_plan.spec,
+                shape=shape_of(role_plan.spec, role_plan.worker.head),
+                work=replace(
+                    work, rows=call.num_rows, mini_batches=call.num_mini_batches, epochs=call.epochs, group=_group_size(call)
+                ),
+                settings=role_settings(role_plan),
+                generation=role_plan.config.generation,
+                lora=role_plan.config.lora,
+                num_dealt_units=_num_units(call),
+                captures=_may_capture(role_plan),
                 # quantized weights are not copied to other ranks
-                shares_home=same_method > 1 or kind == "train" or plan.config.lora.bits is not None,
-                cp=1 if kind == "generate" else plan.config.layout.cp,
+                shares_home=same_method > 1 or kind == "train" or role_plan.config.lora.bits is not None,
+                cp=1 if kind == "generate" else role_plan.config.layout.cp,
             )
         )
     for role in dict.fromkeys(call.role for call in calls):
@@ -80,77 +87,78 @@ def model_calls(graph: Graph, plans: Mapping[str, RolePlan], work: Workload) -> 
     return calls
 
 
-def _may_capture(plan: RolePlan) -> bool:
+def _may_capture(role_plan: RolePlan) -> bool:
     """Return True if decode steps on a GPU can be CUDA graphs, on a GPU that groups experts if the model has any."""
-    spec, generation = plan.spec, plan.config.generation
-    if generation.attention in ("torch", "cpp"):
+    spec = role_plan.spec
+    if role_plan.config.generation.attention in ("torch", "cpp"):
         return False
     if spec is None or spec.experts is None:
         return True
     aligned = spec.hidden_size % ALIGNED == spec.experts.intermediate_size % ALIGNED == 0
-    return aligned and plan.config.torch_dtype(torch.device("cuda")) == torch.bfloat16
+    return aligned and role_plan.config.torch_dtype(torch.device("cuda")) == torch.bfloat16
 
 
-def _group(call: CallRecord) -> int:
-    """Return the rows of an average group."""
+def _group_size(call: CallRecord) -> int:
+    """Return the number of rows in an average group."""
     groups = call.rows.num_groups if call.rows is not None else 1
     return max(round(call.num_rows / max(groups, 1)), 1)
 
 
-def _dealt(call: CallRecord) -> int:
-    """Return how many units are distributed over replicas: groups if they stay together, else rows."""
+def _num_units(call: CallRecord) -> int:
+    """Return the number of units that are distributed over replicas: groups if they stay together, else rows."""
     together = call.spec.kind == "generate" or (bool(call.inputs) and call.inputs[0].partition_spec.keep_groups)
     return call.rows.num_groups if together and call.rows is not None else call.num_rows
 
 
-def placed_calls(calls: Sequence[ModelCall], plans: Mapping[str, RolePlan]) -> dict[str, PlacedCall]:
-    """Return ranks, layouts and settings of ``calls`` of placed roles. Raises ValueError if a pool's ranks are not consecutive."""
-    placed = {}
+def placed_calls(calls: Sequence[ModelCall], role_plans: RolePlans) -> dict[str, PlacedCall]:
+    """Return the ranks, layouts and settings of ``calls``. Raises ValueError if the ranks of a pool are not consecutive."""
+    by_name: dict[str, PlacedCall] = {}
     for call in calls:
-        config, place_of_call = plans[call.role].config, plans[call.role].placement_of(call.method)
-        pool, layout = place_of_call.pool, place_of_call.shape.layout
-        generates, trains = call.kind == "generate", call.kind == "train"
+        config = role_plans[call.role].config
+        placement = role_plans[call.role].placement_of(call.method)
+        pool = placement.pool
+        layout = placement.shape.layout
+        generates = call.kind == "generate"
+        trains = call.kind == "train"
         if pool.ranks != tuple(range(pool.ranks[0], pool.ranks[-1] + 1)):
             raise ValueError(
                 f"pool '{pool.name}' of {call.name} has ranks {list(pool.ranks)}; a plan can only have neighbouring ranks"
             )
-        grid = place_of_call.shape.generating if generates else layout
+        grid = placement.shape.generating if generates else layout
         level: Any = config.activation_checkpointing if trains else "none"  # auto is decided
-        placed[call.name] = PlacedCall(
-            str(RankRange(pool.ranks[0], len(pool.ranks))),
-            grid.pp,
-            grid.tp,
-            grid.dp,
-            1 if generates else layout.cp,
-            1 if generates else layout.ep,
-            call.home,
-            0 if generates else layout.zero,
-            None if generates else layout.zero_size,
-            trains and layout.sequence_parallel,
-            level,
-            config.offload and call.home,
-            config.optim.offload and call.home,
+        by_name[call.name] = PlacedCall(
+            ranks=str(RankRange(pool.ranks[0], len(pool.ranks))),
+            pp=grid.pp,
+            tp=grid.tp,
+            dp=grid.dp,
+            cp=1 if generates else layout.cp,
+            ep=1 if generates else layout.ep,
+            home=call.home,
+            zero=0 if generates else layout.zero,
+            zero_size=None if generates else layout.zero_size,
+            sequence_parallel=trains and layout.sequence_parallel,
+            activation_checkpointing=level,
+            offload=config.offload and call.home,
+            optim_offload=config.optim.offload and call.home,
             max_num_seqs=config.generation.max_num_seqs if generates else None,
         )
-    return placed
+    return by_name
 
 
-def placed_roles(
-    unplaced_roles: Mapping[str, RolePlan], file: PlanFile, graph: Callable[[], Graph], ahead: int
-) -> dict[str, RolePlan]:
-    """Return ``unplaced_roles`` with the ranks, layouts and settings of a plan. Raises ValueError as :func:`place`."""
-    settings = apply_plan({"models": {role: to_dict(plan.config) for role, plan in unplaced_roles.items()}}, file)
-    roles = {}
-    for role, plan in unplaced_roles.items():
-        roles[role] = replace(plan, config=read_section(type(plan.config), settings["models"][role]))
+def placed_roles(unplaced_roles: RolePlans, file: PlanFile, graph: Callable[[], Graph], ahead: int) -> dict[str, RolePlan]:
+    """Return ``unplaced_roles`` with the ranks, layouts and settings of a plan. Raises ValueError as :func:`roles_on_pools`."""
+    settings = apply_plan({"models": {role: to_dict(role_plan.config) for role, role_plan in unplaced_roles.items()}}, file)
+    role_plans: dict[str, RolePlan] = {}
+    for role, role_plan in unplaced_roles.items():
+        role_plans[role] = replace(role_plan, config=read_section(type(role_plan.config), settings["models"][role]))
     placement = PlacementConfig(pools=settings["placement"]["pools"], max_staleness=ahead)
-    return place(roles, placement, file.ranks, file.local_size, graph)
+    return roles_on_pools(role_plans, placement, file.ranks, file.local_size, graph)
 
 
 def checked_plan(
     config: Any,
     calls: Sequence[ModelCall],
-    unplaced_roles: Mapping[str, RolePlan],
+    unplaced_roles: RolePlans,
     step: StepFacts,
     machine: Machine,
     times: CallTimes,
@@ -160,39 +168,51 @@ def checked_plan(
     """Return the best plan that training accepts. ``search``: see :func:`best_plan`.
 
     The planner estimates the fullest rank of each call; training checks each rank with everything that it holds. If training
-    would refuse a plan, the search runs again with less memory, and the plan does not count as proved optimal. Raises
-    ValueError if no plan is accepted, and with ``proved`` if a search ran out of time.
+    would refuse a plan, the search runs again on a machine with less memory, and the plan does not count as proved optimal.
+    Raises ValueError if no plan is accepted, and with ``proved`` if a search ran out of time.
     """
-    ahead, room = config.placement.max_staleness, machine
-    device_less, host_less = 0.0, 0.0  # bytes of a device and of a host that the search may not use
+    ahead = config.placement.max_staleness
     budgets, key = token_budgets(step.limits, max(call.work.longest for call in calls))
+    reduced_machine = machine
+    host_reduction = 0.0  # bytes
     for _ in range(ATTEMPTS):
         try:
-            planned = best_plan(calls, room, times, budgets, key, ahead, **search)
+            planned = best_plan(calls, reduced_machine, times, budgets, key, ahead, **search)
         except ValueError as error:
-            if not (host_less and step.copied):
+            if not (host_reduction and step.copied):
                 raise
             raise ValueError(
                 f"{error}; run.background_save=false needs no copies in host memory while a checkpoint is written"
             ) from error
         if proved and not planned.search.optimal:
             raise ValueError("no plan was proved to be the best in time; search by `rlhf-spmd plan` and give plan=FILE")
-        plans = placed_roles(unplaced_roles, planned.file, lambda: step.graph, ahead)
-        check_batches(config, plans)
-        budget = next(iter(planned.file.algorithm.values()), step.limits.max_tokens)
-        report = measure(plans, replace(step, limits=replace(step.limits, max_tokens=budget)))
-        over = max(float(report.peaks[kind]) - limit for kind, limit in report.memory_of_kinds(machine.memory).items())
-        on_hosts = 0.0 if report.host is None else float(report.host.by_host(machine.local_size).max())
-        if over <= 0 and on_hosts <= machine.host_memory:
-            if device_less == host_less == 0:
+        device_excess, host_excess = _excess_bytes(config, planned.file, unplaced_roles, step, machine)
+        if device_excess <= 0 and host_excess <= 0:
+            if reduced_machine is machine:
                 return planned
             return replace(planned, search=replace(planned.search, optimal=False, lower_bound=0.0))
-        device_less = max(over, 0.0) * SLACK
-        host_less = max(on_hosts - machine.host_memory, 0.0) * SLACK
-        memory = tuple(size - device_less for size in room.memory)
-        room = replace(room, memory=memory, host_memory=room.host_memory - host_less)
-    excess, where = (over, "a rank") if over > 0 else (host_less, "a host")
+        device_reduction = max(device_excess, 0.0) * SLACK
+        host_reduction = max(host_excess, 0.0) * SLACK
+        memory = tuple(size - device_reduction for size in reduced_machine.memory)
+        reduced_machine = replace(reduced_machine, memory=memory, host_memory=reduced_machine.host_memory - host_reduction)
+    excess, where = (device_excess, "a rank") if device_excess > 0 else (host_reduction, "a host")
     raise ValueError(f"no plan was found that fits: the last one needs {excess / GIB:.1f} GiB more than {where} has")
+
+
+def _excess_bytes(
+    config: Any, file: PlanFile, unplaced_roles: RolePlans, step: StepFacts, machine: Machine
+) -> tuple[float, float]:
+    """Return the bytes that a device, and a host, lack for a plan by training's estimate; negative where bytes are left.
+
+    Raises ValueError for batch sizes that the plan's layouts do not allow.
+    """
+    role_plans = placed_roles(unplaced_roles, file, lambda: step.graph, config.placement.max_staleness)
+    check_batches(config, role_plans)
+    budget = next(iter(file.algorithm.values()), step.limits.max_tokens)
+    report = estimate_memory(role_plans, replace(step, limits=replace(step.limits, max_tokens=budget)))
+    device_memory = report.memory_of_kinds(machine.memory)
+    host_bytes = 0.0 if report.host is None else float(report.host.by_host(machine.local_size).max())
+    return (max(float(report.peaks[kind]) - memory for kind, memory in device_memory.items()), host_bytes - machine.host_memory)
 
 
 def token_budgets(limits: BatchLimits, longest: float) -> tuple[list[int], str | None]:
@@ -206,15 +226,14 @@ def token_budgets(limits: BatchLimits, longest: float) -> tuple[list[int], str |
     return [budget for budget in budgets if budget >= longest] or [limits.max_tokens], limits.where.removeprefix("algorithm.")
 
 
-def plan_run(
-    config: Any, unplaced_roles: Mapping[str, RolePlan], step: StepFacts, work: Workload, size: int, local_size: int
-) -> PlanFile:
+def plan_run(config: Any, unplaced_roles: RolePlans, step: StepFacts, work: Workload, size: int, local_size: int) -> PlanFile:
     """Return the plan of ``placement.strategy=auto`` for ``size`` ranks, the same on every rank.
 
     Raises ValueError if none fits, or if none is proved optimal: a search that runs out of time may end with another plan on
     each rank.
     """
-    where, measured = "placement.strategy='auto'", None
+    where = "placement.strategy='auto'"
+    measured = None
     if config.placement.profile is not None:
         measured = read_profile(config.placement.profile, "placement.profile")
         measured.check_ranks(size, "placement.profile")

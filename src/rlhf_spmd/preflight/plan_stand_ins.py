@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt
 from rlhf_spmd.config.rules import Rule, Rules, check_rules
-from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset, joined
+from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset, concat_datasets
 from rlhf_spmd.data.files import Row
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.models.published import published_config
@@ -24,7 +24,7 @@ from rlhf_spmd.planner.shapes import Workload
 from rlhf_spmd.workers import RoleConfig
 
 UNLIMITED_TOKENS = 1 << 30
-FIRST_LETTER = 0x4E00  # first of twenty thousand characters, one for each prompt
+FIRST_LETTER = 0x4E00  # the first of twenty thousand characters, of which each prompt gets one
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class WorkloadConfig:
         ),
     )
 
-    def of(self, section: Any, n: int) -> Workload:
-        """Return the lengths of rows of ``section``, ``n`` per prompt. Each call later sets the number of rows.
+    def workload(self, section: Any, rows_per_prompt: int) -> Workload:
+        """Return the lengths of rows of a section of data. The number of rows is left open, as it differs between calls.
 
         Raises ValueError for lengths that the section does not allow.
         """
@@ -83,12 +83,12 @@ class WorkloadConfig:
         else:
             prompt = longest = section.max_length / 2
         responses = tuple(self.response_lengths) or (longest,)
-        return Workload(0, float(self.prompt_length or prompt), responses, group=n)
+        return Workload(0, float(self.prompt_length or prompt), responses, group=rows_per_prompt)
 
 
 @dataclass(frozen=True)
 class _RowLengths:
-    """The sections that say how long rows are."""
+    """The subject of rules about the lengths of rows."""
 
     workload: WorkloadConfig
     data: PromptsConfig
@@ -110,11 +110,11 @@ LENGTH_RULES: Rules = (
 )
 
 
-def typical_rows(section: Any, n: int, training: Mapping[str, TokenDataset]) -> Workload:
-    """Return lengths of a run's rows: the mean length of its prompts, and the limit of its responses."""
-    work = WorkloadConfig().of(section, n)
+def typical_workload(section: Any, rows_per_prompt: int, training: Mapping[str, TokenDataset]) -> Workload:
+    """Return the lengths of a run's rows: the mean length of its prompts, and the limit of its responses."""
+    workload = WorkloadConfig().workload(section, rows_per_prompt)
     prompts = [data for data in training.values() if isinstance(data, PromptDataset)]
-    return replace(work, prompt=float(prompts[0].lengths.double().mean())) if prompts else work
+    return replace(workload, prompt=float(prompts[0].lengths.double().mean())) if prompts else workload
 
 
 class CharacterTokenizer:
@@ -139,7 +139,7 @@ class CharacterTokenizer:
 
 
 def stand_in(section: DatasetConfig) -> TokenDataset:
-    """Return as many rows as a step takes, of a token or two each, with the fields that ``section`` names."""
+    """Return as many rows as a step takes, each of a token or two, with the fields that ``section`` names."""
     keys = [key for key in vars(section) if key.endswith("_key") and getattr(section, key) is not None]
 
     def row(number: int) -> Row:
@@ -157,13 +157,13 @@ def stand_in(section: DatasetConfig) -> TokenDataset:
         return Row({**values, "id": number}, f"row {number}", number)
 
     batch = max(section.train_batch_size, getattr(section, "gen_batch_size", None) or 0, 2)
-    plain = replace(section, apply_chat_template="auto", system_prompt=None)  # its characters are no tokens of a conversation
-    return joined([plain.encode([row(number) for number in range(batch)], CharacterTokenizer())])
+    plain = replace(section, apply_chat_template="auto", system_prompt=None)  # rows are no conversations
+    return concat_datasets([plain.encode_chunk([row(number) for number in range(batch)], CharacterTokenizer())])
 
 
 @contextmanager
-def directories(models: Mapping[str, RoleConfig]) -> Iterator[dict[str, RoleConfig]]:
-    """Yield ``models`` with a temporary directory for each that is given by sizes or by the name of a published model."""
+def model_directories(models: Mapping[str, RoleConfig]) -> Iterator[dict[str, RoleConfig]]:
+    """Yield ``models``, with a temporary directory for each model that is given by sizes or by a published name."""
     with TemporaryDirectory() as folder:
         model_configs = dict(models)
         for role, config in models.items():

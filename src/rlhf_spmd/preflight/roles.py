@@ -11,8 +11,9 @@ from typing import Any
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.config.load import to_dict
-from rlhf_spmd.config.rules import Rule, Rules, check_rules, shown
-from rlhf_spmd.config.schema import leaves, nearest
+from rlhf_spmd.config.rules import Rule, Rules, as_setting, check_rules
+from rlhf_spmd.config.schema import leaves
+from rlhf_spmd.config.words import nearest
 from rlhf_spmd.controller import GroupShape, ResourcePool
 from rlhf_spmd.data.prompts import PromptsConfig
 from rlhf_spmd.generation.config import GenerationConfig
@@ -26,23 +27,15 @@ from rlhf_spmd.models.weights import check_adapter, check_pretrained
 from rlhf_spmd.parallel.layout import MOST_RANKS, GenerationLayout, Layout, LayoutConfig, resolve_layout
 from rlhf_spmd.rewards.config import RewardConfig, reward_key
 from rlhf_spmd.training.run_plan import StreamConfig
-from rlhf_spmd.workers import (
-    ActorWorker,
-    ComputeWorker,
-    JudgeWorker,
-    ModelWorker,
-    ReferenceWorker,
-    RewardWorker,
-    RoleClass,
-)
+from rlhf_spmd.workers import ActorWorker, ComputeWorker, JudgeWorker, ModelWorker, ReferenceWorker, RewardWorker, RoleClass
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.optim_config import with_role_rates
-from rlhf_spmd.workers.role_plan import RolePlan
+from rlhf_spmd.workers.role_plan import RolePlan, RolePlans
 from rlhf_spmd.workers.router_replay import check_replay
 
 COMPUTE = "compute"  # the role that every algorithm has
 RESERVED = (COMPUTE, "rewards", "controller")  # names in ``models`` that no reward can have
-# with which other metrics begin: a reward of such a name would write over them
+# beginnings of the names of other metrics: a reward of such a name would overwrite them
 METRICS = re.compile(
     "data|generation|group|logps|memory|perf|prompt_length|reshard|response_length|rollout|rollout_corr|timing_s|training|val"
 )
@@ -51,10 +44,9 @@ METRICS = re.compile(
 def rewarded_roles(
     algorithm: AlgorithmConfig, streams: Mapping[str, StreamConfig], rewards: Mapping[str, RewardConfig], is_rewarded: bool
 ) -> dict[str, RoleClass]:
-    """Return the algorithm's roles. Roles that score responses are left out if there are no prompts, or if the run has no reward and
-    needs none.
+    """Return the algorithm's roles.
 
-    Raises ValueError.
+    Roles that score responses are left out if there are no prompts, or if the run has no reward and needs none. Raises ValueError.
     """
     if any(isinstance(data, PromptsConfig) for data in streams.values()) and (algorithm.needs_reward or is_rewarded):
         return dict(algorithm.roles)
@@ -67,13 +59,16 @@ def rewarded_roles(
 
 
 def with_templates(
-    roles: Mapping[str, RolePlan], rewards: Mapping[str, RewardConfig], streams: Mapping[str, StreamConfig]
+    role_plans: RolePlans, rewards: Mapping[str, RewardConfig], streams: Mapping[str, StreamConfig]
 ) -> dict[str, RewardConfig]:
-    """Return the settings of every reward role. If the actor gets text prompts through a template, so do reward models whose
-    ``apply_chat_template`` is ``auto``.
+    """Return the settings of every reward role.
+
+    If the actor gets text prompts through a template, so do reward models whose ``apply_chat_template`` is ``auto``.
     """
     settings = {
-        role: rewards.get(role, RewardConfig()) for role, plan in roles.items() if issubclass(plan.worker, RewardWorker)
+        role: rewards.get(role, RewardConfig())
+        for role, role_plan in role_plans.items()
+        if issubclass(role_plan.worker, RewardWorker)
     }
     if any(isinstance(data, PromptsConfig) and data.apply_chat_template is True for data in streams.values()):
         for role, reward in settings.items():
@@ -82,18 +77,24 @@ def with_templates(
     return settings
 
 
-def refuse_changes(section: Any, default: Any, where: str, why: str) -> None:
-    """Raise ValueError for a setting of ``section`` that differs from ``default``. ``why`` nothing reads it."""
+def refuse_unused_settings(section: Any, default: Any, where: str, reason: str) -> None:
+    """Raise ValueError for a setting of ``section`` that differs from ``default``.
+
+    ``reason``: why no code reads the setting, for the message.
+    """
     defaults = dict(leaves(to_dict(default), where))
     for key, value in leaves(to_dict(section), where):
         if key not in defaults or value != defaults[key]:
-            raise ValueError(f"{key}={shown(value)}: {why}; leave it out")
+            raise ValueError(f"{key}={as_setting(value)}: {reason}; leave it out")
 
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """What the rules of a reward read. ``environment_rewards``: an environment gives this reward, too. ``is_only``: there is no
-    other."""
+    """The subject of rules about a reward.
+
+    - environment_rewards: an environment gives this reward, too
+    - is_only: the run has no other reward
+    """
 
     role: str
     reward: RewardConfig
@@ -156,69 +157,92 @@ def describe_roles(
     environment_rewards: bool = False,
     weights: bool = True,
 ) -> dict[str, RolePlan]:
-    """Return every role with its model, on as many ranks as its layout needs at least: the facts before ``place_roles``.
+    """Return every role with its model, on the fewest ranks that its layout allows. These are the facts before ``place_roles``.
 
-    - classes: of the algorithm's roles
+    - classes: the classes of the algorithm's roles
     - exported: the role whose model other roles take if they name none
     - rewards: settings by role. A name that is no role of ``classes`` becomes a reward, and its scores add to those of the role
       "reward", which may then be left out
     - environment_rewards: an environment gives rewards too, in the first reward role
-    - weights: they are needed, and checked
+    - weights: the run needs the weights, so they are checked
 
     Reads config.json files and the headers of weights. Raises ValueError that names the role, the value and what is allowed.
     """
     algorithm_rewards = [role for role, worker in classes.items() if issubclass(worker, RewardWorker)]
     for name in rewards:
         _check_reward_name(name, classes, algorithm_rewards)
+    is_added_up = environment_rewards or rewards.keys() <= {*algorithm_rewards} or "reward" in (*rewards, *models)
+    role_classes = _model_classes(classes, exported, rewards, is_added_up)
+    _check_role_names(models, role_classes, exported)
+    configs = {role: models.get(role, RoleConfig()) for role in role_classes}
+    base = configs[exported]
+    if base.path is None:
+        raise ValueError(f"models.{exported}.path must be given: a Hugging Face model directory")
+    references = [role for role, worker in role_classes.items() if issubclass(worker, ReferenceWorker)]
+    served = tuple(role for role in references if _is_served(configs[role], base))
+    for role, worker in role_classes.items():
+        if issubclass(worker, RewardWorker) and role != exported:
+            from_environment = environment_rewards and role == next(iter(algorithm_rewards), role)
+            configs[role] = _reward_model_config(role, configs[role], rewards, from_environment)
+        elif configs[role].path is None:
+            configs[role] = _with_model_of(base, configs[role], worker)
+    role_plans: dict[str, RolePlan] = {}
+    for role, config in configs.items():
+        if role not in served:
+            role_plan = _describe_role(role, role_classes[role], config, weights)
+            role_plans[role] = replace(role_plan, is_added=role not in classes, serves=served if role == exported else ())
+    for role, role_class in {**classes, COMPUTE: ComputeWorker}.items():
+        if issubclass(role_class, ComputeWorker):
+            role_plans[role] = RolePlan(role_class, RoleConfig(), ResourcePool("unplaced", (0,)), GroupShape(Layout()), None)
+    return role_plans
+
+
+def _model_classes(
+    classes: Mapping[str, RoleClass], exported: str, rewards: Mapping[str, RewardConfig], is_added_up: bool
+) -> dict[str, type[ModelWorker]]:
+    """Return the classes of roles that may have a model: the algorithm's, then the rewards that the configuration adds.
+
+    ``is_added_up``: the scores of the role "reward" count; else it is left out.
+    """
     role_classes = {role: worker for role, worker in classes.items() if issubclass(worker, ModelWorker)}
     role_classes |= {name: RewardWorker for name in rewards if name not in role_classes}
-    if not (environment_rewards or rewards.keys() <= {*algorithm_rewards} or "reward" in (*rewards, *models)):
-        del role_classes["reward"]  # the scores of the others are all that is added up
-    role_classes |= {name: JudgeWorker for name, reward in rewards.items() if reward.judge is not None and name != exported}
+    if not is_added_up:
+        del role_classes["reward"]
+    return role_classes | {
+        name: JudgeWorker for name, reward in rewards.items() if reward.judge is not None and name != exported
+    }
+
+
+def _check_role_names(models: Mapping[str, RoleConfig], role_classes: Mapping[str, RoleClass], exported: str) -> None:
+    """Raise ValueError if the configuration names a role that the run does not have."""
     for role in models:
         if role not in role_classes:
             similar = next((name for name in role_classes if name.startswith(role)), exported)  # ref
             hint = nearest(role, list(role_classes)) or f"; did you mean '{similar}'?"
             raise ValueError(f"models.{role}: this algorithm has no such role{hint} its roles are {', '.join(role_classes)}")
-    configs = {role: models.get(role, RoleConfig()) for role in role_classes}
-    exported_config = configs[exported]
-    if exported_config.path is None:
-        raise ValueError(f"models.{exported}.path must be given: a Hugging Face model directory")
-    roles_of_exported_model = tuple(
-        role
-        for role, worker in role_classes.items()
-        if issubclass(worker, ReferenceWorker) and _is_served(configs[role], exported_config)
-    )
-    for role in roles_of_exported_model:
-        del role_classes[role], configs[role]
-    for role, worker in role_classes.items():
-        if issubclass(worker, RewardWorker) and role != exported:
-            from_environment = environment_rewards and role == next(iter(algorithm_rewards), role)
-            reward = rewards.get(role, RewardConfig())
-            settings = RewardSettings(role, reward, configs[role], from_environment, len(rewards) == 1)
-            check_rules(REWARD_RULES, settings)
-            configs[role] = replace(configs[role], path=settings.path)
-            if settings.path is None:
-                reward.check_no_model(reward_key(role))
-        elif configs[role].path is None:
-            configs[role] = _with_model_of(exported_config, configs[role], worker)
-    roles = {
-        role: replace(_describe_role(role, role_classes[role], config, weights), is_added=role not in classes)
-        for role, config in configs.items()
-    }
-    roles[exported] = replace(roles[exported], serves=roles_of_exported_model)
-    for role, role_class in {**classes, COMPUTE: ComputeWorker}.items():
-        if issubclass(role_class, ComputeWorker):
-            roles[role] = RolePlan(role_class, RoleConfig(), ResourcePool("unplaced", (0,)), GroupShape(Layout()), None)
-    return roles
+
+
+def _reward_model_config(
+    role: str, config: RoleConfig, rewards: Mapping[str, RewardConfig], from_environment: bool
+) -> RoleConfig:
+    """Return ``models.<role>`` of a reward with the directory of its model, if it has one. Raises ValueError.
+
+    ``from_environment``: an environment gives this reward, too.
+    """
+    reward = rewards.get(role, RewardConfig())
+    settings = RewardSettings(role, reward, config, from_environment, len(rewards) == 1)
+    check_rules(REWARD_RULES, settings)
+    if settings.path is None:
+        reward.check_no_model(reward_key(role))
+    return replace(config, path=settings.path)
 
 
 def _check_reward_name(name: str, classes: Mapping[str, RoleClass], algorithm_rewards: list[str]) -> None:
-    """Raise ValueError for a reward that the algorithm cannot have. ``algorithm_rewards``: the algorithm's own."""
+    """Raise ValueError for a reward that the algorithm cannot have. ``algorithm_rewards``: the algorithm's reward roles."""
     is_metric = METRICS.fullmatch(name) and name not in algorithm_rewards
     if is_metric or "/" in name:
-        why = f"metrics of the run begin with {name}/" if is_metric else "a name has no '/', its metrics begin with it"
-        raise ValueError(f"{reward_key(name)}: {why}; give the reward another name")
+        reason = f"metrics of the run begin with {name}/" if is_metric else "a name has no '/', its metrics begin with it"
+        raise ValueError(f"{reward_key(name)}: {reason}; give the reward another name")
     hint = nearest(name, [role for role in algorithm_rewards if role != "reward"])
     if name not in algorithm_rewards and ("reward" not in algorithm_rewards or name in (*classes, *RESERVED) or hint):
         listed = ", ".join(algorithm_rewards) or "none"
@@ -226,7 +250,7 @@ def _check_reward_name(name: str, classes: Mapping[str, RoleClass], algorithm_re
 
 
 def _with_model_of(base: RoleConfig, config: RoleConfig, worker: type[ModelWorker]) -> RoleConfig:
-    """Return a role that names no model, with that of the exported role."""
+    """Return a role that names no model, with the model ``base`` of the exported role."""
     config = replace(config, path=base.path, random_init=config.random_init or base.random_init)
     if issubclass(worker, ReferenceWorker) and base.lora.path is not None and config.lora == LoraConfig():
         config = replace(config, lora=base.lora)  # the policy that training begins with
@@ -234,7 +258,7 @@ def _with_model_of(base: RoleConfig, config: RoleConfig, worker: type[ModelWorke
 
 
 def _is_served(config: RoleConfig, base: RoleConfig) -> bool:
-    """Return True if a reference is just the policy with which ``base`` begins to train adapters."""
+    """Return True if a reference is the policy with which ``base`` begins to train adapters."""
     default = type(config)()
     unchanged = replace(config, path=default.path, dtype=default.dtype) == default
     same_dtype = config.dtype in (default.dtype, base.dtype)
@@ -243,27 +267,28 @@ def _is_served(config: RoleConfig, base: RoleConfig) -> bool:
 
 
 def _least_ranks(config: LayoutConfig) -> int:
-    """Return the fewest ranks on which a layout can be."""
+    """Return the fewest ranks that a layout can have."""
     copies = config.dp * config.cp if config.dp is not None else math.lcm(config.zero_size or 1, config.cp, config.ep)
     return max(config.pp * config.tp * copies, 1)
 
 
 def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, weights: bool) -> RolePlan:
-    where, num_ranks = f"models.{role}", _least_ranks(config.layout)
+    where = f"models.{role}"
+    num_ranks = _least_ranks(config.layout)
     if num_ranks > MOST_RANKS:
         raise ValueError(f"{where}.layout: it needs {num_ranks} ranks; at most {MOST_RANKS} are allowed")
     layout = resolve_layout(config.layout, num_ranks, f"{where}.layout")
-    pool, shape = ResourcePool("unplaced", tuple(range(num_ranks))), GroupShape(layout)
+    pool = ResourcePool("unplaced", tuple(range(num_ranks)))
+    shape = GroupShape(layout)
     default = type(config)()
     if config.path is None:
-        rest = replace(
-            config, pool=None, layout=LayoutConfig(), calls={}, dtype=default.dtype
-        )  # which may be set for all roles
-        refuse_changes(rest, default, where, "this role has no model")
+        # these settings may be given for all roles at once
+        settings = replace(config, pool=None, layout=LayoutConfig(), calls={}, dtype=default.dtype)
+        refuse_unused_settings(settings, default, where, "this role has no model")
         return RolePlan(worker, config, pool, shape, None)
     config, spec = _read_model(where, worker, config, weights)
     if not worker.trained:
-        refuse_changes(config.optim, default.optim, f"{where}.optim", "this role is not trained")
+        refuse_unused_settings(config.optim, default.optim, f"{where}.optim", "this role is not trained")
     else:
         config = replace(config, optim=with_role_rates(config.optim, worker.lr, worker.head_lr))
     if config.router_replay != "disabled":
@@ -276,14 +301,14 @@ def _describe_role(role: str, worker: type[ModelWorker], config: RoleConfig, wei
     if issubclass(worker, JudgeWorker):
         _check_judge(where, config, layout)
     elif not issubclass(worker, ActorWorker):
-        refuse_changes(config.generation, GenerationConfig(), f"{where}.generation", "this role does not generate")
+        refuse_unused_settings(config.generation, GenerationConfig(), f"{where}.generation", "this role does not generate")
     if issubclass(worker, ActorWorker):
         shape = GroupShape(layout, GenerationLayout(layout, layout.pp, layout.tp))
     return RolePlan(worker, config, pool, shape, spec)
 
 
 def _read_model(where: str, worker: type[ModelWorker], config: RoleConfig, weights: bool) -> tuple[RoleConfig, ModelSpec]:
-    """Return the role with its model's directory, and the model. Raises ValueError."""
+    """Return the role's settings with the directory of its model, and the model. Raises ValueError."""
     assert config.path is not None, "a role with a model"
     path = local_directory(config.path, f"{where}.path", weights and not config.random_init)
     try:
@@ -298,11 +323,11 @@ def _read_model(where: str, worker: type[ModelWorker], config: RoleConfig, weigh
 
 
 def _check_judge(where: str, config: RoleConfig, layout: Layout) -> None:
-    """Raise ValueError for settings that a judge cannot have: it generates with its weights where they are."""
+    """Raise ValueError for settings that a judge cannot have. It generates in the layout of its weights."""
     default = GenerationConfig()
     keys = ("pp", "tp", "ep", "reshard_method", "buffers", "reuse_rollout_log_probs")
     settings = replace(default, **{key: getattr(config.generation, key) for key in keys})
-    refuse_changes(settings, default, f"{where}.generation", f"a judge generates in {where}.layout")
+    refuse_unused_settings(settings, default, f"{where}.generation", f"a judge generates in {where}.layout")
     for axis in ("vpp", "cp", "ep"):
         if (size := getattr(layout, axis)) > 1:
             raise ValueError(

@@ -57,7 +57,7 @@ def read_arguments(parser: Parser, argv: Sequence[str] | None) -> tuple[argparse
     return options, unknown + options.overrides
 
 
-def read_words(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+def read_config_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the configuration file and the overrides of a command line. Raises ValueError."""
     options, overrides = read_arguments(shared_parser("", None), arguments)
     return (options.config or [None])[0], overrides
@@ -82,9 +82,9 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def cached_help(program: str, arguments: Sequence[str]) -> str | None:
-    """Return what ``--help`` prints, from the cache; None if that is not asked for, or the cache does not know it.
+    """Return what ``--help`` prints, from the cache; None without ``--help``, or if the cache does not have it.
 
-    Ranks ask the program itself, whose first rank prints for all.
+    Return None on ranks of a job, too: there the program's first rank prints for all.
     """
     is_help = {"-h", "--help"} & {*arguments} and not {"RANK", "WORLD_SIZE"} & {*os.environ}
     if not is_help or list(arguments[:1]) == ["profile"]:
@@ -127,7 +127,10 @@ def fingerprint() -> str:
 
 
 class _Pipe(io.FileIO):
-    """Discards what is written after the reader has gone. ``is_log``: also what cannot be written, as on a full disk; counts it."""
+    """Discards what is written after the reader has gone.
+
+    - is_log: discard and count what cannot be written, too, as on a full disk
+    """
 
     is_log = False
 
@@ -144,17 +147,16 @@ class _Pipe(io.FileIO):
 
 
 def ignore_closed_pipes() -> None:
-    """From now on closed readers of standard output and error raise nothing: ``| head`` ends no run with a traceback. Nor does a full
-    disk behind standard error.
+    """Let output raise nothing after its reader has gone: ``| head`` ends no run with a traceback.
 
-    May be called again; streams that somebody else installed are left alone.
+    Nor does a full disk behind standard error. May be called again; streams that other code has installed are left alone.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if type(stream) is not io.TextIOWrapper:
             continue
         is_buffered = isinstance(stream.buffer, io.BufferedWriter)
-        if type(stream.buffer.raw if isinstance(stream.buffer, io.BufferedWriter) else stream.buffer) is io.FileIO:
+        if type(stream.buffer.raw if is_buffered else stream.buffer) is io.FileIO:
             stream.flush()
             pipe = _Pipe(stream.fileno(), "w", closefd=False)
             pipe.is_log = name == "stderr"

@@ -3,9 +3,9 @@
 Each process has one :class:`Board` with a daemon thread and its own connection to the store, so it works while the main
 thread is blocked in a collective. Every half second the thread publishes a heartbeat (where the main thread is) and
 looks for a failure. Rank 0's thread reads all heartbeats, the others only rank 0's, so the cost is O(ranks). It finds
-lost ranks, diverged scripts and standstills. The first failure posted wins: its rank prints one line and writes
-exit_status.json, then every process ends with its code. The main thread only writes fields, about a microsecond per
-call.
+lost ranks, diverged scripts and standstills (failure_detector.py). The first failure that is posted is the job's: its
+rank prints one line and writes exit_status.json, then every process ends with its code. The main thread only writes
+fields, about a microsecond per call.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ import torch.distributed as dist
 from rlhf_spmd.parallel.collectives import RECORDER
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.process.exit import announce, await_all, classify, end_process, one_line, record_status
-from rlhf_spmd.process.failure_detector import HISTORY, WINDOW, Finding, Heartbeat, Watch, WatchLimits, place
+from rlhf_spmd.process.failure_detector import HISTORY, WINDOW, Finding, Heartbeat, Watch, WatchLimits, describe_place
 from rlhf_spmd.process.messages import ALL_ENDED, DONE, FAILURE, ForgedMessage, Messages, await_key
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import ExitStatus, write_exit_status
 
-JUDGES = 8  # ranks that may read all heartbeats after a timeout: most time out together, and one store serves them
+MAX_JUDGES = 8  # ranks that may read all heartbeats after a timeout: most ranks time out together, and one store serves them
 _CLIENT_TIMEOUT = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
 class Failure(ExitStatus):
-    """The failure that ends the job. ``kill_pid`` on ``kill_host``: a silent process that its neighbours must kill; 0:
-    none."""
+    """The failure that ends the job.
+
+    - kill_pid, kill_host: a silent process that ranks on its host must kill; 0: none
+    """
 
     kill_pid: int = 0
     kill_host: str = ""
@@ -56,7 +58,11 @@ class Failure(ExitStatus):
 
 
 class _Call(NamedTuple):
-    """A call that this rank has entered. ``chain``: hash of all calls up to it."""
+    """A call that this rank has entered.
+
+    - seq, name, site, rows: see :meth:`Board.enter_call`
+    - chain: hash of all calls up to it
+    """
 
     seq: int
     name: str
@@ -72,7 +78,7 @@ class _CallLog:
     """The last ``HISTORY`` calls that the script has entered. The main thread writes it; the board's thread reads it without a lock."""
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = [NO_CALL] * HISTORY  # a ring
+        self._calls: list[_Call] = [NO_CALL] * HISTORY  # a ring buffer
         self._num_calls = 0
         self._chain = 0
         self._keys: dict[tuple[str, str], bytes] = {}
@@ -98,14 +104,22 @@ class _CallLog:
 
 
 class Board:
-    """One per process. The program reads and sets the plain fields ``preempted``, ``run_dir`` and ``last_checkpoint``."""
+    """The error board of a process.
+
+    The program sets these fields:
+
+    - preempted: True once the run was told to end
+    - run_dir: the run directory, None while it is unknown
+    - last_checkpoint: the last complete checkpoint
+    - failing: True while a thread handles this rank's failure; signals then change nothing
+    """
 
     def __init__(self, launch: Launch, store: dist.Store, limits: WatchLimits | None = None, key: bytes = b"") -> None:
         """``key`` signs the messages between ranks; see :func:`~rlhf_spmd.process.messages.agree_on_key`."""
         self.launch = launch
         self.limits = limits or WatchLimits()
         self.preempted = False
-        self.failing = False  # True while a thread handles this rank's failure: signals then change nothing
+        self.failing = False
         self.run_dir: Path | None = None
         self.last_checkpoint: str | None = None
         self.step = 0
@@ -113,11 +127,11 @@ class Board:
         # connections of the main thread, which may block, and of the thread of this board
         self._main_messages = self._messages = Messages(store, key)
         self._log = _CallLog()
-        self._inside = False
-        self._state = "starting"
-        self._beats = 0
-        self._logged = -1
-        self._suspect = False
+        self._inside = False  # True while the script is in a call
+        self._state = "starting"  # of the heartbeat
+        self._num_beats = 0
+        self._logged_seq = -1  # last call in the log that the store has
+        self._suspect = False  # True once this rank has lost a connection
         self._wake = threading.Event()
         self._failure_known = threading.Event()
         self._main_done = threading.Event()  # set once the main thread has nothing left to do
@@ -156,7 +170,7 @@ class Board:
     @property
     def where(self) -> str:
         seq, name, site = self.call
-        return place(name if self._inside else "", seq, site, self.step)
+        return describe_place(name if self._inside else "", seq, site, self.step)
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -176,15 +190,15 @@ class Board:
 
         Collective over the world: every rank of it must call, in program order.
         """
-        self._inside, self._state = False, "ended"
+        self._inside = False
+        self._state = "ended"
         RECORDER.tick()
         self._end_if_failed()
-        store, size = self._main_messages.store, self.launch.size
-        self._main_messages.set(f"board/ended/{self.launch.rank}", "1")
-        if store.add("board/ended", 1) >= size:
-            self._main_messages.get_all(
-                [f"board/ended/{rank}" for rank in range(size)]
-            )  # checks the signatures, not only the count
+        store = self._main_messages.store
+        keys = [f"board/ended/{rank}" for rank in range(self.launch.size)]
+        self._main_messages.set(keys[self.launch.rank], "1")
+        if store.add("board/ended", 1) >= self.launch.size:
+            self._main_messages.get_all(keys)  # checks the signatures, not only the count
             self._main_messages.set(ALL_ENDED, "1")
         if not await_key(store, ALL_ENDED, self.limits.stall_s):  # the store's own wait would hear no signal
             raise ConnectionError(f"timed out: other ranks have not ended within {self.limits.stall_s:.0f} s")
@@ -198,7 +212,7 @@ class Board:
             self._main_messages.set(DONE, "1")
 
     def _end_if_failed(self) -> None:
-        """End this process if a failure is in the store, or after another thread of this rank has posted the one that it handles."""
+        """End this process if the job has failed. If another thread handles a failure of this rank, wait until it is posted."""
         if self.failing:
             self._failure_known.wait(self.limits.stall_s)
         elif (posted := self._main_messages.find(FAILURE)) is not None:
@@ -218,8 +232,8 @@ class Board:
     def post_error(self, error_class: str, message: str, details: str = "", call: str = "") -> bool:
         """Post this rank's failure. Return True if it is the job's first.
 
-        The first prints ``details`` and one line, and writes exit_status.json. ``call``: name of the failed call, by
-        default the last one entered. Does not end the process: see :meth:`end_with_failure`.
+        If so, print ``details`` and one line, and write exit_status.json. ``call``: name of the failed call, by default
+        the last one entered. The process goes on until :meth:`end_with_failure`.
         """
         return self._post(self._failure_of_rank(error_class, message, call), details)
 
@@ -227,33 +241,36 @@ class Board:
         call = call or self.call[1]
         return Failure(error_class, message, self.launch.rank, call or None, self.step, self.last_checkpoint)
 
-    def await_verdict(self, seconds: float, waited: bool = False) -> bool:
+    def await_verdict(self, seconds: float, timed_out: bool = False) -> bool:
         """Wait for a failure of another rank that explains this one's. Return True if there is such a failure.
 
-        ``waited``: this rank waited in vain; then a rank that is behind it and still working is to blame.
+        ``timed_out``: this rank's own wait timed out; then a rank that is behind it and still working is to blame.
         """
         if self._thread is None:
             return self.failure is not None
         self._suspect = True
         self._wake.set()
         try:
-            return self._await_verdict(seconds, waited)
+            return self._await_verdict(seconds, timed_out)
         except RuntimeError:  # the store is gone, or a stranger writes there: the board's thread reports it
             return self._failure_known.wait(seconds)
 
-    def _await_verdict(self, seconds: float, waited: bool) -> bool:
-        judges = waited and self._messages.store.add("board/waited", 1) <= JUDGES
-        before = self._beats_of(set(range(self.launch.size)) - {self.launch.rank}) if judges else []
-        if self._failure_known.wait(seconds if judges or not waited else 2 * seconds):  # a judge reads twice before it posts
+    def _await_verdict(self, seconds: float, timed_out: bool) -> bool:
+        may_judge = timed_out and self._messages.store.add("board/waited", 1) <= MAX_JUDGES
+        earlier_beats = self._beats_of(set(range(self.launch.size)) - {self.launch.rank}) if may_judge else []
+        # a rank that may judge reads heartbeats twice before it posts, so the others wait longer
+        if self._failure_known.wait(seconds if may_judge or not timed_out else 2 * seconds):
             return True
-        pairs = zip(before, self._beats_of([beat.rank for beat in before]), strict=True)
-        workers = [now for then, now in pairs if now.inside and now.seq <= self.call[0] and now.progress > then.progress]
-        for beat in sorted(workers, key=lambda beat: (beat.seq, beat.rank))[:1]:
+        pairs = zip(earlier_beats, self._beats_of([beat.rank for beat in earlier_beats]), strict=True)
+        working_beats = [
+            beat for earlier, beat in pairs if beat.inside and beat.seq <= self.call[0] and beat.progress > earlier.progress
+        ]
+        for beat in sorted(working_beats, key=lambda beat: (beat.seq, beat.rank))[:1]:
             message = (
                 f"rank {beat.rank} was still at work in {beat.where} when rank {self.launch.rank} had waited for it as long as "
             )
             self._post(Failure("hang", f"{message}timeout_s allows", beat.rank, beat.name, beat.step, self.last_checkpoint))
-        return bool(workers)
+        return bool(working_beats)
 
     def end_with_failure(self) -> NoReturn:
         """From the main thread: end this process with the code of the job's failure, once every living rank knows it."""
@@ -266,15 +283,16 @@ class Board:
 
     def _post(self, failure: Failure, details: str = "") -> bool:
         try:
-            first = Failure.decode(self._messages.put_first(FAILURE, failure.encode()))
-            won = first == failure
+            job_failure = Failure.decode(self._messages.put_first(FAILURE, failure.encode()))
+            is_first_failure = job_failure == failure
         except RuntimeError:  # the store is gone with its host, or a stranger writes there: each node reports for itself
-            first, won = failure, self.launch.local_rank == 0
-        if won:
+            job_failure = failure
+            is_first_failure = self.launch.local_rank == 0
+        if is_first_failure:
             self._announce(failure, details)
-        self.failure = first
+        self.failure = job_failure
         self._failure_known.set()
-        return won
+        return is_first_failure
 
     def _announce(self, failure: Failure, details: str) -> None:
         announce(failure.message, details)
@@ -300,7 +318,7 @@ class Board:
             try:
                 self._publish()
                 self.failure = self._read_failure() or self.failure
-                looks = self.failure is None and self._beats % ticks_per_look == 0
+                looks = self.failure is None and self._num_beats % ticks_per_look == 0
                 if looks and (finding := self._look(watch)) is not None:
                     self._post(self._blame(finding))
                 retried = False
@@ -318,12 +336,12 @@ class Board:
                 self._end_from_thread(self.failure)
 
     def _publish(self) -> None:
-        self._beats += 1
-        rank, recent = self.launch.rank, self._log.recent(WINDOW)
+        self._num_beats += 1
+        recent = self._log.recent(WINDOW)
         seq, name, site = (recent[-1] if recent else NO_CALL)[:3]
         beat = Heartbeat(
-            rank=rank,
-            count=self._beats,
+            rank=self.launch.rank,
+            count=self._num_beats,
             state=self._state,
             step=self.step,
             seq=seq,
@@ -335,10 +353,10 @@ class Board:
             host=socket.gethostname(),
             calls=tuple((entry.seq, entry.chain) for entry in recent),
         )
-        if seq != self._logged:  # before the heartbeat, so that the log names every call that a heartbeat mentions
-            self._messages.set(f"board/log/{rank}", json.dumps(recent))
-            self._logged = seq
-        self._messages.set(f"board/beat/{rank}", beat.encode())
+        if seq != self._logged_seq:  # before the heartbeat, so that the log names every call that a heartbeat mentions
+            self._messages.set(f"board/log/{self.launch.rank}", json.dumps(recent))
+            self._logged_seq = seq
+        self._messages.set(f"board/beat/{self.launch.rank}", beat.encode())
         if self._suspect:
             self._messages.store.set("board/suspect", "1")
 
@@ -361,11 +379,14 @@ class Board:
             entries = self._log.recent()
         else:
             entries = [_Call(*entry) for entry in json.loads(self._messages.get(f"board/log/{rank}"))]
-        return next(((f"{it.name} ({it.site})", it.rows) for it in entries if it.seq == seq), ("another call", ""))
+        texts = [(f"{entry.name} ({entry.site})", entry.rows) for entry in entries if entry.seq == seq]
+        return texts[0] if texts else ("another call", "")
 
     def _blame(self, finding: Finding) -> Failure:
-        beat, message = finding.beat, finding.message
-        if finding.silent:  # its last heartbeat may predate its last call: the place of the others tells more
+        """Return the failure for a finding."""
+        beat = finding.beat
+        message = finding.message
+        if finding.silent:  # its last heartbeat may be older than its last call: the place of the others tells more
             message += f"; rank {self.launch.rank} is in {self.where}"
         call, step = (finding.call or beat.name or None, beat.step) if beat else (None, None)
         pid, host = (beat.pid, beat.host) if beat and finding.silent else (0, "")
@@ -390,8 +411,7 @@ class Board:
         self.failure = failure
 
     def _end_from_thread(self, failure: Failure) -> NoReturn:
-        """Acknowledge the failure, give the main thread and other ranks ``grace_s`` to know it too, then end the
-        process."""
+        """Acknowledge the failure, wait at most ``grace_s`` until the main thread and other ranks know it, then end the process."""
         self._failure_known.set()
         deadline = time.monotonic() + self.limits.grace_s
         if failure.class_ in ("hang", "lost"):
@@ -412,7 +432,7 @@ class Board:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _kill_silent_neighbour(self, failure: Failure) -> None:
-        """Kill a stopped process (SIGSTOP, a stuck driver), for which torchrun would wait 30 s."""
+        """Kill the silent process of a failure (stopped by SIGSTOP, or by a stuck driver), for which torchrun would wait 30 s."""
         if not failure.kill_pid or failure.kill_host != socket.gethostname() or failure.kill_pid == os.getpid():
             return
         try:

@@ -1,4 +1,4 @@
-"""The command line of all programs: a configuration file, overrides, and questions that need no run."""
+"""The command line of all programs: a configuration file, overrides, and options such as ``--help`` that start no run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ from rlhf_spmd.telemetry.run_dir import EXIT_CODES
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The parsed command line. ``launch``: this rank's place; in a dry run, rank 0's place in the job."""
+    """The parsed command line.
+
+    - config: the configuration file, None without one
+    - launch: this rank's place in the job; in a dry run, that of rank 0
+    """
 
     config: str | None
     overrides: list[str]
@@ -38,12 +42,17 @@ def read_command_line(
     has_ranks: bool = True,
     run_dir_of: Callable[[str | None, Sequence[str]], Path | None] = lambda config, overrides: None,
 ) -> CommandLine:
-    """Read a program's arguments; ``argv`` None: those of this process.
+    """Return a program's arguments. End the process if they ask for help, for the configuration, or for several ranks.
 
-    Ends the process if only help or the configuration is asked for. Started without torchrun, it starts the ranks, waits for them and
-    ends with their code; it reads no configuration, which may import the user's code. ``keys`` returns the configuration's keys for
-    some overrides. ``read`` returns the checked configuration of a file and overrides. ``run_dir_of`` returns where exit_status.json
-    goes.
+    For several ranks, start them, wait for them and end with their code, without reading the configuration, which may import the
+    user's code.
+
+    - name, description: of the program, for its help
+    - keys: returns the configuration's keys for some overrides
+    - read: returns the checked configuration of a file and overrides
+    - argv: the arguments; None: those of this process
+    - has_ranks: False for a program of one process
+    - run_dir_of: returns where exit_status.json goes, for a file and overrides
     """
     ignore_closed_pipes()
     try:
@@ -56,9 +65,9 @@ def read_command_line(
         options, overrides = read_arguments(parser, argv)
     except ValueError as error:
         refuse(error)
-    config, *more = options.config or [None]
-    if more:
-        refuse(f"--config {config} and --config {more[0]}: give one file, and overrides such as run.steps=20")
+    config, *other_files = options.config or [None]
+    if other_files:
+        refuse(f"--config {config} and --config {other_files[0]}: give one file, and overrides such as run.steps=20")
     if options.help or options.print_config:
         try:
             if options.help:
@@ -72,14 +81,14 @@ def read_command_line(
         if launch.rank == 0:
             print(text.rstrip())
         raise SystemExit(0)
-    number = str(default_num_ranks()) if options.nproc_per_node == "auto" else options.nproc_per_node
-    if number is not None:
-        if not (number.isdecimal() and int(number)):
-            refuse(f"--nproc-per-node={number}: must be a whole number, at least 1")
-        if launched() or not has_ranks:
+    num_ranks = str(default_num_ranks()) if options.nproc_per_node == "auto" else options.nproc_per_node
+    if num_ranks is not None:
+        if not (num_ranks.isdecimal() and int(num_ranks)):
+            refuse(f"--nproc-per-node={num_ranks}: must be a whole number, at least 1")
+        if is_launched() or not has_ranks:
             why = "torchrun has started the ranks" if has_ranks else f"{name} is one process"
-            refuse(f"--nproc-per-node={number}: {why}; leave it out")
-        launch = Launch(0, int(number), 0, int(number))
+            refuse(f"--nproc-per-node={num_ranks}: {why}; leave it out")
+        launch = Launch(0, int(num_ranks), 0, int(num_ranks))
         if launch.size > 1 and not options.dry_run:
             arguments = [*overrides, *(["--config", config] if config else [])]
             try:
@@ -91,13 +100,13 @@ def read_command_line(
     return CommandLine(config, overrides, launch, options.dry_run)
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Return True if torchrun or another launcher started this process as a rank."""
     return dist.is_torchelastic_launched() or read_launch().size > 1
 
 
 def refuse(why: object) -> NoReturn:
-    """End like bad input: one line, from the first rank."""
+    """End this process like bad input: the first rank prints one line."""
     if read_launch().rank == 0:
         announce(f"config error: {why}")
     raise SystemExit(EXIT_CODES["config"])

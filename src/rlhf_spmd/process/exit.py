@@ -17,14 +17,14 @@ from typing import NoReturn, TextIO
 import torch
 import torch.distributed as dist
 
-from rlhf_spmd.config.schema import printable
+from rlhf_spmd.config.words import printable
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.progress import on_own_line
 from rlhf_spmd.telemetry.run_dir import DISK_ERRORS, EXIT_CODES, EXIT_STATUS_FILE, ExitStatus, write_exit_status
 
-SPARE_BYTES = 16 << 20  # address space that the end of a process may need when there is no more memory
-NUM_WRITERS = 2  # a stalled stream must not keep the run directory locked
+SPARE_BYTES = 16 << 20  # address space that the end of a process may need when memory has run out
+NUM_WRITERS = 2  # so that a stalled stream does not keep the run directory locked
 
 # words in exceptions of torch, CUDA and Python's threads that mean: no memory; none has a class of its own
 _MEMORY_WORDS = (
@@ -87,10 +87,11 @@ def one_line(text: str) -> str:
 
 
 def announce(line: str, details: str = "") -> None:
-    """Write ``details`` (a traceback) and one line to standard error, at once, so that ranks do not mix."""
-    shown = ["\t".join(map(printable, each.split("\t"))) for each in details.rstrip().split("\n")] if details else []
+    """Write ``details`` (a traceback) and one line to standard error in one piece, so that the lines of ranks do not mix."""
+    detail_lines = details.rstrip().split("\n") if details else []
+    lines = ["\t".join(map(printable, detail.split("\t"))) for detail in detail_lines]
     stream = _stream()
-    text = on_own_line("\n".join([*shown, one_line(line)]) + "\n", stream)
+    text = on_own_line("\n".join([*lines, one_line(line)]) + "\n", stream)
 
     def write() -> None:
         stream.write(text)
@@ -116,7 +117,7 @@ def record_status(run_dir: Path, status: ExitStatus) -> None:
 
 
 def await_all(store: dist.Store, key: str, size: int, deadline: float, ready: Callable[[], bool] = lambda: True) -> None:
-    """Count this process under ``key``; wait until all are counted and this one is ``ready``, or until ``deadline``."""
+    """Count this process under ``key``. Then wait until all are counted and this one is ``ready``, or until ``deadline``."""
     num_counted = store.add(key, 1)
     while not (num_counted >= size and ready()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -144,11 +145,13 @@ def end_process(code: int) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class _Ending:
-    """What writes the end of process ``pid``, made before it is needed: a thread that starts without memory is waited for for ever.
+class _EndWriter:
+    """Threads and memory that write the end of the process. They are made early, because without free memory a thread cannot start.
 
-    ``stream``: standard error as it was then; the user's code may redirect it since. ``spare``: memory to give back. ``actions``: what
-    the threads do next; None ends one of them.
+    - stream: standard error when they were made; the user's code may redirect it later
+    - pid: the process that they belong to; a fork has no such threads
+    - spare: memory to free when there is no more
+    - actions: what the threads do next; None ends one of them
     """
 
     stream: TextIO
@@ -156,44 +159,44 @@ class _Ending:
     spare: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, SPARE_BYTES))
     actions: SimpleQueue[Callable[[], object] | None] = field(default_factory=SimpleQueue)
 
-    def work(self) -> None:
+    def run_actions(self) -> None:
         while (action := self.actions.get()) is not None:
             action()
 
 
-_ending: _Ending | None = None
+_end_writer: _EndWriter | None = None
 
 
 @contextmanager
 def ready_to_end() -> Iterator[None]:
-    """Inside, a process writes its end from threads that run already, to the standard error that it has now."""
-    global _ending
-    outer, _ending = _ending, _Ending(sys.stderr)
-    ending = _ending
+    """Inside, the process writes its end from threads that run already, to the standard error that it has at the start."""
+    global _end_writer
+    outer = _end_writer
+    _end_writer = writer = _EndWriter(sys.stderr)
     for _ in range(NUM_WRITERS):
-        threading.Thread(target=ending.work, name="ending", daemon=True).start()
+        threading.Thread(target=writer.run_actions, name="ending", daemon=True).start()
     try:
         yield
     finally:
-        _ending = outer
+        _end_writer = outer
         for _ in range(NUM_WRITERS):
-            ending.actions.put(None)
+            writer.actions.put(None)
 
 
 def free_spare_memory() -> None:
-    """Give back what was kept for the end of this process."""
-    if _ending is not None and not _ending.spare.closed:
-        _ending.spare.close()
+    """Free the memory that was kept for the end of this process."""
+    if _end_writer is not None and not _end_writer.spare.closed:
+        _end_writer.spare.close()
 
 
 def _stream() -> TextIO:
-    return sys.stderr if _ending is None else _ending.stream
+    return sys.stderr if _end_writer is None else _end_writer.stream
 
 
 def _run_within(seconds: float, action: Callable[[], object]) -> None:
-    """Call ``action`` and wait at most ``seconds``: a stalled pipe or disk must not block, and a closed one does not matter.
+    """Call ``action`` and wait at most ``seconds``: a stalled pipe or disk must not block. Errors of a closed one are ignored.
 
-    Outside :func:`ready_to_end`, and in a fork, it waits as long as it takes.
+    Outside :func:`ready_to_end`, and in a fork, the call has no limit.
     """
     is_over = threading.Event()
 
@@ -205,8 +208,8 @@ def _run_within(seconds: float, action: Callable[[], object]) -> None:
         finally:
             is_over.set()
 
-    if _ending is None or _ending.pid != os.getpid():
+    if _end_writer is None or _end_writer.pid != os.getpid():
         attempt()
     else:
-        _ending.actions.put(attempt)
+        _end_writer.actions.put(attempt)
         is_over.wait(seconds)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.config.interpolation import compared
+from rlhf_spmd.config.interpolation import comparable_text
 from rlhf_spmd.config.load import flatten, to_dict
 from rlhf_spmd.config.registry import split_name
 
@@ -34,7 +34,7 @@ def run_digests(run: Any) -> dict[str, str]:
 
     Weights are sampled, not read whole.
     """
-    settings = flatten(to_dict(run.config, compared))
+    settings = flatten(to_dict(run.config, comparable_text))
     values = {key: text for key, text in settings.items() if key.rpartition(".")[2] not in HOST_PATHS}
     values |= {f"set of rows ({name})": dataset.fingerprint for name, dataset in run.training.items()}
     values |= {f"set of validation rows ({name})": dataset.fingerprint for name, dataset in run.validation.items()}
@@ -59,7 +59,7 @@ def file_digests(config: Any) -> dict[str, str]:
 
 
 def _named_files(text: str) -> Iterator[Path]:
-    """Yield the file of ``file.py:function``, of ``package.module:function`` (outside this package), or of a path."""
+    """Yield the file that ``text`` names: ``file.py:function``, ``package.module:function`` outside this package, or a path."""
     name, function = split_name(text)
     if not (function or re.search(r"/|\.[a-zA-Z]", name)):
         return  # most settings are no path: a thousand ranks need not ask the file system
@@ -83,12 +83,13 @@ def text_digest(directory: Path) -> str:
 def weights_digest(directory: Path) -> str:
     """Return names and sizes of a model's weight files, and a digest of samples of the first."""
     files = sorted(directory.glob("*.safetensors"))
-    return json.dumps([*([file.name, file.stat().st_size] for file in files), *map(sample_of, files[:1])])
+    return json.dumps([*([file.name, file.stat().st_size] for file in files), *map(sample_digest, files[:1])])
 
 
-def sample_of(path: Path) -> str:
+def sample_digest(path: Path) -> str:
     """Return a hash of 64 parts of a file, spread over it."""
-    digest, size = hashlib.sha256(), path.stat().st_size
+    digest = hashlib.sha256()
+    size = path.stat().st_size
     with path.open("rb") as file:
         for part in range(64):
             file.seek(part * size // 64)

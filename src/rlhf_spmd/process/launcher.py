@@ -1,7 +1,7 @@
 """Starts the ranks of a job on one machine, in place of torchrun.
 
-Each rank is a process with torchrun's environment and a store that outlives it, so a run is bit for bit the one that
-torchrun starts. The launcher names a rank that ends before the job, and returns the job's own exit code; torchrun
+Each rank is a process with torchrun's environment and a store that outlives it, so a run has the same bits as under
+torchrun. The launcher names a rank that ends before the job, and returns the job's own exit code, where torchrun
 writes 40 lines and returns 1. The store listens on this machine only, and the launcher makes the key that signs
 messages.
 """
@@ -37,9 +37,10 @@ from rlhf_spmd.telemetry.run_dir import ExitStatus, newest_checkpoint, read_exit
 HOST = "127.0.0.1"
 PATIENCE_S = 600.0  # longest wait for ranks that were told to end: a save may take as long
 LOOK_S = 0.05
-BEAT_S = 0.7  # longer than the interval of heartbeats
-PASSED_ON: dict[int, int] = {number: number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-PASSED_ON[signal.SIGHUP] = signal.SIGTERM  # a closed terminal, which does not reach ranks in their own sessions
+BEAT_S = 0.7  # longer than the time between two heartbeats
+# signal that the launcher gets -> signal that it sends to the ranks
+FORWARDED_SIGNALS: dict[int, int] = {number: number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+FORWARDED_SIGNALS[signal.SIGHUP] = signal.SIGTERM  # a closed terminal, which does not reach ranks in their own sessions
 
 
 def default_num_ranks() -> int:
@@ -54,8 +55,8 @@ def default_num_ranks() -> int:
 def start_ranks(command: Sequence[str], size: int, run_dir: Path | None = None) -> int:
     """Run ``command`` as ``size`` ranks and wait for them. Return the exit code of the first that failed, or 0.
 
-    Signals are passed on. After a failure the other ranks get SIGTERM, as from torchrun, and SIGKILL ``PATIENCE_S``
-    later. A rank that ends without a word, whatever its exit code, is named in one line and in
+    Signals are forwarded. After a failure the other ranks get SIGTERM, as from torchrun, and SIGKILL ``PATIENCE_S``
+    later. A rank that ends without a report, whatever its exit code, is named in one line and in
     ``run_dir``/exit_status.json. Raises ValueError for more ranks than GPUs.
     """
     check_gpus(size, size - 1)
@@ -64,59 +65,67 @@ def start_ranks(command: Sequence[str], size: int, run_dir: Path | None = None) 
     if run_dir is not None:
         forget_status(run_dir)
     job = _Job(Messages(ranks_store(store), key_of_start(key)), run_dir)
-    previous = {number: signal.signal(number, lambda signal_number, _: job.pass_on(signal_number)) for number in PASSED_ON}
+    handlers = {number: signal.signal(number, lambda number, _: job.forward_signal(number)) for number in FORWARDED_SIGNALS}
     try:
         while len(job.ranks) < size and not job.stop_times:
             environment = rank_environment(len(job.ranks), size, port, key)
             job.ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
         if job.stop_times:
             job.stop(signal.SIGTERM)  # the signal may have come while a rank was starting
-        while job.look():
+        while job.handle_ended_ranks():
             time.sleep(LOOK_S)
     finally:
         for rank in job.ranks:
             rank.kill()
-        for number, handler in previous.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     return job.close()
 
 
 @dataclass
 class _Job:
-    """The ranks and what is known of them. ``run_dir``: where exit_status.json goes. ``failed``: non-zero exit codes, in
-    order."""
+    """The ranks and what is known of them.
+
+    - run_dir: where exit_status.json goes
+    - ranks: their processes
+    - ended: numbers of the ranks that have ended
+    - exit_codes: those that are not 0, in the order of the ends
+    - stop_times: when ranks were told to end
+    - first_signal: name of the first signal that was forwarded
+    - failure: the failure that the launcher itself has posted
+    """
 
     messages: Messages
     run_dir: Path | None
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
-    failed: list[int] = field(default_factory=list)
-    stop_times: list[float] = field(default_factory=list)  # when ranks were signalled to end
-    passed: str = ""  # name of the first signal that was passed on
-    failure: Failure | None = None  # found by the launcher itself
+    exit_codes: list[int] = field(default_factory=list)
+    stop_times: list[float] = field(default_factory=list)
+    first_signal: str = ""
+    failure: Failure | None = None
 
-    def pass_on(self, number: int) -> None:
-        self.passed = self.passed or signal.Signals(number).name
-        self.stop(PASSED_ON[number])
+    def forward_signal(self, number: int) -> None:
+        self.first_signal = self.first_signal or signal.Signals(number).name
+        self.stop(FORWARDED_SIGNALS[number])
 
     def stop(self, number: int) -> None:
         self.stop_times.append(time.monotonic())
         for rank in self.ranks:
             rank.send_signal(number)  # does nothing if the rank has ended
 
-    def look(self) -> bool:
+    def handle_ended_ranks(self) -> bool:
         """Handle ranks that have ended. Return True while any rank is running."""
         for number, rank in enumerate(self.ranks):
             if number not in self.ended and rank.poll() is not None:
                 self.ended.add(number)
-                with suppress(OSError):  # what the user's code has forked and left, in the rank's own session
+                with suppress(OSError):  # processes that the user's code has left in the rank's own session
                     os.killpg(rank.pid, signal.SIGKILL)
-                self.failed += [rank.returncode] if rank.returncode else []
+                self.exit_codes += [rank.returncode] if rank.returncode else []
                 if not self._is_explained(number, rank.returncode):
-                    self._name(number, rank.returncode)
-        if self.passed and not self.ranks:
-            self._post(Failure("signal", f"ended by {self.passed} before any rank was started"))
-        if (self.failed or self.failure) and not self.stop_times:
+                    self._report_lost_rank(number, rank.returncode)
+        if self.first_signal and not self.ranks:
+            self._post(Failure("signal", f"ended by {self.first_signal} before any rank was started"))
+        if (self.exit_codes or self.failure) and not self.stop_times:
             self.stop(signal.SIGTERM)
         if self.stop_times and time.monotonic() > self.stop_times[0] + PATIENCE_S:
             self.stop(signal.SIGKILL)
@@ -134,23 +143,23 @@ class _Job:
         except ForgedMessage:  # the rank has reported it if it ended by itself
             return code > 0
 
-    def _name(self, number: int, code: int) -> None:
+    def _report_lost_rank(self, number: int, code: int) -> None:
         """Report a rank that has ended before the job, to the job and to people."""
         time.sleep(BEAT_S)  # until the others have published where they are
         beats = self._beats()
         places = group_places(list(beats.values())) or "in the start of the program"
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-        line = f"rank {number} (process {self.ranks[number].pid}) {how} before the end of the program"
+        end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        line = f"rank {number} (process {self.ranks[number].pid}) {end} before the end of the program"
         if code == -signal.SIGKILL and sys.platform == "linux":
             line += ", as the system does where memory runs out"
-        if self.passed:
-            line = f"ended by {self.passed}"
-        last = [beat for rank, beat in beats.items() if rank == number and beat.name]
-        last += [max(beats.values(), key=lambda beat: beat.seq)] if beats else []
-        call, step = (last[0].name or None, last[0].step) if last else (None, None)
-        saved = newest_checkpoint(self.run_dir) if self.run_dir is not None else None
-        error_class, place = "signal" if self.passed else "lost", None if saved is None else str(saved)
-        self._post(Failure(error_class, f"{line}: {places}", number, call, step, place))
+        if self.first_signal:
+            line = f"ended by {self.first_signal}"
+        last_beats = [beat for rank, beat in beats.items() if rank == number and beat.name]
+        last_beats += [max(beats.values(), key=lambda beat: beat.seq)] if beats else []
+        call, step = (last_beats[0].name or None, last_beats[0].step) if last_beats else (None, None)
+        checkpoint = newest_checkpoint(self.run_dir) if self.run_dir is not None else None
+        path = None if checkpoint is None else str(checkpoint)
+        self._post(Failure("signal" if self.first_signal else "lost", f"{line}: {places}", number, call, step, path))
 
     def _beats(self) -> dict[int, Heartbeat]:
         """Return the latest signed heartbeat of each rank that has sent one."""
@@ -182,15 +191,15 @@ class _Job:
                 record_status(self.run_dir, status)
 
     def close(self) -> int:
-        """Return the job's exit code, and write exit_status.json if rank 0 could not."""
+        """Return the job's exit code. Write exit_status.json if the input was refused and rank 0 could not write it."""
         with suppress(ForgedMessage):
             verdict = self.messages.find(VERDICT) or "ok"
             if verdict != "ok" and self.run_dir is not None and read_exit_status(self.run_dir) is None:
                 error_class, message, culprit = json.loads(verdict)
                 self._record(ExitStatus(error_class, message, culprit))
-        # for a killed rank the launcher's own finding counts
-        codes = [*([self.failure.code] if self.failure else []), *self.failed]
-        return next((code for code in codes if code > 0), 128 - self.failed[0] if self.failed else 0)
+        # for a killed rank the failure that the launcher has posted counts
+        codes = [*([self.failure.code] if self.failure else []), *self.exit_codes]
+        return next((code for code in codes if code > 0), 128 - self.exit_codes[0] if self.exit_codes else 0)
 
 
 def _serve_store() -> tuple[dist.Store, int]:
@@ -203,7 +212,7 @@ def _serve_store() -> tuple[dist.Store, int]:
 
 
 def rank_environment(rank: int, size: int, port: int, key: str) -> Mapping[str, str]:
-    """Return what torchrun gives a rank of one node, and the key of the job."""
+    """Return the environment that torchrun gives a rank of one node, with the key of the job."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     numbers |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, LAUNCHER: os.getpid()}
     texts = {"MASTER_ADDR": HOST, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", JOB_KEY: key}

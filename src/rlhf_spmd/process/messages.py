@@ -40,9 +40,10 @@ class ForgedMessage(RuntimeError):
 
 @dataclass(frozen=True)
 class Messages:
-    """``store`` with signed texts. Reading raises :class:`ForgedMessage`, or RuntimeError if the store does not answer.
+    """Signed texts in a store. Reading raises :class:`ForgedMessage`, or RuntimeError if the store does not answer.
 
-    ``key_file``: the file through which rank 0 gives the key to the others.
+    - key: what signs the texts; only processes of the job have it
+    - key_file: the file through which rank 0 gives the key to the others; None on other ranks, or without such a file
     """
 
     store: dist.Store
@@ -54,20 +55,20 @@ class Messages:
 
     def get(self, name: str) -> str:
         """Wait for the message ``name``, and return its text."""
-        return self._opened(name, self.store.get(name))
+        return self._verified_text(name, self.store.get(name))
 
     def get_all(self, names: Sequence[str]) -> list[str]:
         """Wait for several messages, and return their texts."""
         values = self.store.multi_get(list(names)) if names else []
-        return [self._opened(name, value) for name, value in zip(names, values, strict=True)]
+        return [self._verified_text(name, value) for name, value in zip(names, values, strict=True)]
 
     def find(self, name: str) -> str | None:
         """Return the text of the message ``name``; None if there is no such message yet."""
         return self.get(name) if self.store.check([name]) else None
 
     def put_first(self, name: str, text: str) -> str:
-        """Write the text unless the name has one. Return the text that the store has then."""
-        return self._opened(name, self.store.compare_set(name, "", self._sign(name, text) + text))
+        """Write the text unless there is a message of that name. Return the text that the store then has."""
+        return self._verified_text(name, self.store.compare_set(name, "", self._sign(name, text) + text))
 
     def forget_key_file(self) -> None:
         """Remove the key file, once all ranks have read it or the job ends."""
@@ -78,22 +79,26 @@ class Messages:
     def _sign(self, name: str, text: str) -> str:
         return hmac.new(self.key, f"{name}\0{text}".encode(), "sha256").hexdigest()
 
-    def _opened(self, name: str, value: bytes) -> str:
-        signature, text = value[:SIGNATURE_LENGTH], value[SIGNATURE_LENGTH:].decode(errors="replace")
+    def _verified_text(self, name: str, value: bytes) -> str:
+        signature = value[:SIGNATURE_LENGTH]
+        text = value[SIGNATURE_LENGTH:].decode(errors="replace")
         if not hmac.compare_digest(signature, self._sign(name, text).encode()):
             raise ForgedMessage(name)
         return text
 
 
 def key_of_start(text: str, restart: int = 0) -> bytes:
-    """Return the key from the environment's text. Each restart of the ranks has another key, so it reads no older messages."""
+    """Return the key for the text in the environment. Each restart of the ranks has another key, so it reads no older messages."""
     return f"{restart} {text}".encode()
 
 
 def await_key(store: dist.Store, key: str, limit_s: float, on_wait: Callable[[], object] = lambda: None) -> bool:
-    """Return True when the store has ``key``, False if it has not within ``limit_s``. ``on_wait`` is called between two looks and may
-    raise; the store's own wait would hear no signal."""
-    deadline, pause_s = time.monotonic() + limit_s, 0.005
+    """Return True once the store has ``key``, False if it has not within ``limit_s``.
+
+    ``on_wait`` is called again and again and may raise; during the store's own wait Python would handle no signal.
+    """
+    deadline = time.monotonic() + limit_s
+    pause_s = 0.005
     while not store.check([key]):
         if time.monotonic() > deadline:
             return False
@@ -104,13 +109,14 @@ def await_key(store: dist.Store, key: str, limit_s: float, on_wait: Callable[[],
 
 
 def agree_on_key(
-    launch: Launch, store: dist.Store, place: Path | None, on_wait: Callable[[str], object] = lambda whom: None
+    launch: Launch, store: dist.Store, directory: Path | None, on_wait: Callable[[str], object] = lambda awaited: None
 ) -> Messages:
     """Return ``store`` with the job's key, from the environment or from a file that only this user can read.
 
     The store holds the file's name. The file is in the machine's temporary directory if all ranks are on one machine,
-    otherwise in ``place``, which all ranks see. Without such a place the key is empty and no secret. Raises ValueError
-    if this rank cannot read the file, TimeoutError if rank 0 does not come. ``on_wait``: see :func:`connect_store`.
+    otherwise in ``directory``, which all ranks see. Without a directory the key is empty, and messages are not protected.
+    Raises ValueError if this rank cannot read the file, TimeoutError if rank 0 does not come. ``on_wait``: see
+    :func:`connect_store`.
 
     Collective over the world: every rank of it must call, in program order.
     """
@@ -121,27 +127,27 @@ def agree_on_key(
     if launch.size == 1:
         return Messages(store, secrets.token_bytes(32))
     if launch.local_size == launch.size:
-        place = Path(tempfile.gettempdir())
+        directory = Path(tempfile.gettempdir())
     if launch.rank == 0:
-        name = "" if place is None else _write_key(place)
+        name = "" if directory is None else _write_key(directory)
         store.set("key/file", name)
-    elif place is None:
+    elif directory is None:
         return Messages(store, b"")
     else:
         limit_s = start_limit(launch)
         if not await_key(store, "key/file", limit_s, lambda: on_wait("rank 0 to start")):
             raise TimeoutError(f"rank {launch.rank} has waited {limit_s:.0f} s for rank 0 to start")
         name = store.get("key/file").decode(errors="replace")
-    if place is None or (launch.rank == 0 and not name):
+    if directory is None or (launch.rank == 0 and not name):
         return Messages(store, b"")
-    return Messages(store, _read_key(place, name), place / name if launch.rank == 0 else None)
+    return Messages(store, _read_key(directory, name), directory / name if launch.rank == 0 else None)
 
 
-def _write_key(place: Path) -> str:
+def _write_key(directory: Path) -> str:
     """Return the name of a new file with a key, or "" if none can be written; the check of the input reports that."""
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        descriptor, path = tempfile.mkstemp(prefix=KEY_FILE, dir=place)  # readable by this user only
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(prefix=KEY_FILE, dir=directory)  # readable by this user only
     except OSError:
         return ""
     with os.fdopen(descriptor, "w") as file:
@@ -149,20 +155,20 @@ def _write_key(place: Path) -> str:
     return Path(path).name
 
 
-def _read_key(place: Path, name: str) -> bytes:
+def _read_key(directory: Path, name: str) -> bytes:
     """Return the key. The file must be this user's own, because a stranger may have written the name."""
-    what = f"{place}/{name}, through which ranks share the key of the job,"
+    file_text = f"{directory}/{name}, through which ranks share the key of the job,"
     if not (name.startswith(KEY_FILE) and name.replace("_", "").isalnum()):
-        raise ValueError(
-            f"rank 0 has no file in {place} for the key of the job; all nodes must see the same directory, or have the same {JOB_KEY}"
-        )
+        remedy = f"all nodes must see the same directory, or have the same {JOB_KEY}"
+        raise ValueError(f"rank 0 has no file in {directory} for the key of the job; {remedy}")
     try:
-        descriptor = os.open(place / name, os.O_RDONLY | os.O_NOFOLLOW)
-        with os.fdopen(descriptor, "rb") as file, tempfile.TemporaryFile(dir=place) as new_file:
-            status, user = os.fstat(file.fileno()), os.fstat(new_file.fileno()).st_uid
+        descriptor = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "rb") as file, tempfile.TemporaryFile(dir=directory) as new_file:
+            status = os.fstat(file.fileno())
+            user = os.fstat(new_file.fileno()).st_uid
             key = file.read()
     except OSError as error:
-        raise ValueError(f"{what} cannot be read ({error.strerror}); all nodes must see the same directory") from error
+        raise ValueError(f"{file_text} cannot be read ({error.strerror}); all nodes must see the same directory") from error
     if status.st_uid != user or status.st_mode & 0o077 or not key:
-        raise ValueError(f"{what} is not this user's own; another process writes into the store of this job")
+        raise ValueError(f"{file_text} is not this user's own; another process writes into the store of this job")
     return key

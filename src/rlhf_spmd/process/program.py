@@ -1,8 +1,8 @@
 """The process boundary of every program: bad input stops all ranks with one line, any failure ends all with its code.
 
 ``run_program(prepare, body)``: each rank loads and checks its input in ``prepare``, before any process group or model
-exists. The ranks agree (startup_checks.py) that all succeeded. Then ``body`` runs. Whatever it raises gets a class, is
-posted on the board, and becomes an exit code.
+exists. The ranks agree (startup_checks.py) that all have succeeded. Then ``body`` runs. Any exception from it gets a
+class, is posted on the board, and becomes an exit code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rlhf_spmd.process.exit import (
     lost_connection,
     ready_to_end,
 )
-from rlhf_spmd.process.failure_detector import WatchLimits, place
+from rlhf_spmd.process.failure_detector import WatchLimits, describe_place
 from rlhf_spmd.process.startup_checks import EarlySignals, agree_on_input, check_input
 from rlhf_spmd.telemetry import run_lock
 from rlhf_spmd.telemetry.run_dir import EXIT_CODES, EXIT_STATUS_FILE, UNWRITTEN, create_run_dir, writing
@@ -53,15 +53,22 @@ SAME_PRESS_S = 1.0  # terminal and torchrun both pass a Ctrl-C on: within this t
 
 @dataclass(frozen=True)
 class ProgramSettings:
-    """What the process boundary needs to know of the prepared configuration."""
+    """What the process boundary needs to know of the prepared configuration.
+
+    - timeout_s: longest time that a rank may keep others waiting in a call
+    - threads: threads of a rank, on CPUs
+    - collective_timeout_factor: factor on ``timeout_s`` in collectives, where a rank may wait for another that is steps behind
+    - must_match: values and digests that must be equal on all ranks, by name
+    - interrupt_notice: printed at the first Ctrl-C if the body polls
+    """
 
     run_dir: Path | None = None
-    timeout_s: float = 600.0  # longest time that a rank may keep others waiting in a call
-    threads: int = 1  # threads of a rank, on CPUs
-    collective_timeout_factor: int = 1  # factor on timeout_s in collectives: a rank may wait for another that is steps behind
+    timeout_s: float = 600.0
+    threads: int = 1
+    collective_timeout_factor: int = 1
     limits: WatchLimits = field(default_factory=WatchLimits)
-    must_match: Mapping[str, str] = field(default_factory=dict)  # values and digests that must be equal on all ranks, by name
-    interrupt_notice: str = "the run saves after the steps under way and ends"  # printed at the first Ctrl-C if the body polls
+    must_match: Mapping[str, str] = field(default_factory=dict)
+    interrupt_notice: str = "the run saves after the steps under way and ends"
 
 
 @dataclass(frozen=True)
@@ -82,13 +89,17 @@ def run_program(
     saves_on_signal: bool = False,
     dry_run: Callable[[Prepared], str] | None = None,
 ) -> None:
-    """Run a program on this rank. Returns only if it succeeded on all ranks; otherwise it ends the process.
+    """Run a program on this rank. Return only if it has succeeded on all ranks; otherwise end the process.
 
-    ``prepare`` must be local (no collective). The run directory belongs to this job until its end. If ``prepare``
-    fails, exit_status.json goes to ``run_dir_hint``, unless that belongs to another job. ``saves_on_signal``: the body
-    polls ``board.preempted``, and returns or raises :class:`Preempted`; otherwise SIGTERM raises it. ``dry_run``: only
-    ``prepare`` runs, and what ``dry_run`` says about its result is printed. A single process raises SystemExit instead
-    of ending, so another program can call it.
+    A single process raises SystemExit instead, so that another program can call it. The run directory belongs to this
+    job until its end.
+
+    - prepare: loads and checks the input, without collectives
+    - body: runs after all ranks have prepared
+    - settings: takes what ``prepare`` returned
+    - run_dir_hint: where exit_status.json goes if ``prepare`` fails, unless that directory belongs to another job
+    - saves_on_signal: the body polls ``board.preempted``, and returns or raises :class:`Preempted`; otherwise SIGTERM raises it
+    - dry_run: run ``prepare`` alone, and print what ``dry_run`` returns for its result
     """
     UNWRITTEN.clear()
     die_with_torchrun()
@@ -102,7 +113,7 @@ def run_program(
     if launch.rank == 0 and run_dir_hint is not None:
         forget_status(run_dir_hint)
 
-    def checked() -> tuple[Prepared, ProgramSettings]:
+    def prepare_and_lock() -> tuple[Prepared, ProgramSettings]:
         prepared = prepare()
         program_settings = settings(prepared)
         if program_settings.run_dir is not None:
@@ -113,7 +124,7 @@ def run_program(
 
     with EarlySignals() as early, _os_exit_caught():
         (prepared, program_settings), messages = agree_on_input(
-            launch, checked, lambda checked_pair: checked_pair[1].must_match, run_dir_hint, early
+            launch, prepare_and_lock, lambda pair: pair[1].must_match, run_dir_hint, early
         )
     board = Board(launch, messages.store, replace(program_settings.limits, stall_s=program_settings.timeout_s), messages.key)
     board.run_dir = program_settings.run_dir
@@ -143,8 +154,10 @@ def run_program(
 
 
 def _destroy_groups() -> None:
-    """For at most LEAVE_S: NCCL may wait for ever for ranks that destroy theirs in another order, or for captured graphs
-    (pytorch#141510, pytorch#137507). The job has succeeded, and the process ends anyway."""
+    """Destroy the process groups, for at most LEAVE_S: the job has succeeded, and the process ends anyway.
+
+    NCCL may wait for ever for ranks that destroy theirs in another order, or for captured graphs (pytorch#141510, pytorch#137507).
+    """
     leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
     leaving.start()
     leaving.join(LEAVE_S)
@@ -188,7 +201,7 @@ def _open_run_dir(board: Board) -> None:
 
 @contextmanager
 def _signals(board: Board, interrupt_notice: str | None) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 set ``board.preempted``, and end a body that does not poll it; restored on exit.
+    """Inside, SIGTERM and SIGUSR1 set ``board.preempted``, and end a body that does not poll it (``interrupt_notice`` None).
 
     A first SIGINT does the same for a body that polls. A later one ends the run at once; so does SIGTERM, which
     torchrun sends on a second Ctrl-C. Signals within ``SAME_PRESS_S`` count as one Ctrl-C.
@@ -201,8 +214,9 @@ def _signals(board: Board, interrupt_notice: str | None) -> Iterator[None]:
     def on_signal(number: int, frame: object) -> None:
         if board.failing or board.failure is not None:
             return
-        first, board.preempted = not board.preempted, True
-        if first and interrupt_notice is None:
+        is_first = not board.preempted
+        board.preempted = True
+        if is_first and interrupt_notice is None:
             raise Preempted(f"ended by {signal.Signals(number).name}")
         if interrupt_times and number != signal.SIGUSR1 and time.monotonic() - interrupt_times[0] > SAME_PRESS_S:
             raise KeyboardInterrupt
@@ -220,18 +234,19 @@ def _signals(board: Board, interrupt_notice: str | None) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def ignore(exit_error: SystemExit) -> None:
-    """Do nothing: the thread that called ``os._exit`` ends by the exception."""
+def do_nothing(exit_error: SystemExit) -> None:
+    """Let the thread that called ``os._exit`` end by the exception."""
 
 
 @contextmanager
-def _os_exit_caught(fail: Callable[[SystemExit], object] = ignore) -> Iterator[None]:
-    """Inside, the user's code cannot end this process unseen: one rank alone has no launcher, and its shell would read success.
+def _os_exit_caught(fail: Callable[[SystemExit], object] = do_nothing) -> Iterator[None]:
+    """Inside, ``os._exit`` of the user's code raises SystemExit, which ends the job with a class and a line.
 
-    In the main thread ``os._exit`` raises SystemExit, which ends the job with a class and a line. In another thread
+    Otherwise the shell of a single rank, which has no launcher, would read success. In another thread than the main one
     ``fail`` is called first. Forked processes end as usual.
     """
-    exit_process, process = os._exit, os.getpid()
+    exit_process = os._exit
+    process = os.getpid()
 
     def leave(status: int) -> NoReturn:
         if os.getpid() != process:
@@ -250,14 +265,14 @@ def _os_exit_caught(fail: Callable[[SystemExit], object] = ignore) -> Iterator[N
 
 
 def fail_beside(board: Board, error: BaseException, call: tuple[int, str, str]) -> NoReturn:
-    """End the job from a thread beside the main thread, which may wait for what will never come.
+    """End the job from another thread than the main one, which may wait for what will never come.
 
     ``call``: the call that the thread works for, as :attr:`Board.call`.
     """
     try:
         _fail(board, error, saves_on_signal=True, call=call)
-    except SystemExit as ending:  # a single process: its main thread would not see the exception
-        end_process(int(str(ending.code)))
+    except SystemExit as end:  # a single process: its main thread would not see the exception
+        end_process(int(str(end.code)))
 
 
 def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple[int, str, str] | None = None) -> NoReturn:
@@ -265,30 +280,41 @@ def _fail(board: Board, error: BaseException, saves_on_signal: bool, call: tuple
     board.failing = True
     free_spare_memory()
     text = _traceback_of(error)
-    path = board.log_path("err")
-    if path is not None:
-        with suppress(OSError), path.open("a") as file:  # the disk may be full
-            file.write(f"{text}last collectives: {RECORDER.dump()}\n")
-    error_class = classify(error)
-    if error_class == "config" and board.step:
-        error_class = "error"  # the input was checked before the first step: this is a defect, and its traceback is shown
-    # The cause may be another rank's error, or a script that differs between ranks; the board then names it. A broken
-    # connection nearly always has such a cause.
-    patience_s = 6 * board.limits.beat_s
-    if error_class == "hang" or (error_class == "error" and lost_connection(error)):
-        error_class, patience_s = "hang", board.limits.verdict_s
-    elif error_class == "lost":
-        patience_s = 0.0  # the user's code ended this rank, whatever the others do
-    elif error_class == "preempted":
-        # torchrun also sends SIGTERM to the survivors of a killed rank: then that rank is the cause
-        patience_s = 0.0 if saves_on_signal else board.limits.suspect_s + 2.0
-    waited = error_class == "hang" and "timed out" in str(error).lower()
-    if board.failure is None and not (patience_s and board.await_verdict(patience_s, waited)):
+    _log_failure(board, text)
+    error_class, patience_s = _class_and_patience(board, error, saves_on_signal)
+    timed_out = error_class == "hang" and "timed out" in str(error).lower()
+    if board.failure is None and not (patience_s and board.await_verdict(patience_s, timed_out)):
         _post(board, error, error_class, text, call or board.call)
     if board.launch.size == 1:
         assert board.failure is not None, "a failure was posted"
         end_rank(board.launch, board.failure.code)
     board.end_with_failure()
+
+
+def _log_failure(board: Board, text: str) -> None:
+    """Write the traceback and the last collectives to the rank's log."""
+    path = board.log_path("err")
+    if path is not None:
+        with suppress(OSError), path.open("a") as file:  # the disk may be full
+            file.write(f"{text}last collectives: {RECORDER.dump()}\n")
+
+
+def _class_and_patience(board: Board, error: BaseException, saves_on_signal: bool) -> tuple[str, float]:
+    """Return the class of the ending, and for how many seconds to wait for a failure of another rank that explains it.
+
+    The cause may be another rank's error, or a script that differs between ranks; the board then names it.
+    """
+    error_class = classify(error)
+    if error_class == "config" and board.step:
+        error_class = "error"  # the input was checked before the first step: this is a defect, and its traceback is shown
+    if error_class == "hang" or (error_class == "error" and lost_connection(error)):
+        return "hang", board.limits.verdict_s  # a broken connection nearly always has such a cause
+    if error_class == "lost":
+        return error_class, 0.0  # the user's code ended this rank, whatever the others do
+    if error_class == "preempted":
+        # torchrun also sends SIGTERM to the survivors of a killed rank: then that rank is the cause
+        return error_class, 0.0 if saves_on_signal else board.limits.suspect_s + 2.0
+    return error_class, 6 * board.limits.beat_s
 
 
 def _traceback_of(error: BaseException) -> str:
@@ -300,7 +326,7 @@ def _traceback_of(error: BaseException) -> str:
 
 def _post(board: Board, error: BaseException, error_class: str, text: str, call: tuple[int, str, str]) -> None:
     seq, name, site = call
-    where = place(name, seq, site, board.step)
+    where = describe_place(name, seq, site, board.step)
     message = error_text(error)
     if error_class == "preempted":
         line = f"preempted at step {board.step}: {message or 'saved and ended'}"
@@ -313,5 +339,5 @@ def _post(board: Board, error: BaseException, error_class: str, text: str, call:
     else:
         line = f"rank {board.launch.rank} failed in {where}: {type(error).__name__}: {message}"
         line += "; docs/troubleshooting.md says what needs less memory" * (error_class == "memory")
-    defect = error_class in ("error", "lost") and not isinstance(error, KeyboardInterrupt)
-    board.post_error(error_class, line, details=text if defect else "", call=name)
+    is_defect = error_class in ("error", "lost") and not isinstance(error, KeyboardInterrupt)
+    board.post_error(error_class, line, details=text if is_defect else "", call=name)

@@ -34,11 +34,9 @@ from rlhf_spmd.telemetry.run_dir import EXIT_CODES, ExitStatus, write_exit_statu
 
 T = TypeVar("T")
 
-TELL_WAIT_S = 15.0  # then a rank says for whom it waits at the start
-SIGNAL_S = (
-    2.0  # from a signal to the end of a rank that still waits for others; they may have heard it, too, and say so together
-)
-TELL_LATE_S = 300.0  # then ranks that are still checking their input are named
+ANNOUNCE_AFTER_S = 15.0  # of a wait at the start; then a rank prints what it waits for
+ANNOUNCE_LATE_S = 300.0  # then ranks that are still checking their input are named
+SIGNAL_GRACE_S = 2.0  # from a signal to the end of a rank that waits for others, which may have got the signal, too
 PREPARE_TIMEOUT_S = 4200.0  # longest check of the input; a rank may wait for another process to fill data.cache_dir
 NO_KEY = "key/none"  # unsigned: why a rank lacks the key of the job
 
@@ -52,47 +50,53 @@ class InputRefusal(NamedTuple):
 
 
 class EarlySignals:
-    """Holds SIGTERM, SIGUSR1 and SIGINT until there is a run. ``number``: the signal that came while it had to wait, or 0."""
+    """Holds SIGTERM, SIGUSR1 and SIGINT until there is a run.
+
+    - number: the first signal that came while no exception could be raised, or 0
+    - may_raise: True while an exception may end the code that runs
+    """
 
     def __init__(self) -> None:
         self.number = 0
-        self._arrival_time = self._since = 0.0
+        self.may_raise = False
+        self._arrival_time = 0.0
         self._awaited = ""
-        self.ends = False  # True while an exception may end what is running
-        self._previous: dict[int, object] = {}
+        self._wait_started = 0.0
+        self._handlers: dict[int, object] = {}  # by signal, those to restore
 
     def __enter__(self) -> EarlySignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._on_signal)
+                self._handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.ends:
-            self.ends = False
+        if self.may_raise:
+            self.may_raise = False
             raise EndedBySignal(f"ended by {signal.Signals(number).name} before the first step")
         if not self.number:
-            self.number, self._arrival_time = number, time.monotonic()
+            self.number = number
+            self._arrival_time = time.monotonic()
 
-    def waits(self, launch: Launch, whom: str, tells: bool = True) -> None:
-        """Called again and again while this rank waits for ``whom``. With ``tells`` the first rank of a machine says so once.
+    def while_waiting(self, launch: Launch, awaited: str, announces: bool = True) -> None:
+        """Check for signals while this rank waits for ``awaited``; call it again and again.
 
-        Raises EndedBySignal ``SIGNAL_S`` after a signal.
+        With ``announces``, the first rank of a machine reports a long wait once. Raises EndedBySignal some time after a signal.
         """
         now = time.monotonic()
-        if self.number and now - self._arrival_time > SIGNAL_S:
-            raise EndedBySignal(
-                f"ended by {signal.Signals(self.number).name} before the first step, while it waited for {whom}"
-            )
-        if self._awaited != whom:
-            self._awaited, self._since = whom, now
-        elif tells and launch.local_rank == 0 and now - self._since > TELL_WAIT_S:
-            announce(f"rank {launch.rank} waits for {whom}")
-            self._since = math.inf
+        if self.number and now - self._arrival_time > SIGNAL_GRACE_S:
+            name = signal.Signals(self.number).name
+            raise EndedBySignal(f"ended by {name} before the first step, while it waited for {awaited}")
+        if self._awaited != awaited:
+            self._awaited = awaited
+            self._wait_started = now
+        elif announces and launch.local_rank == 0 and now - self._wait_started > ANNOUNCE_AFTER_S:
+            announce(f"rank {launch.rank} waits for {awaited}")
+            self._wait_started = math.inf
 
 
 def check_input(launch: Launch, check: Callable[[], str]) -> NoReturn:
@@ -126,14 +130,14 @@ def agree_on_input(
     prepared: list[T] = []
     try:
         if refusal is None:
-            signals.ends = True
+            signals.may_raise = True
             if signals.number:  # it came while no exception could be raised
                 raise EndedBySignal(f"ended by {signal.Signals(signals.number).name} before the first step")
             prepared.append(prepare())
     except (Exception, SystemExit) as error:  # the process boundary
         refusal = _refusal(launch, error)
     finally:
-        signals.ends = False
+        signals.may_raise = False
     try:
         if prepared and refusal is None:
             refusal = _differing(launch, messages, {"--nproc-per-node": str(launch.local_size), **must_match(prepared[0])})
@@ -156,9 +160,11 @@ def agree_on_input(
 
 
 def _connect(launch: Launch, run_dir_hint: Path | None, signals: EarlySignals) -> tuple[Messages, InputRefusal | None]:
-    """Return the store, and why this rank lacks the job's key (or None). Ends the process if there is no store, and if a signal comes
-    while it waits."""
-    on_wait = partial(signals.waits, launch)
+    """Return the store, and why this rank lacks the job's key (or None).
+
+    Ends the process if there is no store, and if a signal comes while it waits.
+    """
+    on_wait = partial(signals.while_waiting, launch)
     try:
         store = connect_store(launch, on_wait=on_wait)
     except (EndedBySignal, ValueError) as error:
@@ -182,7 +188,7 @@ def _connect(launch: Launch, run_dir_hint: Path | None, signals: EarlySignals) -
 
 
 def _end(launch: Launch, refusal: InputRefusal, run_dir_hint: Path | None, prints: bool = True) -> NoReturn:
-    """End this rank for a reason that the others do not know from it."""
+    """End this rank for a reason that it does not share with the others."""
     error_class, line, details = refusal
     if prints:
         announce(line, details)
@@ -212,7 +218,8 @@ def _end_without_key(launch: Launch, messages: Messages, refusal: InputRefusal, 
 @cache
 def versions() -> dict[str, str]:
     """Return what must be equal on all ranks whatever they run: software versions and the kind of device, by name."""
-    digest, root = hashlib.sha256(), Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return {
@@ -227,11 +234,11 @@ def _differing(launch: Launch, messages: Messages, values: Mapping[str, str]) ->
     """Return a refusal if a value differs from that of the first rank that came here."""
     rank_name = f"rank {launch.rank} on {socket.gethostname()}"
     message = messages.put_first(f"prepare/must_match/{next(iter(values))}", json.dumps([rank_name, values]))
-    first_name, first = json.loads(message)
-    for name in {**first, **values}:
-        if first.get(name) != values.get(name):
-            both = f"{one_line(str(values.get(name)))[:80]}, not {one_line(str(first.get(name)))[:80]}"
-            line = f"{rank_name} has another {name} than {first_name} ({both}): give all ranks the same"
+    first_rank, first_values = json.loads(message)
+    for name in {**first_values, **values}:
+        if first_values.get(name) != values.get(name):
+            both = f"{one_line(str(values.get(name)))[:80]}, not {one_line(str(first_values.get(name)))[:80]}"
+            line = f"{rank_name} has another {name} than {first_rank} ({both}): give all ranks the same"
             return InputRefusal("config", line)
     return None
 
@@ -252,10 +259,10 @@ def _post_verdict(launch: Launch, messages: Messages, refusal: InputRefusal | No
 def _await_verdict(
     launch: Launch, messages: Messages, timeout_s: float, run_dir_hint: Path | None, signals: EarlySignals
 ) -> None:
-    """Return if all ranks have succeeded; otherwise ends the process. A signal meanwhile is the refusal of this rank."""
+    """Return if all ranks have succeeded, else end the process. A signal during the wait is this rank's refusal."""
     store = messages.store
-    on_wait = partial(signals.waits, launch, "the other ranks to check their input", tells=False)
-    for seconds, is_last in ((TELL_LATE_S, False), (max(timeout_s - TELL_LATE_S, 0.0), True)):
+    on_wait = partial(signals.while_waiting, launch, "the other ranks to check their input", announces=False)
+    for seconds, is_last in ((ANNOUNCE_LATE_S, False), (max(timeout_s - ANNOUNCE_LATE_S, 0.0), True)):
         try:
             if await_key(store, VERDICT, seconds, on_wait):
                 break
@@ -265,7 +272,7 @@ def _await_verdict(
         if store.add(f"prepare/late/{is_last}", 1) > 1:
             continue  # only one of a thousand waiting ranks asks the store about each rank
         late = [r for r in range(launch.size) if not store.check([f"prepare/ok/{r}"])]
-        line = f"ranks {late[:8]} did not finish checking their input within {timeout_s if is_last else TELL_LATE_S:.0f} s"
+        line = f"ranks {late[:8]} did not finish checking their input within {timeout_s if is_last else ANNOUNCE_LATE_S:.0f} s"
         record = json.dumps(["hang", line, None])
         if not is_last:
             announce(f"{line}; the others wait for {timeout_s:.0f} s")
@@ -292,7 +299,7 @@ def _record(launch: Launch, run_dir_hint: Path | None, status: ExitStatus) -> No
 
 
 def input_exit_code(error_class: str) -> int:
-    """Return 2 for bad configuration and bad data alike; exit_status.json tells them apart."""
+    """Return the exit code of a refusal: 2 for bad configuration and for bad data, which exit_status.json tells apart."""
     return EXIT_CODES["config"] if error_class in ("config", "data") else EXIT_CODES[error_class]
 
 

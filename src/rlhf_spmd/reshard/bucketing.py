@@ -13,10 +13,11 @@ from itertools import groupby
 
 from rlhf_spmd.reshard.plan import ParamSlice, SliceCopy, TransferPlan
 
-ALONE = 1 << 14  # elements from which a copy that all others receive is a message of its own
-ALONE_BETWEEN_TWO = 1 << 16  # the same for a copy that one rank receives: packing smaller ones costs less than a message
+MIN_SEPARATE = 1 << 14  # elements from which a copy that all others receive is a message of its own
+MIN_SEPARATE_OF_PAIR = 1 << 16  # the same for a copy that one rank receives: packing smaller ones costs less than a message
 
 Shapes = Mapping[str, Sequence[int]]
+Copies = Sequence[SliceCopy]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class TransferMessage:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Elements of each part."""
+        """Return the elements of each part."""
         return [part.numel for part in self.parts]
 
     @cached_property
@@ -45,9 +46,10 @@ class TransferStep:
     """Messages that start together, and copies inside the rank.
 
     - ``transfers``: (index of a message, member of the group). Two members list what goes between them in the same order.
-    - ``buffer``: its elements. ``gathers``: one all-gather moves the buffer, or the whole target parameter ``into`` if there is none.
-      Otherwise the messages are one exchange.
-    - ``extra``: other elements that are allocated until the step has ended, and are not needed afterwards.
+    - ``buffer``: the elements of the step's buffer; 0: it has none.
+    - ``gathers``: one all-gather moves the buffer, or without a buffer the target parameter ``gathered_parameter``. Otherwise the
+      messages are one exchange.
+    - ``temporary_elements``: other elements that are allocated until the step has ended, and are not needed afterwards.
     """
 
     messages: Sequence[TransferMessage] = ()
@@ -55,12 +57,12 @@ class TransferStep:
     copies: Sequence[SliceCopy] = ()
     buffer: int = 0
     gathers: bool = False
-    into: str = ""
-    extra: int = 0
+    gathered_parameter: str = ""
+    temporary_elements: int = 0
 
     @cached_property
     def exchanged(self) -> int:
-        """Elements of all messages of an exchange, packed or not."""
+        """Return the elements of all messages of an exchange, packed or not."""
         return 0 if self.gathers else sum(message.numel for message in self.messages)
 
 
@@ -68,8 +70,8 @@ class TransferStep:
 class TransferContext:
     """What a rank knows of itself and its group when it turns a plan into messages.
 
-    - ``rank``: its number in plans. ``members``: the ranks of the group, in its order, by the same numbers.
-    - ``sources``, ``targets``: shapes of its parameters, which are contiguous.
+    - ``rank``: this rank's number in plans. ``members``: the ranks of the group, in its order, by the same numbers.
+    - ``sources``, ``targets``: the shapes of its parameters, which are contiguous.
     - ``converted``: the sources have another dtype than the messages.
     - ``limit``: the most elements of a step's buffer, and of a message.
     """
@@ -91,48 +93,50 @@ def plan_steps(plan: TransferPlan, context: TransferContext) -> list[TransferSte
     even if transfers of one group run one after the other (NCCL). Copies inside the rank come first: they run when as many messages as
     fit are in flight.
     """
-    alone = max(context.limit // 64, ALONE_BETWEEN_TWO)
-    pairs = _in_order(plan.moves(), (plan.senders, plan.receivers), context, alone)
-    steps = [_exchange(list(some), (), context) for _, some in groupby(pairs, key=lambda pair: pair[0][:2])]
-    copies = list(plan.copies())
+    min_separate = max(context.limit // 64, MIN_SEPARATE_OF_PAIR)
+    pairs = _in_order(plan.remote_copies(), (plan.senders, plan.receivers), context, min_separate)
+    exchanges = groupby(pairs, key=lambda pair: pair[0][:2])
+    steps = [_exchange(list(pairs_of_exchange), (), context) for _, pairs_of_exchange in exchanges]
+    copies = list(plan.local_copies())
     return [*[TransferStep(copies=copies)] * bool(copies), *steps]
 
 
-def plan_bucket(
-    moves: Sequence[SliceCopy], copies: Sequence[SliceCopy], context: TransferContext, on_gpu: bool
-) -> TransferStep:
+def plan_bucket(remote_copies: Copies, local_copies: Copies, context: TransferContext, on_gpu: bool) -> TransferStep:
     """Return one step for parameters that every member fills; on GPUs one all-gather if all members send equal parts."""
-    if on_gpu and moves and (step := _all_gather(moves, copies, context)):
+    if on_gpu and remote_copies and (step := _all_gather(remote_copies, local_copies, context)):
         return step
-    pairs = _in_order(moves, (context.members, context.members), context, min(ALONE, context.limit // 64))
-    return _exchange(pairs, copies, context)
+    min_separate = min(MIN_SEPARATE, context.limit // 64)
+    pairs = _in_order(remote_copies, (context.members, context.members), context, min_separate)
+    return _exchange(pairs, local_copies, context)
 
 
-def _all_gather(moves: Sequence[SliceCopy], copies: Sequence[SliceCopy], context: TransferContext) -> TransferStep | None:
+def _all_gather(remote_copies: Copies, local_copies: Copies, context: TransferContext) -> TransferStep | None:
     """Return the all-gather; None if members' parts differ in size, if some but not all hold a part, or if a buffer has no room.
 
     Every member needs, and so sees, all parts of the bucket. So all members decide alike.
     """
-    if any(1 < piece.holders < len(context.members) for piece in (*moves, *copies)):
+    if any(1 < piece.holders < len(context.members) for piece in (*remote_copies, *local_copies)):
         return None
     sent_by: dict[int, list[SliceCopy]] = {member: [] for member in context.members}
-    receiver = next((piece.receiver for piece in moves if piece.sender == context.rank), None)
-    for piece in moves:
+    receiver = next((piece.receiver for piece in remote_copies if piece.sender == context.rank), None)
+    for piece in remote_copies:
         if piece.receiver in (context.rank, receiver):
             sent_by[piece.sender].append(piece)
     parts = [list(joined(pieces)) for pieces in sent_by.values()]
     sizes = {sum(piece.source.numel for piece in pieces) for pieces in parts}
     if len(sizes) != 1:
         return None
-    (size,), into = sizes, _stacked(parts, context.targets)
-    buffer = 0 if into else size * len(parts)
-    if not into and buffer + sum(piece.source.numel for piece in copies) > context.limit:
+    (size,) = sizes
+    gathered_parameter = _stacked(parts, context.targets)
+    buffer = 0 if gathered_parameter else size * len(parts)
+    if not gathered_parameter and buffer + sum(piece.source.numel for piece in local_copies) > context.limit:
         return None
-    sides = [(member == context.rank, pieces) for member, pieces in zip(context.members, parts, strict=True)]
-    messages = [
-        TransferMessage(sends, _slices_of(pieces, sends), None if into else i * size) for i, (sends, pieces) in enumerate(sides)
-    ]
-    return TransferStep(messages, copies=copies, buffer=buffer, gathers=True, into=into)
+    messages = []
+    for number, (member, pieces) in enumerate(sent_by.items()):
+        sends = member == context.rank
+        offset = None if gathered_parameter else number * size
+        messages.append(TransferMessage(sends, _slices_of(joined(pieces), sends), offset))
+    return TransferStep(messages, (), local_copies, buffer, gathers=True, gathered_parameter=gathered_parameter)
 
 
 def _slices_of(pieces: Iterable[SliceCopy], sends: bool) -> tuple[ParamSlice, ...]:
@@ -143,7 +147,8 @@ def _stacked(parts: Sequence[Sequence[SliceCopy]], targets: Shapes) -> str:
     """Return the parameter that the members' parts form, one below the other; "" if they form none."""
     if any(len(pieces) != 1 for pieces in parts):
         return ""
-    target, row = parts[0][0].target.parameter, 0
+    target = parts[0][0].target.parameter
+    row = 0
     for (piece,) in parts:
         start, size = piece.target.start, piece.target.size
         if piece.target.parameter != target or size[1:] != tuple(targets[target][1:]) or start[0] != row:
@@ -152,27 +157,27 @@ def _stacked(parts: Sequence[Sequence[SliceCopy]], targets: Shapes) -> str:
     return target if row == targets[target][0] else ""
 
 
-Pair = tuple[
-    tuple[int, int, int], bool, int, tuple[ParamSlice, ...]
-]  # position in the global order, whether it sends, peer, parts
+# a message between two ranks: position in the global order, whether this rank sends it, peer, parts
+Pair = tuple[tuple[int, int, int], bool, int, tuple[ParamSlice, ...]]
 
 
 def _in_order(
-    moves: Iterable[SliceCopy], sides: tuple[Sequence[int], Sequence[int]], context: TransferContext, alone: int
+    copies: Iterable[SliceCopy], sides: tuple[Sequence[int], Sequence[int]], context: TransferContext, min_separate: int
 ) -> list[Pair]:
     """Return the messages between this rank and each other rank, in order. ``sides``: all ranks that send, and all that receive."""
-    among, to = ({rank: i for i, rank in enumerate(side)} for side in sides)
-    index_of, rounds = {rank: i for i, rank in enumerate(context.members)}, max(map(len, sides))
+    sender_index, receiver_index = ({rank: i for i, rank in enumerate(side)} for side in sides)
+    member_index = {rank: i for i, rank in enumerate(context.members)}
+    num_distances = max(map(len, sides))
     pieces_of: dict[tuple[int, int], list[SliceCopy]] = {}
-    for piece in moves:
+    for piece in copies:
         pieces_of.setdefault((piece.sender, piece.receiver), []).append(piece)
     pairs = list[Pair]()
     for (sender, receiver), pieces in pieces_of.items():
-        sends, distance = sender == context.rank, (to[receiver] - among[sender]) % rounds
-        for number, run in enumerate(split_messages(pieces, context.limit, alone)):
-            pairs.append(
-                ((distance, number, index_of[sender]), sends, index_of[receiver if sends else sender], _slices_of(run, sends))
-            )
+        sends = sender == context.rank
+        peer = member_index[receiver if sends else sender]
+        distance = (receiver_index[receiver] - sender_index[sender]) % num_distances
+        for number, run in enumerate(split_messages(pieces, context.limit, min_separate)):
+            pairs.append(((distance, number, member_index[sender]), sends, peer, _slices_of(run, sends)))
     return sorted(pairs, key=lambda pair: pair[0])
 
 
@@ -192,17 +197,17 @@ def _exchange(pairs: Sequence[Pair], copies: Sequence[SliceCopy], context: Trans
     return TransferStep(messages, transfers, copies, used)
 
 
-def split_messages(pieces: Iterable[SliceCopy], limit: int, alone: int) -> Iterator[list[SliceCopy]]:
+def split_messages(pieces: Iterable[SliceCopy], limit: int, min_separate: int) -> Iterator[list[SliceCopy]]:
     """Yield runs of copies with at most half of ``limit`` elements.
 
-    A copy of ``alone`` elements or more goes by itself, cut by rows to ``limit`` elements where a row is smaller. If ``alone`` is a
-    fraction of ``limit``, the number of messages is bounded too.
+    A copy of ``min_separate`` elements or more goes by itself, cut by rows to ``limit`` elements where a row is smaller. If that
+    number is a fraction of ``limit``, the number of messages is bounded too.
     """
     run: list[SliceCopy] = []
     used = 0
     for piece in joined(pieces):
         numel, rows = piece.source.numel, piece.source.size[0]
-        if numel >= alone:
+        if numel >= min_separate:
             max_rows = max(limit // (numel // rows), 1)
             for first in range(0, rows, max_rows):
                 yield [piece._replace(source=piece.source.rows(first, max_rows), target=piece.target.rows(first, max_rows))]
@@ -243,5 +248,6 @@ def _in_memory(sends: bool, parts: Sequence[ParamSlice], context: TransferContex
     """Return True if a message is contiguous in this rank's memory, in the dtype in which it is sent."""
     if len(parts) > 1 or (sends and context.converted):
         return False
-    size, shape = parts[0].size, tuple((context.sources if sends else context.targets)[parts[0].parameter])
+    size = parts[0].size
+    shape = tuple((context.sources if sends else context.targets)[parts[0].parameter])
     return size[1:] == shape[1:] or (size[0] == 1 and size[2:] == shape[2:])

@@ -10,17 +10,17 @@ from rlhf_spmd.parallel.boxes import Box, ParamShard, intersect, zero_shards
 from rlhf_spmd.parallel.layout import GenerationLayout, Layout
 
 Shards = Mapping[str, ParamShard]
-ShardsAt = Callable[
-    [int, int], Shards
-]  # (pp, tp) coordinate in a layout -> the shards there, with all rows that ZeRO and ep divide
+# (pp, tp) coordinate in a layout -> the shards there, with all rows that ZeRO and ep divide
+ShardsAt = Callable[[int, int], Shards]
 
 
 @dataclass(frozen=True)
 class Holding:
     """``ranks``, and the shards that each of them holds; no element twice on one rank.
 
-    ``parts``: this many neighbouring ranks share one copy, each with its rows of every parameter (ZeRO: ``zero_rows``); 1: each rank
-    holds all rows. It divides the number of ranks. ``replicated``: each rank holds all rows, but sends only its share of ``parts``.
+    - ``parts``: this many neighbouring ranks share one copy, each with its rows of every parameter (ZeRO: ``zero_rows``). It divides
+      the number of ranks. 1: each rank holds all rows.
+    - ``replicated``: each rank holds all rows, but sends only its share of ``parts``.
     """
 
     ranks: tuple[int, ...]
@@ -58,10 +58,10 @@ def _by_expert(layout: Layout | GenerationLayout, shards: Shards, ranks: tuple[i
 
 def held_by(layout: Layout | GenerationLayout, shards: ShardsAt, index: int) -> Shards:
     """Return the shards of one rank (a pool index), with only its rows under ZeRO and its experts under ep."""
-    (pp, _, _, tp), groups = layout.coordinate(index), (layout.shard_group(index), layout.ep_group(index))
-    (rank, size), experts = ((group.index(index), len(group)) for group in groups)
-    shards_there = shards(pp, tp)
-    return zero_shards(shards_there, rank, size, experts) if layout.copy_ranks > 1 else shards_there
+    pp, _, _, tp = layout.coordinate(index)
+    groups = layout.shard_group(index), layout.ep_group(index)
+    (rank, size), ep = ((group.index(index), len(group)) for group in groups)
+    return zero_shards(shards(pp, tp), rank, size, ep) if layout.model_copy_size > 1 else shards(pp, tp)
 
 
 class HeldBox(NamedTuple):
@@ -74,12 +74,12 @@ class HeldBox(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for tensors that a holding holds in the same way."""
+        """Return what is equal for tensors that a holding holds in the same way."""
         return self.holding, self.rows, self.box[1:]
 
 
 def by_tensor(side: Sequence[Holding]) -> dict[str, list[HeldBox]]:
-    """Return tensor name -> where it is held."""
+    """Return the boxes of each tensor in all holdings, by its name."""
     index: dict[str, list[HeldBox]] = {}
     for number, holding in enumerate(side):
         for parameter, shard in holding.shards.items():
@@ -89,11 +89,11 @@ def by_tensor(side: Sequence[Holding]) -> dict[str, list[HeldBox]]:
     return index
 
 
-def missing_elements(present: Shards, wanted: Shards) -> int:
-    """Return how many elements of ``wanted`` are outside ``present``: the least that a rank has to receive."""
+def missing_elements(present: Shards, needed: Shards) -> int:
+    """Return how many elements of ``needed`` are outside ``present``: the least that a rank has to receive."""
     index = by_tensor([Holding((0,), present)])
     return sum(
         box.numel - sum(common[0].numel for other in index.get(box.name, []) if (common := intersect(box, other.box)))
-        for shard in wanted.values()
+        for shard in needed.values()
         for box in shard.boxes
     )

@@ -61,7 +61,7 @@ class SliceCopy(NamedTuple):
 class _Run(NamedTuple):
     """The same copy in some tensors of a :class:`_TensorGroup`: those with these ``numbers``.
 
-    ``boxes``: the number of the box on each side that contains it. ``starts``: where it begins in the parameters.
+    ``boxes``: for each side, the number of the box that contains it. ``starts``: for each side, where it begins in the parameter.
     """
 
     sender: int
@@ -85,20 +85,21 @@ class _TensorGroup(NamedTuple):
 class TransferPlan:
     """The copies that one rank takes part in, or those of all ranks.
 
-    ``order``: tensor -> its group and its number there. Sender and receiver both follow this order, which is the target side's.
-    ``senders``, ``receivers``: the ranks of the two sides, ascending.
+    - ``order``: tensor -> its group and its number there. Sender and receiver both follow this order, which is the target side's.
+    - ``groups``: all groups.
+    - ``senders``, ``receivers``: the ranks of the two sides, ascending.
     """
 
     order: Mapping[str, tuple[_TensorGroup, int]]
-    every: Sequence[_TensorGroup]
+    groups: Sequence[_TensorGroup]
     senders: Sequence[int] = ()
     receivers: Sequence[int] = ()
 
-    def moves(self, tensors: Iterable[str] | None = None) -> Iterator[SliceCopy]:
+    def remote_copies(self, tensors: Iterable[str] | None = None) -> Iterator[SliceCopy]:
         """Yield copies between ranks, of all tensors or of these."""
         return self._pieces(tensors, lambda group: group.remote)
 
-    def copies(self, tensors: Iterable[str] | None = None) -> Iterator[SliceCopy]:
+    def local_copies(self, tensors: Iterable[str] | None = None) -> Iterator[SliceCopy]:
         """Yield copies inside a rank, of all tensors or of these."""
         return self._pieces(tensors, lambda group: group.local)
 
@@ -115,7 +116,7 @@ class TransferPlan:
     def traffic(self) -> Counter[tuple[int, int]]:
         """(sender, receiver) -> elements, for different ranks."""
         total: Counter[tuple[int, int]] = Counter()
-        for run in (run for group in self.every for run in group.remote):
+        for run in (run for group in self.groups for run in group.remote):
             total[run.sender, run.receiver] += len(run.numbers) * prod(run.size)
         return total
 
@@ -125,8 +126,10 @@ class TransferPlan:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Python looks for cycles whenever many objects were made. A plan has hundreds of thousands and no cycle: the search takes longer
-    than the plan."""
+    """Keep Python from looking for cycles, as it does whenever many objects were made.
+
+    A plan has hundreds of thousands of objects and no cycle: the search takes longer than the plan.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -147,23 +150,24 @@ def plan_transfer(
     """
     sides = (source, target)
     choose = source_chooser(host_of)
-    turn = 0
-    every: list[_TensorGroup] = []
-    mine = [{i for i, holding in enumerate(side) if rank in (None, *holding.ranks)} for side in sides]
+    first_tensor = 0
+    groups: list[_TensorGroup] = []
+    own_holdings = [{i for i, holding in enumerate(side) if rank in (None, *holding.ranks)} for side in sides]
     for tensors in tensor_groups(source, target):
         group = _TensorGroup(tensors, [], [])
-        boxes_of_sides = zip(mine, tensors[0].sides, strict=True)
+        boxes_of_sides = zip(own_holdings, tensors[0].sides, strict=True)
         if any(box.holding in numbers for numbers, boxes in boxes_of_sides for box in boxes):
             for cell in needed_cells(tensors[0], sides, rank):
-                for sender, receiver, numbers in cell.pairs(choose, turn, len(tensors), rank):
-                    (a, first), (b, second) = cell.locate(0, sender), cell.locate(1, receiver)
+                for sender, receiver, numbers in cell.pairs(choose, first_tensor, len(tensors), rank):
+                    source_box, source_start = cell.locate(0, sender)
+                    target_box, target_start = cell.locate(1, receiver)
+                    ends = (source_box, target_box), (source_start, target_start)
                     span = range(*numbers.indices(len(tensors)))
-                    run = _Run(sender, receiver, (a, b), (first, second), cell.size, span, len(cell.sources))
+                    run = _Run(sender, receiver, *ends, cell.size, span, len(cell.sources))
                     (group.local if sender == receiver else group.remote).append(run)
-        turn += len(tensors)
-        every.append(group)
-    placed = [(tensor.position, tensor.name, group, i) for group in every for i, tensor in enumerate(group.tensors)]
+        first_tensor += len(tensors)
+        groups.append(group)
+    located = [(tensor.position, tensor.name, group, i) for group in groups for i, tensor in enumerate(group.tensors)]
     senders, receivers = (sorted({rank for holding in side for rank in holding.ranks}) for side in sides)
-    return TransferPlan(
-        {name: (group, i) for _, name, group, i in sorted(placed, key=lambda x: x[0])}, every, senders, receivers
-    )
+    order = {name: (group, i) for _, name, group, i in sorted(located, key=lambda item: item[0])}
+    return TransferPlan(order, groups, senders, receivers)

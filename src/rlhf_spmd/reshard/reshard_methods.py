@@ -51,18 +51,19 @@ class TransitionPlan:
         """Return the global tensors of a bucket's parameters."""
         return list(dict.fromkeys(box.name for target in self.buckets[bucket] for box in self.gathered[target].boxes))
 
-    def finished(self, train: Iterable[str]) -> list[list[str]]:
-        """Return for each bucket the training parameters that no later bucket needs, to read or to send.
+    def last_uses(self, train: Iterable[str]) -> list[list[str]]:
+        """Return for each bucket the training parameters whose last use it is: no later bucket reads or sends them.
 
         The generation storage has their values then.
         """
         if not self.buckets:
             return [list(train)]
         bucket_of = {target: i for i, bucket in enumerate(self.buckets) for target in bucket}
-        last = dict.fromkeys(train, 0)
-        for piece in self.transfer.copies():
-            last[piece.source.parameter] = max(last[piece.source.parameter], bucket_of[piece.target.parameter])
-        return [[name for name, bucket in last.items() if bucket == i] for i in range(len(self.buckets))]
+        last_bucket = dict.fromkeys(train, 0)
+        for piece in self.transfer.local_copies():
+            name = piece.source.parameter
+            last_bucket[name] = max(last_bucket[name], bucket_of[piece.target.parameter])
+        return [[name for name, bucket in last_bucket.items() if bucket == i] for i in range(len(self.buckets))]
 
 
 @dataclass(frozen=True)
@@ -70,64 +71,65 @@ class Method:
     """A way to get the generation shard.
 
     - ``consecutive``: generation ranks form a grid of their own, without regrouping.
-    - ``everyone``: all ranks of the pool send, each its share of what several hold. Otherwise the ranks of a training replica, or of
-      a regrouping, send.
+    - ``gathers_from_pool``: all ranks of the pool send, each its share of what several hold. Otherwise the ranks of a training replica,
+      or of a regrouping, send.
     - ``gathers_model``: gather the whole model, then cut out the generation shard.
 
     Under ZeRO and ep the ranks of a copy group exchange, with all their stages and slices if the grid differs. Nothing moves between
-    copies of the model then, except with both ``everyone`` and ``gathers_model``.
+    copies of the model then, except with both ``gathers_from_pool`` and ``gathers_model``.
     """
 
     consecutive: bool = True
-    everyone: bool = False
+    gathers_from_pool: bool = False
     gathers_model: bool = False
 
     def gather_ranks(self, layout: GenerationLayout, index: int) -> list[int]:
         """Return the ranks that exchange weights with rank ``index``, as pool indices."""
         train = layout.train
-        if self.everyone and (self.gathers_model or train.copy_ranks == 1):
+        if self.gathers_from_pool and (self.gathers_model or train.model_copy_size == 1):
             return list(range(train.size))
-        if self.gathers_model or self.everyone:  # the ranks of all stages and slices that share one copy
-            return sorted(rank for other in train.copy_group(index) for rank in train.replica_group(other))
-        return sorted(rank for other in train.copy_group(index) for rank in layout.micro_dp_group(other))
+        if self.gathers_model or self.gathers_from_pool:  # the ranks of all stages and slices that share one copy
+            return sorted(rank for other in train.model_copy_group(index) for rank in train.replica_group(other))
+        return sorted(rank for other in train.model_copy_group(index) for rank in layout.micro_dp_group(other))
 
     def plan(
-        self, layout: GenerationLayout, index: int, train: ShardsAt, wanted: ShardsAt, bucket: int, host_of: HostOf = ONE_HOST
+        self, layout: GenerationLayout, index: int, train: ShardsAt, needed: ShardsAt, limit: int, host_of: HostOf = ONE_HOST
     ) -> TransitionPlan:
         """Return the plan of one rank's transition. Pure. Raises ValueError if the layouts do not fit.
 
-        ``train``, ``wanted``: shards in the training and in the generation layout. ``bucket``: the most elements of one. ``host_of``:
-        pool index -> its host; a rank receives from its own host first.
+        ``train``, ``needed``: shards in the training and in the generation layout. ``limit``: the most elements of a bucket.
+        ``host_of``: pool index -> its host; a rank receives from its own host first.
         """
-        ranks, mine = self.gather_ranks(layout, index), held_by(layout, wanted, index)
+        ranks = self.gather_ranks(layout, index)
+        own_shards = held_by(layout, needed, index)
         source = holdings(layout.train, train, ranks, ranks)
         if self.consecutive and not self.gathers_model:
-            transfer = plan_transfer(source, holdings(layout, wanted, ranks, ranks), host_of, index)
+            transfer = plan_transfer(source, holdings(layout, needed, ranks, ranks), host_of, index)
             train_shards = held_by(layout.train, train, index) if layout.expert_parallel_generation else {}
-            return TransitionPlan(transfer, mine, locations=_located(transfer, train_shards))
-        gathered = mine
+            return TransitionPlan(transfer, own_shards, locations=_locations(transfer, train_shards))
+        gathered = own_shards
         if self.gathers_model:
             boxes = {box.name: box.shape for holding in source for shard in holding.shards.values() for box in shard.boxes}
             gathered = {name: whole_shard(name, shape) for name, shape in boxes.items()}
-            if self.everyone and layout.train.copy_ranks == 1:
+            if self.gathers_from_pool and layout.train.model_copy_size == 1:
                 source = [share for holding in source for share in _shares(holding)]
         transfer = plan_transfer(source, [Holding(tuple(ranks), gathered)], host_of, index)
-        together = plan_buckets(source, gathered, bucket)
+        parameter_buckets = plan_buckets(source, gathered, limit)
         if self.gathers_model:
-            from_whole = plan_transfer([Holding((index,), gathered)], [Holding((index,), mine)], host_of, index).copies()
-            return TransitionPlan(transfer, gathered, together, from_whole=list(from_whole))
+            cut = plan_transfer([Holding((index,), gathered)], [Holding((index,), own_shards)], host_of, index)
+            return TransitionPlan(transfer, gathered, parameter_buckets, from_whole=list(cut.local_copies()))
         train_shards = held_by(layout.train, train, index)
-        locations = _located(transfer, train_shards)
+        locations = _locations(transfer, train_shards)
         for name in train_shards:
             if name not in locations:
                 raise ValueError(f"training parameter {name} is not part of this rank's generation shard; {REMEDY}")
-        return TransitionPlan(transfer, gathered, together, locations)
+        return TransitionPlan(transfer, gathered, parameter_buckets, locations)
 
 
-def _located(transfer: TransferPlan, train_shards: Shards) -> dict[str, list[SliceCopy]]:
-    """Returns, for those of a rank's training parameters that are all in its generation shard, where their parts are there."""
+def _locations(transfer: TransferPlan, train_shards: Shards) -> dict[str, list[SliceCopy]]:
+    """Return where the parts of each training parameter lie in the generation shard, for parameters that lie there completely."""
     pieces: dict[str, list[SliceCopy]] = {name: [] for name in train_shards}
-    for piece in transfer.copies() if train_shards else ():
+    for piece in transfer.local_copies() if train_shards else ():
         pieces[piece.source.parameter].append(piece)
     sizes = {name: sum(box.numel for box in shard.boxes) for name, shard in train_shards.items()}
     return {name: parts for name, parts in pieces.items() if sum(piece.source.numel for piece in parts) == sizes[name]}
@@ -135,7 +137,7 @@ def _located(transfer: TransferPlan, train_shards: Shards) -> dict[str, list[Sli
 
 METHODS: dict[str, Method] = {
     "zero_redundancy": Method(consecutive=False),
-    "full_gather": Method(everyone=True, gathers_model=True),
+    "full_gather": Method(gathers_from_pool=True, gathers_model=True),
     "naive_groups": Method(gathers_model=True),
 }
 
@@ -143,7 +145,7 @@ METHODS: dict[str, Method] = {
 def choose_method(name: str, layout: GenerationLayout) -> Method:
     """Return the method with this name. ``zero_redundancy`` gathers in place only if the layout was regrouped for it."""
     method = METHODS[name]
-    return Method(everyone=True) if layout.consecutive and not method.consecutive else method
+    return Method(gathers_from_pool=True) if layout.consecutive and not method.consecutive else method
 
 
 def plan_buckets(source: Sequence[Holding], gathered: Shards, limit: int) -> list[list[str]]:
@@ -152,7 +154,8 @@ def plan_buckets(source: Sequence[Holding], gathered: Shards, limit: int) -> lis
     A bucket consists of whole units: parameters that come from equally named training parameters, such as one layer of each stage, so
     all ranks send equal amounts. It has at most ``limit`` elements and at most half of the largest unit, unless it is one unit.
     """
-    index, units = by_tensor(source), dict[str, list[str]]()
+    index = by_tensor(source)
+    units: dict[str, list[str]] = {}
     for target, shard in gathered.items():
         boxes = index.get(shard.boxes[0].name, []) if shard.boxes else []
         units.setdefault(boxes[0].parameter if boxes else target, []).append(target)

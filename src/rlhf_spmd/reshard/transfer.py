@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.kernels.devices import side_stream
 from rlhf_spmd.parallel.collectives import Group, Work, wait_all
 from rlhf_spmd.reshard.bucketing import TransferContext, TransferMessage, TransferStep, plan_steps
-from rlhf_spmd.reshard.delta import Changes, Delta
+from rlhf_spmd.reshard.delta import Delta, DeltaTransfer
 from rlhf_spmd.reshard.plan import ParamSlice, SliceCopy, TransferPlan
 
 LABEL = "weight_sync"
@@ -104,8 +104,8 @@ _IDLE: list[_TaskThread] = []
 class Transfer:
     """Copies ``sources`` into ``targets`` in steps. Until :meth:`wait`, nobody may write the sources or read the targets.
 
-    - ``number`` steps, each made by ``step(i)`` when it starts, in the same order on all ranks.
-    - ``dtype``: of the messages and the targets.
+    - ``num_steps``: the number of steps. ``step(i)`` makes each when it starts, in the same order on all ranks.
+    - ``dtype``: the dtype of the messages and the targets.
     - ``limit``: the most elements of buffers, and of other memory that steps hold, at a time. One step runs in any case.
     - ``before_step(i)`` runs before step i starts, ``after_step(i)`` when it has ended. ``measure()``: bytes held beside buffers then.
     - ``on_side_stream``: on a GPU, use another stream, so that waiting for a peer does not delay this rank's computation: ``stream``,
@@ -116,7 +116,7 @@ class Transfer:
 
     def __init__(
         self,
-        number: int,
+        num_steps: int,
         step: Callable[[int], TransferStep],
         sources: NamedTensors,
         targets: NamedTensors,
@@ -131,8 +131,10 @@ class Transfer:
         on_side_stream: bool = False,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self._number, self._step, self._sources, self._targets = number, step, sources, targets
-        self._group, self._dtype, self._limit, self._label = group, dtype, limit, label
+        self._num_steps, self._step = num_steps, step
+        self._sources, self._targets = sources, targets
+        self._group, self._label = group, label
+        self._dtype, self._limit = dtype, limit
         self._before_step, self._after_step, self._measure = before_step, after_step, measure
         self._device = next((tensor.device for tensor in chain(sources.values(), targets.values())), torch.device("cpu"))
         self._stream = (stream or side_stream()) if on_side_stream and capabilities(self._device).streams else None
@@ -151,7 +153,7 @@ class Transfer:
         if self._thread is not None:
             self._thread.wait()
             self._thread = None
-        self.advance(self._number)
+        self.advance(self._num_steps)
         if self._arrived is not None:  # wait for the event, not the stream: later transfers may be waiting there
             torch.cuda.current_stream().wait_event(self._arrived)
         elif self._stream is not None:
@@ -163,10 +165,10 @@ class Transfer:
         A failure calls ``on_error`` at once, in another thread; :meth:`wait` raises it.
         """
         if self._stream is not None:
-            self.advance(self._number)  # only the stream waits
+            self.advance(self._num_steps)  # only the stream waits
             self._arrived = self._stream.record_event()
-        elif self.num_done < self._number and self._thread is None:
-            self._thread = BackgroundTask(lambda: self.advance(self._number), "reshard", on_error)
+        elif self.num_done < self._num_steps and self._thread is None:
+            self._thread = BackgroundTask(lambda: self.advance(self._num_steps), "reshard", on_error)
 
     @torch.no_grad()
     def advance(self, upto: int) -> None:
@@ -181,9 +183,9 @@ class Transfer:
                 self._start_some()
 
     def _start_some(self) -> None:
-        while (number := self.num_done + len(self._started)) < self._number:
+        while (number := self.num_done + len(self._started)) < self._num_steps:
             step = self._step(number)
-            allocated = self._allocated + step.buffer + step.extra
+            allocated = self._allocated + step.buffer + step.temporary_elements
             exchanged = self._exchanged + step.exchanged
             if self._started and (allocated > self._limit or exchanged > IN_FLIGHT):
                 return
@@ -193,7 +195,7 @@ class Transfer:
 
     def _count(self, started: _StartedStep, sign: int) -> None:
         step = started.step
-        self._allocated += sign * (step.buffer + step.extra)
+        self._allocated += sign * (step.buffer + step.temporary_elements)
         self._exchanged += sign * step.exchanged
         self._buffer_bytes += sign * (0 if started.buffer is None else started.buffer.nbytes)
 
@@ -201,9 +203,9 @@ class Transfer:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _start(self, step: TransferStep) -> _StartedStep:
-        if step.into:  # an all-gather in place reads this rank's part from there
+        if step.gathered_parameter:  # an all-gather in place reads this rank's part from there
             self._copy(step.copies)
-            target = self._targets[step.into].view(-1)
+            target = self._targets[step.gathered_parameter].view(-1)
             return _StartedStep(step, [self._group.start_all_gather(target, self._label)], None, [])
         buffer = torch.empty(step.buffer, dtype=self._dtype, device=self._device) if step.buffer else None
         memories = [self._memory(message, buffer) for message in step.messages]
@@ -268,9 +270,10 @@ def transfer_steps(
     ``sources``: its parameters on the source side; ``targets``: those on the target side, of ``dtype``; {} if it has none. Making the
     steps takes a second if a thousand ranks take part. All ``members``, the ranks of both sides, must pass the same ``message_bytes``.
     """
-    here, there = ({name: tuple(tensor.shape) for name, tensor in side.items()} for side in (sources, targets))
+    source_shapes, target_shapes = ({name: tuple(tensor.shape) for name, tensor in side.items()} for side in (sources, targets))
     converted = any(tensor.dtype != dtype for tensor in sources.values())
-    return plan_steps(plan, TransferContext(rank, members, here, there, converted, max(message_bytes // dtype.itemsize, 1)))
+    limit = max(message_bytes // dtype.itemsize, 1)
+    return plan_steps(plan, TransferContext(rank, members, source_shapes, target_shapes, converted, limit))
 
 
 def start_transfer(
@@ -291,12 +294,11 @@ def start_transfer(
     Collective over ``group``, the ranks of both sides: every rank of it must call, in program order.
     """
     assert all(target.dtype == dtype for target in targets.values()), f"targets are not all {dtype}"
-    if delta is not None and delta.begun:
-        changes, byte = Changes(delta, steps, sources, targets, dtype, buffer_bytes), torch.uint8
-        args = changes.number, changes.step, changes.sources, changes.targets, group, byte, buffer_bytes, LABEL
-        return Transfer(
-            *args, before_step=changes.before_step, after_step=changes.after_step, on_side_stream=True, stream=stream
-        )
+    if delta is not None and delta.has_sent:
+        changes = DeltaTransfer(delta, steps, sources, targets, dtype, buffer_bytes)
+        args = changes.num_steps, changes.step, changes.sources, changes.targets, group, torch.uint8, buffer_bytes, LABEL
+        hooks: dict[str, Any] = {"before_step": changes.before_step, "after_step": changes.after_step}
+        return Transfer(*args, **hooks, on_side_stream=True, stream=stream)
     if delta is not None:
         delta.begin(steps, sources, dtype)
     limit = buffer_bytes // dtype.itemsize

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_spmd.rewards import answers
-from rlhf_spmd.rewards.answers import Verdict
+from rlhf_spmd.rewards.answers import Verdict, final_answer
 from rlhf_spmd.rewards.latex import spell
-from rlhf_spmd.rewards.math import final_answer, right_answers
+from rlhf_spmd.rewards.math import right_answers
 
 _AROUND = r"(?:\*\*|\\?[\s$(){}\[\]]|\\text|\^\s*\\circ)*"
 _NUMBER = re.compile(rf"{_AROUND}(?:[a-zA-Z][\w+\s]*=)?{_AROUND}([-+]?\d{{1,20}})(?:\.0*)?{_AROUND}[.,]?{_AROUND}")
@@ -33,7 +33,12 @@ def _whole_numbers(ground_truth: object) -> list[int]:
 
 
 def score(response: str, ground_truth: object, begun: str = "") -> Verdict:
-    """Return 1.0 if the final answer is the row's number (``025`` is 25), else 0.0. Raises ValueError for another answer."""
-    rights, answer = _whole_numbers(ground_truth), final_answer(begun + response)
+    """Return 1.0 if the final answer is the row's number (``025`` is 25), else 0.0.
+
+    ``begun``: the beginning of the response that the prompt already contains, else "". Raises ValueError for a row's answer that is no
+    whole number.
+    """
+    rights = _whole_numbers(ground_truth)
+    answer = final_answer(begun + response)
     number = None if answer is None else _number(answer)
     return Verdict(number in rights, str(number) if number is not None else answer)

@@ -1,4 +1,7 @@
-"""The right answers of a row, and text in plain characters; shared by all rewards that compare with an answer."""
+"""The right answers of a row, the answer that a response states, and text in plain characters.
+
+Shared by all rewards that compare with an answer.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from rlhf_spmd.rewards.binding import right_answer
+from rlhf_spmd.rewards.row_values import right_answer
 
 _SIGNS = {
     **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63", "-"),  # minus, hyphens, en dash
@@ -36,8 +39,10 @@ def _character(character: str) -> str:
 
 
 class Verdict(float):
-    """A score, and the answer that the reward has read in the response, as a text that is equal for equal answers; None if
-    it has read none. Votes (maj@k), metrics and samples use this answer."""
+    """A score, and the answer that the reward has read in the response. Votes (maj@k), metrics and samples use the answer.
+
+    - answer: a text that is equal for equal answers; None if the reward has read none
+    """
 
     answer: str | None
 
@@ -53,7 +58,7 @@ def plain(text: str) -> str:
 
 
 def alternatives(answer: object) -> list[str]:
-    """Return the texts of which each is a right answer: one, or each entry of a list, which may be written as text.
+    """Return the texts of which each is a right answer: one, or each entry of a list, which may itself be a text.
 
     A whole float has two: ``72`` and ``72.0``. Raises ValueError for anything else, such as a dict.
     """
@@ -102,9 +107,8 @@ def _texts(entry: object) -> list[str]:
 def check_rows(
     where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str], read: Callable[[Any], Any] = alternatives
 ) -> None:
-    """Raise ValueError, one line, for an answer that :func:`alternatives` refuses, or if ``read`` can read no row's
-    answer."""
-    errors = list[str]()
+    """Raise ValueError, one line, for an answer that :func:`alternatives` refuses, or if ``read`` can read no row's answer."""
+    errors: list[str] = []
     answered = [(place, answer) for place, answer in zip(places, map(right_answer, rows), strict=True) if answer is not None]
     for place, answer in answered:
         try:
@@ -119,3 +123,90 @@ def check_rows(
             )
     if errors and len(errors) == len(answered):
         raise ValueError(errors[0])
+
+
+# -- the answer of a response
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_SPACE = r"(?:[\s$,]|\\[()\[\]]|\\q?quad(?![a-z]))"
+# Boxes with no more than this between them are one list.
+_BETWEEN = re.compile(rf"{_SPACE}*(?:,|;|\\text\s*\{{[,\s]*(?:and|or)\s*\}}|\b(?:and|or)\b){_SPACE}*(?:(?:and|or)\b{_SPACE}*)?")
+_BRACE = re.compile(r"\\.|([{}])", re.DOTALL)
+
+
+def boxed(text: str) -> str | None:
+    r"""Return the content of the last ``\boxed{...}``, braces balanced, or None if there is none or it is cut off.
+
+    Boxes joined by a comma, "and" or "or", such as ``\boxed{1}, \boxed{2}``, give the list, unless they are the same text.
+    """
+    entries: list[str] = []
+    next_start = len(text)
+    for box in reversed(list(_BOX.finditer(text))):
+        content, end = _box_content(text, box.end())
+        if content is None or (entries and not _BETWEEN.fullmatch(text, end, next_start)):
+            break
+        entries.insert(0, content)
+        next_start = box.start()
+    return entries[-1] if len({"".join(entry.split()) for entry in entries}) == 1 else ", ".join(entries) if entries else None
+
+
+def _box_content(text: str, start: int) -> tuple[str | None, int]:
+    """Return the content of the braces at ``start``, or one character without braces, and where it ends; None if they never close."""
+    if text[start : start + 1] != "{":
+        return text[start : start + 1] or None, start + 1
+    depth = 0
+    for brace in _BRACE.finditer(text, start):
+        depth += (brace[1] == "{") - (brace[1] == "}")
+        if depth == 0:
+            return text[start + 1 : brace.start()], brace.end()
+    return None, len(text)
+
+
+# "answer" and what links it to an answer. "This answer is" says something of an answer that was given before.
+_STATEMENT = re.compile(
+    r"(?im)(?<!\bthis )(?<!\bthat )\banswer\b\s?\**(?:\s+is\b\s?\**\s?:?|\s?[:=])\**"  # answer is, answer:, **answer**:
+    r"|^[ \t]*(?:(?:#+|\*\*)[ \t]*(?:\w+[ \t]+)?|(?:final[ \t]+)?)answer[ \t]*(?:\*\*)?[ \t]*$"  # a heading
+)
+_DELIMITED = re.compile(
+    r"\s*(?:\\\[(?P<a>.+?)\\\]|\$\$(?P<b>.+?)\$\$|\\\((?P<c>.+?)\\\)|(?<!\\)\$(?P<d>[^$\n]+?)(?<!\\)\$|\*\*(?P<e>[^*\n]+)\*\*)",
+    re.DOTALL,
+)
+# Behind $5$ or **5**: the answer goes on, as a list or a formula.
+_GOES_ON = re.compile(
+    r"[ \t]*(?:,[ \t]*)?(?:(?:or|and|to|times)\b|[-+*/^=<>%\d$\\(]|,\s*\d|(?:hundred|thousand|million|billion|trillion|dozen)\b)"
+)
+# An answer begins with a number, a sign, a bracket, LaTeX, or a letter that no word follows.
+_ANSWER = re.compile(r"[-+\u2212±]?\s*(?:[\d.,({\[|\\$€£√]|[^\W\d_](?![^\W\d_]|\s+[a-z]{2})|pi\b|sqrt\b)")
+_SENTENCE = re.compile(r"\s*([^\n]*?)(?:\.(?=\s|\*|\Z)|\n|\Z|[!?](?=\s|\Z)|\s(?:because|since|which|so|where|when|as)\b)")
+_REMARK = re.compile(r"(?i)(?<!\\)\b(?:correct|right|wrong|sure|certain|verified|checked)\b")
+
+
+def final_answer(text: str) -> str | None:
+    """Return the last boxed text, else the answer that a response states last, else None.
+
+    A statement is "answer is", "answer:" or a heading "Answer" with an answer right behind it, up to the end of its
+    sentence. A plain word is an answer only behind "answer:"; "this answer is" states none.
+    """
+    if (box := boxed(text)) is not None:
+        return box
+    text = plain(text)
+    answer, end = None, 0
+    for anchor in _STATEMENT.finditer(text):
+        if anchor.start() >= end:
+            with_colon = anchor[0].rstrip("* ").endswith((":", "="))
+            answer, end = _stated_answer(text, anchor.end(), with_colon) or (answer, end)
+    return answer
+
+
+def _stated_answer(text: str, start: int, with_colon: bool) -> tuple[str, int] | None:
+    """Return the answer that a text states from ``start`` on, and where it ends; None if there is none."""
+    delimited = _DELIMITED.match(text, start)
+    if delimited and not _GOES_ON.match(text, delimited.end()):
+        content = delimited[delimited.lastgroup or 0].strip()
+        return None if _REMARK.search(content) else (content, delimited.end())
+    sentence = _SENTENCE.match(text, start)
+    content = sentence[1].strip() if sentence else ""
+    is_word = with_colon and re.fullmatch(r"[^\W\d_]+", content) is not None
+    if sentence is None or not (is_word or _ANSWER.match(content)) or _REMARK.search(content):
+        return None
+    return content, sentence.end(1)

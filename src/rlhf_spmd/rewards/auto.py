@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_spmd.rewards import aime, code, gsm8k, math, multiple_choice
-from rlhf_spmd.rewards.binding import right_answer
 from rlhf_spmd.rewards.math import load as load
+from rlhf_spmd.rewards.row_values import right_answer
 
 _CODE = ("codecontests", "apps", "codeforces", "taco", "openai_humaneval", "mbpp")
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
@@ -59,5 +59,5 @@ def score(response: str, row: dict[str, Any], data_source: str, ground_truth: ob
         raise ValueError(f"no reward for the data_source {data_source!r}")
     if function is code.score:
         return code.score(response, row, ground_truth)
-    mathematical = function in (math.score, math.flexible, aime.score)  # which read what the prompt has begun
-    return function(begun + response if mathematical else response, ground_truth)
+    takes_begun = function in (math.score, math.flexible, aime.score)
+    return function(begun + response if takes_begun else response, ground_truth)

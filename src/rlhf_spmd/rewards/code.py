@@ -1,4 +1,4 @@
-"""Judges Python programs by running tests on them (``sandbox`` says what restrains a program).
+"""Scores Python programs by running tests on them, in a ``sandbox``.
 
 | a row has | as | the program |
 |---|---|---|
@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt
-from rlhf_spmd.rewards.binding import right_answer
+from rlhf_spmd.rewards.row_values import right_answer
 from rlhf_spmd.rewards.sandbox import Outcome, SandboxLimits, run
 
 _FENCE = re.compile(r"^[ \t]*(`{3,})[ \t]*(\w*)[^`\n]*\n(.*?)(?:^[ \t]*\1`*[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "py", "python3")
-WALL = 10.0  # seconds of wall time allowed per CPU second of a run
+WALL_SECONDS_PER_CPU_SECOND = 10.0  # limits of a run
 # imported for a program that is called as a function, as on the sites that the tasks come from
 _IMPORTED = "".join(
     f"import {name}\nfrom {name} import *\n"
@@ -42,10 +42,13 @@ def same(output, expected, wrapped):
 
 @dataclass(frozen=True)
 class CodeTask:
-    """The tests of a row.
+    """The tests of a row: ``tests``, or ``cases``.
 
-    With tests: ``before``, the program and ``after`` run as one, then ``set_up``, then ``tests``. Otherwise the program
-    runs for each of ``cases`` (standard input, output). ``names``: what the tests call.
+    - before, after: code that runs as one with the program, around it
+    - set_up: code that runs before the tests
+    - tests: code of each test
+    - cases: (standard input, output) of each run of the program
+    - names: names of the program that the tests call
     """
 
     before: str = ""
@@ -58,18 +61,17 @@ class CodeTask:
 
 def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> None:
     """Raise ValueError if no row has readable tests."""
-    error: ValueError | None = None
+    errors: list[ValueError] = []
     for row in rows:
         try:
             read_task(row, right_answer(row))
             return
-        except ValueError as unreadable:
-            error = error or unreadable
-    if error is not None:
+        except ValueError as error:
+            errors.append(error)
+    if errors:
         columns = ", ".join(sorted(key for key, value in rows[0].items() if value is not None))
-        raise ValueError(
-            f"{places[0]}: {where}.function=code: {error}; all rows are like this; the columns are {columns}"
-        ) from error
+        line = f"{places[0]}: {where}.function=code: {errors[0]}; all rows are like this; the columns are {columns}"
+        raise ValueError(line) from errors[0]
 
 
 def extract(response: str) -> str:
@@ -102,7 +104,8 @@ def _read_cases(ground_truth: object) -> CodeTask:
     cases = json.loads(ground_truth) if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] == "{" else ground_truth
     if not isinstance(cases, Mapping) or not cases.get("inputs") or len(cases["inputs"]) != len(cases.get("outputs") or ()):
         raise ValueError("the row has no tests: test and entry_point, test_list, or an answer with inputs and outputs")
-    pairs, name = list(zip(cases["inputs"], cases["outputs"], strict=True)), cases.get("fn_name")
+    pairs = list(zip(cases["inputs"], cases["outputs"], strict=True))
+    name = cases.get("fn_name")
     if not name:
         return CodeTask(cases=tuple((_lines(inputs), _lines(outputs)) for inputs, outputs in pairs))
     calls = [_call(inputs, outputs) for inputs, outputs in pairs]
@@ -120,29 +123,30 @@ def _lines(text: object) -> str:
     raise ValueError(f"the row's test {str(text)[:80]!r} is neither a text nor a list of lines")
 
 
-def _call(written: object, result: Any) -> tuple[list[Any], Any]:
+def _call(inputs: object, result: Any) -> tuple[list[Any], Any]:
     """Return the arguments and the result. Keys that JSON turned from integers to text become integers again."""
     try:
-        arguments = [json.loads(line) for line in written.split("\n") if line.strip()] if isinstance(written, str) else written
-        result = json.loads(result) if isinstance(written, str) and isinstance(result, str) else result
+        arguments = [json.loads(line) for line in inputs.split("\n") if line.strip()] if isinstance(inputs, str) else inputs
+        result = json.loads(result) if isinstance(inputs, str) and isinstance(result, str) else result
     except ValueError as error:
         raise ValueError(
-            f"the row's test {str(written)[:80]!r} -> {str(result)[:80]!r} is not a JSON value per line: {error}"
+            f"the row's test {str(inputs)[:80]!r} -> {str(result)[:80]!r} is not a JSON value per line: {error}"
         ) from error
     if not isinstance(arguments, list):
-        raise ValueError(
-            f"the row's test {str(written)[:80]!r} is neither a list of arguments nor a text with one in each line"
-        )
+        raise ValueError(f"the row's test {str(inputs)[:80]!r} is neither a list of arguments nor a text with one in each line")
     return [
-        {int(key): value for key, value in each.items()}
-        if isinstance(each, Mapping) and all(re.fullmatch(r"-?\d+", key) for key in each)
-        else each
-        for each in arguments
+        {int(key): value for key, value in argument.items()}
+        if isinstance(argument, Mapping) and all(re.fullmatch(r"-?\d+", key) for key in argument)
+        else argument
+        for argument in arguments
     ], result
 
 
 def _program(response: str, row: Mapping[str, Any], task: CodeTask) -> list[str]:
-    code, name, prompt = extract(response), row.get("entry_point"), row.get("prompt") or ""
+    """Return the parts of the program: its code, with the code of the task around it."""
+    code = extract(response)
+    name = row.get("entry_point")
+    prompt = row.get("prompt") or ""
     if not name:
         return [task.before, code, task.after]
     try:
@@ -154,7 +158,7 @@ def _program(response: str, row: Mapping[str, Any], task: CodeTask) -> list[str]
 
 
 def _same(output: str, expected: str) -> bool:
-    """Compare outputs without white space at the ends of lines and text."""
+    """Return True if outputs are equal, white space at the ends of lines and of the text aside."""
     lines, expected_lines = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
     return lines == expected_lines
 
@@ -171,21 +175,24 @@ def score(
 ) -> dict[str, float]:
     """Return ``score``: 1.0 if all tests pass, else 0.0; with ``partial`` the share that passes.
 
-    Also returns ``passed`` (that share) and ``isolated`` (1.0 if the program had its own namespaces). ``time_s``: CPU
-    seconds of one run. A run may last ``WALL`` * ``time_s`` by the clock, and all runs together ``reward.timeout_s``;
-    beyond that the call fails, because the machine may be at fault. See :class:`sandbox.SandboxLimits`. Raises
-    ValueError for a row without tests.
+    Also return ``passed`` (that share) and ``isolated`` (1.0 if the program had its own namespaces). ``time_s`` limits the
+    CPU time of one run; its wall time is at most ``WALL_SECONDS_PER_CPU_SECOND`` times as long, and ``reward.timeout_s``
+    for all runs. Beyond that the call fails, because the machine may be at fault. See :class:`sandbox.SandboxLimits`.
+    Raises ValueError for a row without tests.
     """
-    task, limits = read_task(row, ground_truth), SandboxLimits(time_s, WALL * time_s, memory_mb, processes, file_mb)
-    program, outcomes, passed = _program(response, row, task), list[Outcome](), 0
+    task = read_task(row, ground_truth)
+    limits = SandboxLimits(time_s, WALL_SECONDS_PER_CPU_SECOND * time_s, memory_mb, processes, file_mb)
+    program = _program(response, row, task)
+    outcomes: list[Outcome] = []
+    passed = 0
     if task.tests:
         outcomes.append(run(program, task.tests, limits=limits, names=task.names, set_up=task.set_up))
         passed = outcomes[0].passed
     for stdin, expected in task.cases:
         outcomes.append(run(program, stdin=stdin, limits=limits))
-        right = outcomes[-1].exit_code == 0 and _same(outcomes[-1].output, expected)
-        passed += right
-        if not right and not partial:
+        is_right = outcomes[-1].exit_code == 0 and _same(outcomes[-1].output, expected)
+        passed += is_right
+        if not is_right and not partial:
             break
     share = min(1.0, passed / (len(task.tests) + len(task.cases)))
     isolated = min(float(outcome.isolated) for outcome in outcomes)

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal
 from rlhf_spmd.config import registry
 from rlhf_spmd.config.constraints import FiniteFloat, Fraction, PositiveFloat, Seconds, Workers
 from rlhf_spmd.config.rules import Rule, Rules, check_rules
-from rlhf_spmd.rewards.binding import BoundReward, bind_reward, right_answer
+from rlhf_spmd.rewards.binding import BoundReward, bind_reward
 from rlhf_spmd.rewards.judge import JudgeConfig
+from rlhf_spmd.rewards.row_values import right_answer
 
 REASONING_TAGS = ("<think>", "</think>")
 
@@ -49,6 +50,27 @@ class RewardConfig:
     - max_file_gb: size of each file that such a process writes, GiB
     """
 
+    function: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    by_group: bool = False
+    model: str | None = None
+    retokenize: bool | Literal["auto"] = "auto"
+    apply_chat_template: bool | Literal["auto"] = "auto"
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    strip_reasoning: bool = False
+    reasoning_tags: list[str] = field(default_factory=lambda: list(REASONING_TAGS))
+    judge: JudgeConfig | None = None
+    data_sources: list[str] | None = None
+    weight: FiniteFloat = 1.0
+    model_weight: FiniteFloat = 1.0
+    timeout_s: Seconds = 10.0
+    default: FiniteFloat | None = None
+    num_workers: Workers = 1
+    max_failure_rate: Fraction = 1.0
+    max_memory_gb: PositiveFloat = 16.0
+    max_file_gb: PositiveFloat = 4.0
+
     needs: ClassVar = {"strip_reasoning": ("reasoning_tags",), "function": ("kwargs", "by_group")}
     rules: ClassVar[Rules] = (
         Rule(
@@ -77,27 +99,6 @@ class RewardConfig:
         ),
     )
 
-    function: str | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    by_group: bool = False
-    model: str | None = None
-    retokenize: bool | Literal["auto"] = "auto"
-    apply_chat_template: bool | Literal["auto"] = "auto"
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    strip_reasoning: bool = False
-    reasoning_tags: list[str] = field(default_factory=lambda: list(REASONING_TAGS))
-    judge: JudgeConfig | None = None
-    data_sources: list[str] | None = None
-    weight: FiniteFloat = 1.0
-    model_weight: FiniteFloat = 1.0
-    timeout_s: Seconds = 10.0
-    default: FiniteFloat | None = None
-    num_workers: Workers = 1
-    max_failure_rate: Fraction = 1.0
-    max_memory_gb: PositiveFloat = 16.0
-    max_file_gb: PositiveFloat = 4.0
-
     def check(self, where: str = "reward") -> None:
         """Raise ValueError that names the key and the value; imports the function's module to see that it exists."""
         check_tags(f"{where}.reasoning_tags", self.reasoning_tags)
@@ -111,7 +112,7 @@ class RewardConfig:
         if self.by_group and not bound.batched:
             raise bound.refusal(f"with {where}.by_group it must take lists over rows (prompts, completions or completion_ids)")
         bound.check_settings(f"{where}.kwargs")
-        bound.hook("check")(f"{where}.kwargs", **self.kwargs)
+        bound.module_function("check")(f"{where}.kwargs", **self.kwargs)
 
     def check_no_model(self, where: str) -> None:
         """Raise ValueError for a setting of a scoring model if there is none."""
@@ -121,17 +122,16 @@ class RewardConfig:
 
     @property
     def after_failure(self) -> str:
-        """Return the setting that says what happens to a row whose call failed, for messages; it follows the reward's key."""
+        """Return for messages, behind the reward's key, the setting of a row whose call failed, and what it does."""
         return "default=null leaves such rows out" if self.default is None else f"default={self.default} is their score"
 
     @property
     def scorer(self) -> str:
-        """Return the name of what scores, for messages."""
+        """Return for messages what scores: the function with its name, the model, or the judge."""
         return f"function {self.function!r}" if self.function is not None else "model" if self.judge is None else "judge"
 
     def bind(self, where: str) -> BoundReward:
-        """Return the function with its arguments bound. Raises ValueError, one line, if it is not found or cannot be
-        bound."""
+        """Return the function with its arguments bound. Raises ValueError, one line, if it does not exist or cannot be bound."""
         assert self.function is not None, "there is a function to bind"
         label = f"{where}.function={self.function!r}"
         return bind_reward(resolve_reward(self.function, f"{where}.function"), label, self.kwargs)
@@ -140,49 +140,50 @@ class RewardConfig:
         """Raise ValueError where settings of other sections contradict these; see :class:`RewardInRun`."""
         check_rules(RUN_RULES, RewardInRun(self.function, self.timeout_s, run_timeout_s), where)
 
-    def chooses(self, row: Mapping[str, Any]) -> bool:
+    def applies_to(self, row: Mapping[str, Any]) -> bool:
         """Return True if this reward scores a row with these columns."""
         return self.data_sources is None or row.get("data_source") in self.data_sources
 
     def misses_answers(self, where: str, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Return True if the user's function takes an optional answer, but no row that it scores has one."""
-        chosen = [row for row in rows if self.chooses(row)]
-        if self.function is None or not chosen or any(right_answer(row) is not None for row in chosen):
+        scored = [row for row in rows if self.applies_to(row)]
+        if self.function is None or not scored or any(right_answer(row) is not None for row in scored):
             return False
         bound = self.bind(where)
-        return bound.is_users and not {"answer", "ground_truth"}.isdisjoint(bound.optional)
+        return bound.is_user_function and not {"answer", "ground_truth"}.isdisjoint(bound.optional)
 
     def check_rows(self, where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[str] = ()) -> None:
-        """Check the data: every data source has rows, required arguments have columns, a judge's rows have answers.
+        """Raise ValueError for a data source without rows, a required argument without a column, a judge's row without an answer.
 
-        Rows for training and for validation are checked separately. ``places``: setting and id of each row, as in
-        ``data.path, row 3``. Raises ValueError.
+        Rows for training and for validation are checked separately. ``places``: setting and id of each row, as
+        ``data.path, row 3``.
         """
         for source in self.data_sources or ():
             if not any(row.get("data_source") == source for row in rows):
-                there = sorted({str(row.get("data_source")) for row in rows})
+                sources = sorted({str(row.get("data_source")) for row in rows})
                 raise ValueError(
-                    f"{where}.data_sources: no row has the data_source {source!r}; there are {', '.join(there[:20])}"
+                    f"{where}.data_sources: no row has the data_source {source!r}; there are {', '.join(sources[:20])}"
                 )
-        chosen = [row for row in rows if self.chooses(row)]
+        scored = [row for row in rows if self.applies_to(row)]
         if self.judge is not None and "answer" in self.judge.fields:
-            bare = next((row for row in chosen if row.get("answer") is None), None)
-            if bare is not None:
-                raise ValueError(f"{where}.judge.template has {{answer}}, and row {bare.get('id')} has none (data.answer_key)")
+            unanswered = next((row for row in scored if row.get("answer") is None), None)
+            if unanswered is not None:
+                row_id = unanswered.get("id")
+                raise ValueError(f"{where}.judge.template has {{answer}}, and row {row_id} has none (data.answer_key)")
         if self.function is not None:
             bound = self.bind(where)
-            named = [places[i] if places else f"row {i}" for i, row in enumerate(rows) if self.chooses(row)]
-            rows_of_source: dict[str, list[Mapping[str, Any]]] = {}
-            for place, row in zip(named, chosen, strict=True):
-                rows_of_source.setdefault(place.rpartition(", row ")[0], []).append(row)
-            for source, source_rows in rows_of_source.items() or [("", [])]:
-                bound.check_rows(source_rows, source)
-            bound.hook("check_rows")(where, chosen, named)
+            scored_places = [places[i] if places else f"row {i}" for i, row in enumerate(rows) if self.applies_to(row)]
+            rows_of_setting: dict[str, list[Mapping[str, Any]]] = {}
+            for place, row in zip(scored_places, scored, strict=True):
+                rows_of_setting.setdefault(place.rpartition(", row ")[0], []).append(row)
+            for setting, setting_rows in rows_of_setting.items() or [("", [])]:
+                bound.check_rows(setting_rows, setting)
+            bound.module_function("check_rows")(where, scored, scored_places)
 
 
 @dataclass(frozen=True)
 class RewardInRun:
-    """Settings of a reward and of other sections that rules relate. ``run_timeout_s``: ``run.timeout_s``."""
+    """What ``RUN_RULES`` read: settings of a reward and of the run. ``run_timeout_s``: ``run.timeout_s``."""
 
     function: str | None
     timeout_s: float
@@ -203,9 +204,10 @@ def check_tags(where: str, tags: Sequence[str]) -> None:
     """Raise ValueError unless ``tags`` are an opening and a closing tag, with one name if both are in angle brackets."""
     if len(tags) != 2 or tags[0] == tags[1] or not all(tag.strip() for tag in tags):
         raise ValueError(f"{where}={list(tags)}: two different texts are needed; give [opening, closing]")
-    first, last = (re.fullmatch(form, tag.strip()) for form, tag in zip((r"<(\w+)>", r"</(\w+)>"), tags, strict=True))
-    if first and last and first[1] != last[1]:
-        raise ValueError(f"{where}={list(tags)}: the closing tag of {tags[0]} is </{first[1]}>")
+    opening = re.fullmatch(r"<(\w+)>", tags[0].strip())
+    closing = re.fullmatch(r"</(\w+)>", tags[1].strip())
+    if opening and closing and opening[1] != closing[1]:
+        raise ValueError(f"{where}={list(tags)}: the closing tag of {tags[0]} is </{opening[1]}>")
 
 
 def reward_key(name: str) -> str:
@@ -222,10 +224,9 @@ def named_rewards(reward: RewardConfig, rewards: Mapping[str, RewardConfig]) -> 
 
 
 def resolve_reward(name: str, where: str = "reward.function") -> Callable[..., Any]:
-    """Return the function called ``name``; see :func:`registry.resolve`. verl's ``compute_score`` may stand in for
-    ``score``."""
-    exports = "score"
+    """Return the function called ``name``, see :func:`registry.resolve`. A module means its ``score``, or verl's ``compute_score``."""
+    function_name = "score"
     if "." in name and not registry.split_name(name)[1]:
         module = registry.find(where, "rlhf_spmd.rewards", name, "__name__")
-        exports = next((export for export in ("score", "compute_score") if hasattr(module, export)), "score")
-    return registry.resolve(where, "rlhf_spmd.rewards", name, exports)
+        function_name = next((name for name in ("score", "compute_score") if hasattr(module, name)), "score")
+    return registry.resolve(where, "rlhf_spmd.rewards", name, function_name)

@@ -50,16 +50,14 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def interval(scores: np.ndarray) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean of ``scores`` [prompts, k] as the module says, or None."""
+    """Return the 95 % interval of the mean of ``scores`` [prompts, k], see ``ci95`` above, or None."""
     num_prompts, k = scores.shape
     means = scores.mean(1)
-    mean, variance = float(means.mean()), float(means.var(ddof=1)) if num_prompts > 1 else 0.0
+    mean = float(means.mean())
+    variance = float(means.var(ddof=1)) if num_prompts > 1 else 0.0
     if np.isin(scores, (0.0, 1.0)).all():
-        size = (
-            min(max(num_prompts * mean * (1 - mean) / variance, num_prompts), num_prompts * k)
-            if variance
-            else float(num_prompts)
-        )
+        independent = num_prompts * mean * (1 - mean) / variance if variance else num_prompts
+        size = float(min(max(independent, num_prompts), num_prompts * k))
         shrink = 1 + NORMAL_95**2 / size
         middle = (mean + NORMAL_95**2 / (2 * size)) / shrink
         half = NORMAL_95 / shrink * math.sqrt(mean * (1 - mean) / size + NORMAL_95**2 / (4 * size**2))
@@ -83,14 +81,15 @@ Votes = Sequence[Hashable | None]  # the answer in each response to a prompt, No
 
 
 def measure_sets(scores: np.ndarray, answers: Sequence[Votes | None], sets: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Return validation metrics beyond the overall mean; no number appears twice.
+    """Return validation metrics beyond the overall mean, each number once.
 
-    If there are several ``sets`` (positions of prompts) each has its mean; with k > 1 responses per prompt, also
-    pass@2, ... pass@k and maj@k. Arguments and names as in :func:`measure`.
+    If there are several ``sets`` (positions of prompts) each has its mean. With k > 1 responses per prompt each has also
+    pass@2, ... pass@k and maj@k. Other arguments and names are those of :func:`measure`.
     """
-    k, metrics = scores.shape[1], dict[str, float]()
-    for name, chosen in sets.items():
-        measured = measure(scores[chosen], [answers[i] for i in chosen]) if len(chosen) else {}
+    k = scores.shape[1]
+    metrics: dict[str, float] = {}
+    for name, prompts in sets.items():
+        measured = measure(scores[prompts], [answers[i] for i in prompts]) if len(prompts) else {}
         for key, value in measured.items():
             kind, _, size = key.partition("@")
             if len(sets) > 1 if kind == "mean" else int(size) > 1:
@@ -105,28 +104,29 @@ def repeated_means(rewards: Mapping[str, RewardConfig], groups: Sequence[Sequenc
     """
     names: set[str] = set()
     for name, reward in rewards.items():
-        sources = [{row.get("data_source") for row in rows if reward.chooses(row)} for rows in groups]
+        sources = [{row.get("data_source") for row in rows if reward.applies_to(row)} for rows in groups]
         for source in filter(None, set().union(*sources)):
-            inside = [group for group in sources if source in group]
-            if all(group <= {source} for group in (inside if len(inside) == 1 else sources)):
+            with_source = [group for group in sources if source in group]
+            if all(group <= {source} for group in (with_source if len(with_source) == 1 else sources)):
                 names.add(source_metric(name, str(source)))
     return frozenset(names)
 
 
 def measure(scores: np.ndarray, answers: Sequence[Votes | None], pass_score: float = 1.0) -> dict[str, float]:
-    """Return ``mean@k``, ``pass@1``, ``pass@2``, ``pass@4``, ... ``pass@k`` and ``maj@k`` of ``scores`` float64 [prompts,
-    k].
+    """Return ``mean@k``, ``pass@1``, ``pass@2``, ``pass@4``, ... ``pass@k`` and ``maj@k``.
 
-    A response passes with a score of at least ``pass_score``. ``answers``: None for a prompt whose reward reads no answers;
-    without any others there is no ``maj@k``, else such a prompt has none that wins.
+    - scores: float64 [prompts, k]
+    - answers: the answers in the responses to each prompt; None for a prompt whose reward reads no answers. If all are None
+      there is no ``maj@k``; otherwise such a prompt counts 0
+    - pass_score: the least score of a response that passes
     """
     k = scores.shape[1]
-    right = (scores >= pass_score).sum(1).tolist()
+    num_right = (scores >= pass_score).sum(1).tolist()
     metrics = {f"mean@{k}": float(scores.mean())}
     for size in sorted({*(2**power for power in range(k.bit_length())), k}):
-        metrics[f"pass@{size}"] = float(np.mean([pass_at_k(k, count, size) for count in right]))
+        metrics[f"pass@{size}"] = float(np.mean([pass_at_k(k, count, size) for count in num_right]))
     if all(votes is None for votes in answers):
         return metrics
-    chosen = [majority(votes or ()) for votes in answers]
-    metrics[f"maj@{k}"] = float(np.mean([0.0 if i is None else row[i] for i, row in zip(chosen, scores, strict=True)]))
+    winners = [majority(votes or ()) for votes in answers]
+    metrics[f"maj@{k}"] = float(np.mean([0.0 if i is None else row[i] for i, row in zip(winners, scores, strict=True)]))
     return metrics

@@ -9,7 +9,7 @@ from rlhf_spmd.rewards.answers import check_rows as check_rows
 def score(response: str, ground_truth: object) -> Verdict:
     """Return 1.0 if the response equals the row's answer, or any of a list, else 0.0.
 
-    A text stands for itself, even if it looks like a list. Raises ValueError for an answer that is neither text nor
+    A text stands for itself, even if it looks like a list. Raises ValueError for a row's answer that is neither text nor
     number.
     """
     rights = [ground_truth] if isinstance(ground_truth, str) else alternatives(ground_truth)

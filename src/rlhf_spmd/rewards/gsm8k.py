@@ -30,7 +30,7 @@ _ANY = re.compile(_NUMBER)
 _PARTS = str.maketrans({"½": ".5", "¼": ".25", "¾": ".75"})
 
 
-def _parse(text: str) -> Decimal | None:
+def _decimal(text: str) -> Decimal | None:
     try:
         return Decimal(re.sub(r"[,\\$€£]", "", text.strip()))
     except InvalidOperation:
@@ -42,22 +42,22 @@ def _plain(text: str) -> str:
 
 
 def marked_number(text: str) -> Decimal | None:
-    """Return the last number after ``####``, or None, also if a formula goes on. Commas and a dollar sign are dropped."""
+    """Return the last number after ``####``; None without one, or if a formula goes on. Commas and a dollar sign are dropped."""
     matches = _MARKED.findall(_plain(text))
-    return _parse(matches[-1][0]) if matches and not matches[-1][1] else None
+    return _decimal(matches[-1][0]) if matches and not matches[-1][1] else None
 
 
 def last_number(text: str) -> Decimal | None:
     """Return the last number in the text, or None."""
     matches = _ANY.findall(_plain(text))
-    return _parse(matches[-1]) if matches else None
+    return _decimal(matches[-1]) if matches else None
 
 
 def right_numbers(ground_truth: object) -> list[Decimal]:
     """Return the numbers of a row's answer. Raises ValueError if there are none."""
-    numbers = list[Decimal]()
+    numbers: list[Decimal] = []
     for text in answers.alternatives(ground_truth):
-        number = marked_number(text) if "####" in text else _parse(_plain(text))
+        number = marked_number(text) if "####" in text else _decimal(_plain(text))
         if number is None or not number.is_finite():
             raise ValueError(f"no number in the row's answer {text[-80:]!r}")
         numbers.append(number)
@@ -69,15 +69,15 @@ def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[s
     answers.check_rows(where, rows, places, right_numbers)
 
 
-def _judge(number: Decimal | None, ground_truth: object) -> Verdict:
+def _verdict(number: Decimal | None, ground_truth: object) -> Verdict:
     return Verdict(number in right_numbers(ground_truth), None if number is None else f"{number.normalize():f}")
 
 
 def score(response: str, ground_truth: object) -> Verdict:
     """Return 1.0 if the response's last ``#### number`` equals the answer as a number (72.0 is 72), else 0.0."""
-    return _judge(marked_number(response), ground_truth)
+    return _verdict(marked_number(response), ground_truth)
 
 
 def flexible(response: str, ground_truth: object) -> Verdict:
     """Return 1.0 if the last number in the response, marked or not, equals the answer, else 0.0."""
-    return _judge(last_number(response), ground_truth)
+    return _verdict(last_number(response), ground_truth)

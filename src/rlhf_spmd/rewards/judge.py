@@ -1,4 +1,4 @@
-"""A model that judges responses (``reward.judge``): the question that it is asked, and the number in its verdict."""
+"""A model that judges responses (``reward.judge``): the question that it gets, and the number in its verdict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from rlhf_spmd.config.constraints import NonNegativeFloat, PositiveInt
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 from rlhf_spmd.rewards.answers import plain
 from rlhf_spmd.rewards.format import check as check_pattern
 
@@ -70,7 +70,7 @@ class JudgeConfig:
         return re.sub(r"\{(\w+)\}", lambda match: values[match[1]], self.text)
 
     def score(self, verdict: str, cut: bool = False) -> float:
-        """Return the score. Raises ValueError with the reason if the verdict cannot be read.
+        """Return the score in a verdict. Raises ValueError with the reason if the verdict cannot be read.
 
         ``cut``: the verdict was cut at ``max_response_length``, so its last number may be incomplete, or without a pattern
         not the last.
@@ -86,12 +86,12 @@ class JudgeConfig:
             number = float("nan")
         lowest, highest = self.range or (-LARGEST, LARGEST)
         if not lowest <= number <= highest:
-            wanted = f"no number from {lowest:g} to {highest:g}" if self.range else "no number"
-            raise ValueError(f"{wanted} in the verdict {verdict[-200:]!r}")
+            lack = f"no number from {lowest:g} to {highest:g}" if self.range else "no number"
+            raise ValueError(f"{lack} in the verdict {verdict[-200:]!r}")
         return (number - lowest) / (highest - lowest) if self.range else number
 
     def _match(self, verdict: str) -> tuple[str | None, bool]:
-        """Return what ``pattern`` finds, and whether text follows it."""
+        """Return the number that ``pattern`` matches, None without a match, and whether text follows it."""
         assert self.pattern is not None, "there is a pattern to search for"
         matches = list(re.finditer(self.pattern, verdict, re.DOTALL))
         group = min(1, re.compile(self.pattern).groups)
@@ -123,10 +123,10 @@ _REMARKED = re.compile(_LABELLED, re.MULTILINE | re.IGNORECASE)  # a labelled nu
 
 
 def stated_number(verdict: str, limits: Sequence[float] | None) -> str | None:
-    """Return the number that a verdict states in one of the forms ``STATED``, or None: without one, and where two differ.
+    """Return the number that a verdict states in one of the forms ``STATED``; None without one, or if two numbers differ.
 
-    The last two forms have no label. They are none where a labelled number differs (``Rating: 8, it covers 2/3.``).
-    ``limits``: lowest and highest rating; a number of another scale (``4/5`` of 1 to 10) is none.
+    The last two forms have no label, and do not count if a labelled number differs (``Rating: 8, it covers 2/3.``).
+    ``limits``: lowest and highest rating; a number of another scale (``4/5`` of 1 to 10) does not count.
     """
     text = re.sub(r"\*\*|__|`", "", plain(verdict))
     for form in STATED:

@@ -20,32 +20,32 @@ _SYMBOLS = str.maketrans(
         **{letter: rf"\mathbb{{{name}}}" for letter, name in zip("ℝℤℚℂℕ", "RZQCN", strict=True)},
     }
 )
-_RAISED, _LOWERED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+"), re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
+_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _ROOT = re.compile(r"([√∛])\s*(?:\(([^()]*)\)|(\d+|\w)?)")
-_GROUP = r"(?:\{(?:[^{}]|\{[^{}]*\})*\})"
-_SPELLING = [
-    (re.compile(pattern), to)
-    for pattern, to in (
-        (r"^\s*(?:\*\*|\\\(|\\\[|\$(?!\d)|\s)+|(?:\*\*|(?<!\\)\\\)|(?<!\\)\\\]|(?<!\\)\$|\s)+$", ""),  # delimiters
-        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
-        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+_SPELLING = [  # pattern and replacement, in order; the comments are examples
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^\s*(?:\*\*|\\\(|\\\[|\$(?!\d)|\s)+|(?:\*\*|(?<!\\)\\\)|(?<!\\)\\\]|(?<!\\)\$|\s)+$", ""),  # $5$, **5**, \(5\)
+        (r"\\lbrace(?![a-zA-Z])", r"\\{"),  # \lbrace 1
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),  # 1 \rbrace
         (r"\\\\\s*\[[^\]]*\]", r"\\\\ "),  # \\[4pt]
-        (r"\\(?:mathrm|textrm|textbf|mathbf|textit|mathit|textnormal|mbox|operatorname)(?=\s*\{)", r"\\text"),
+        (r"\\(?:mathrm|textrm|textbf|mathbf|textit|mathit|textnormal|mbox|operatorname)(?=\s*\{)", r"\\text"),  # \mathrm{cm}
         (r"(?<!\s)\\text\s*\{([a-zA-Z])\}", r" \1"),  # 2\mathrm{i} has no unit
         (r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)", r"\1\\frac{\2}{\3}"),  # 1 1/2
         (r"(?<=\d)(?:\\,|\\!|\{,\}|,\\!)\s*(?=\d{3}(?!\d))", ""),  # 12\,500
-        (r"\\frac\s*(\\[a-zA-Z]+|\w)\s*(\\[a-zA-Z]+|\w)", r"\\frac{\1}{\2}"),
-        (r"\\sqrt\s*(\[[^\]]*\])\s*(\w)", r"\\sqrt\1{\2}"),
-        (r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup "),
-        (r"(?:\s*(?<!\\);|\s*,?\s*(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)\s*", ", "),
+        (r"\\frac\s*(\\[a-zA-Z]+|\w)\s*(\\[a-zA-Z]+|\w)", r"\\frac{\1}{\2}"),  # \frac12
+        (r"\\sqrt\s*(\[[^\]]*\])\s*(\w)", r"\\sqrt\1{\2}"),  # \sqrt[3]2
+        (r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup "),  # (0,1)U(2,3)
+        (r"(?:\s*(?<!\\);|\s*,?\s*(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)\s*", ", "),  # 1 and 2
         (r"(?:\\[,:;!>]|\\q?quad|[\\.,:~\s])+$", ""),  # 5\, and the backslash that is left of "5\ "
-        (r"(?<=[\d}])\s*\\?%$", " percent"),
+        (r"(?<=[\d}])\s*\\?%$", " percent"),  # 5\%
     )
 ]
 _SPACED = re.compile(r"-?\d{1,3}(?: \d{3})+")  # 12 500
 _GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")  # 12,500
 
-# Names of units by their short one. A unit is ignored, unless both answers have one and they differ.
+# Name of a unit -> its short name. A unit is ignored, unless both answers have one and they differ.
 _SHORT = {
     name: short
     for short, names in {
@@ -74,7 +74,8 @@ _SHORT = {
 _NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "pi", "sqrt", "or", "and", "to"}
 _NO_UNITS |= {"times", "plus", "minus", "mod", "if", "for", "where"}
 _SPACE_BEHIND = re.compile(r"(?:\\[,:;!> ]|~|\s)+$")
-_NAME, _POWER = r"[a-zA-Z][a-zA-Z./\s]*", r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?"
+_NAME = r"[a-zA-Z][a-zA-Z./\s]*"
+_POWER = r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?"
 _IN_TEXT = re.compile(rf"(?<=\S)\s*\\text\s*\{{\s*({_NAME}){_POWER}\s*\}}{_POWER}$")
 _BARE = re.compile(rf"(?<=[\d}}])(?:(?:\s|\\[,:;])+|(?=(?:[cmk]m|kg|ml|mph)\b))((?=[a-zA-Z]{{2}}){_NAME}){_POWER}$")
 
@@ -84,7 +85,7 @@ _LETTER = re.compile(r"(.*[\d}])(?:\s|\\[,:;])*([a-z])")
 
 
 def without_letter(text: str, unit: str) -> str:
-    """Return a spelled answer without the letter behind it if that is the other answer's ``unit``: ``12 h``."""
+    """Return a spelled answer without a letter at its end that is the other answer's ``unit``: ``12`` for ``12 h``."""
     match = _LETTER.fullmatch(text)
     return match[1] if match and match[2] == unit else text
 
@@ -95,8 +96,8 @@ def spell(text: str) -> tuple[str, str]:
     text = _LOWERED.sub(lambda run: f"_{{{unicodedata.normalize('NFKC', run[0])}}}", text)
     text = _ROOT.sub(_root, text)
     text = "".join(map(_symbol, plain(text).translate(_SYMBOLS)))
-    for pattern, to in _SPELLING:
-        text = pattern.sub(to, text)
+    for pattern, replacement in _SPELLING:
+        text = pattern.sub(replacement, text)
     if _SPACED.fullmatch(text):
         text = text.replace(" ", "")
     if not re.search(r"[(\[{]", text):  # in brackets a comma separates entries
@@ -108,8 +109,9 @@ def spell(text: str) -> tuple[str, str]:
 
 
 def _root(root: re.Match[str]) -> str:
-    inside, command = root[2] or root[3], r"\sqrt" if root[1] == "√" else r"\sqrt[3]"
-    return f"{command}{{{inside}}}" if inside else command
+    content = root[2] or root[3]
+    command = r"\sqrt" if root[1] == "√" else r"\sqrt[3]"
+    return f"{command}{{{content}}}" if content else command
 
 
 def _symbol(character: str) -> str:
@@ -129,7 +131,8 @@ def _symbol(character: str) -> str:
 def _unit(name: str, power: str) -> str:
     words = re.sub(r"\s*(?:\bper\b|/)\s*", "/", name.lower().replace(".", "")).split()
     if len(words) > 1 and words[0] in ("square", "sq", "cubic", "cu"):
-        power, words = "2" if words[0].startswith("sq") else "3", words[1:]
+        power = "2" if words[0].startswith("sq") else "3"
+        words = words[1:]
     single = " ".join(words)
     singular = single.removesuffix("s") if len(single) > 2 else single
     return _SHORT.get(single, _SHORT.get(singular, singular)) + power

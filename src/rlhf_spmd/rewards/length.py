@@ -45,9 +45,9 @@ def score(completion_ids: Sequence[Sequence[int]], max_length: NonNegativeInt, m
 
 
 def overlong(completion_ids: Sequence[Sequence[int]], max_length: NonNegativeInt, buffer: NonNegativeInt) -> list[float]:
-    """Soft over-long punishment (DAPO, arXiv 2503.14476, equation 13).
+    """Return the soft over-long punishment (DAPO, arXiv 2503.14476, equation 13).
 
-    Returns 0 up to ``max_length - buffer`` tokens, falls linearly to -1 at ``max_length``, and stays -1 beyond.
+    It is 0 up to ``max_length - buffer`` tokens, falls linearly to -1 at ``max_length``, and is -1 beyond.
     """
     start = max_length - buffer
     return [-min(max(len(ids) - start, 0) / buffer, 1.0) if buffer else -float(len(ids) > max_length) for ids in completion_ids]

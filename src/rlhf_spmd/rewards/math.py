@@ -18,16 +18,11 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from rlhf_spmd.rewards.answers import Verdict, alternatives, plain
+from rlhf_spmd.rewards.answers import Verdict, alternatives, boxed, final_answer, plain
 from rlhf_spmd.rewards.answers import check_rows as check_rows
 from rlhf_spmd.rewards.latex import spell, without_letter
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-_SPACE = r"(?:[\s$,]|\\[()\[\]]|\\q?quad(?![a-z]))"
-# Boxes with no more than this between them are one list.
-_BETWEEN = re.compile(rf"{_SPACE}*(?:,|;|\\text\s*\{{[,\s]*(?:and|or)\s*\}}|\b(?:and|or)\b){_SPACE}*(?:(?:and|or)\b{_SPACE}*)?")
-_BRACE = re.compile(r"\\.|([{}])", re.DOTALL)
-LONGEST = 400  # characters of an answer that is parsed
+MAX_CHARACTERS = 400  # of an answer that is parsed
 
 
 def load() -> None:
@@ -35,89 +30,6 @@ def load() -> None:
     import math_verify
 
     logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)  # it warns that its alarms are off
-
-
-# -- reading
-
-
-def boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{...}``, braces balanced, or None if there is none or it is cut off.
-
-    Boxes joined by a comma, "and" or "or", such as ``\boxed{1}, \boxed{2}``, give the list, unless they are the same text.
-    """
-    entries, before = list[str](), len(text)
-    for box in reversed(list(_BOX.finditer(text))):
-        inside, end = _box(text, box.end())
-        if inside is None or (entries and not _BETWEEN.fullmatch(text, end, before)):
-            break
-        entries.insert(0, inside)
-        before = box.start()
-    return entries[-1] if len({"".join(entry.split()) for entry in entries}) == 1 else ", ".join(entries) if entries else None
-
-
-def _box(text: str, start: int) -> tuple[str | None, int]:
-    """Return what the braces at ``start`` hold (without braces one character) and where it ends; None if they never
-    close."""
-    if text[start : start + 1] != "{":
-        return text[start : start + 1] or None, start + 1
-    depth = 0
-    for brace in _BRACE.finditer(text, start):
-        depth += (brace[1] == "{") - (brace[1] == "}")
-        if depth == 0:
-            return text[start + 1 : brace.start()], brace.end()
-    return None, len(text)
-
-
-# "answer" and what links it to an answer. "This answer is" says something of an answer that was given before.
-_STATEMENT = re.compile(
-    r"(?im)(?<!\bthis )(?<!\bthat )\banswer\b\s?\**(?:\s+is\b\s?\**\s?:?|\s?[:=])\**"  # answer is, answer:, **answer**:
-    r"|^[ \t]*(?:(?:#+|\*\*)[ \t]*(?:\w+[ \t]+)?|(?:final[ \t]+)?)answer[ \t]*(?:\*\*)?[ \t]*$"  # a heading
-)
-_DELIMITED = re.compile(
-    r"\s*(?:\\\[(?P<a>.+?)\\\]|\$\$(?P<b>.+?)\$\$|\\\((?P<c>.+?)\\\)|(?<!\\)\$(?P<d>[^$\n]+?)(?<!\\)\$|\*\*(?P<e>[^*\n]+)\*\*)",
-    re.DOTALL,
-)
-# Behind $5$ or **5**: the answer goes on, as a list or a formula.
-_GOES_ON = re.compile(
-    r"[ \t]*(?:,[ \t]*)?(?:(?:or|and|to|times)\b|[-+*/^=<>%\d$\\(]|,\s*\d|(?:hundred|thousand|million|billion|trillion|dozen)\b)"
-)
-# An answer begins with a number, a sign, a bracket, LaTeX, or a letter that no word follows.
-_ANSWER = re.compile(r"[-+\u2212±]?\s*(?:[\d.,({\[|\\$€£√]|[^\W\d_](?![^\W\d_]|\s+[a-z]{2})|pi\b|sqrt\b)")
-_SENTENCE = re.compile(r"\s*([^\n]*?)(?:\.(?=\s|\*|\Z)|\n|\Z|[!?](?=\s|\Z)|\s(?:because|since|which|so|where|when|as)\b)")
-_REMARK = re.compile(r"(?i)(?<!\\)\b(?:correct|right|wrong|sure|certain|verified|checked)\b")
-
-
-def final_answer(text: str) -> str | None:
-    """Return the last boxed text, else the answer that a response states last, else None.
-
-    A statement is "answer is", "answer:" or a heading "Answer" with an answer right behind it, up to the end of its
-    sentence. A plain word is an answer only behind "answer:"; "this answer is" states none.
-    """
-    if (box := boxed(text)) is not None:
-        return box
-    text, stated, start = plain(text), None, 0
-    for anchor in _STATEMENT.finditer(text):
-        if anchor.start() >= start:
-            statement = _stated(text, anchor.end(), anchor[0].rstrip("* ").endswith((":", "=")))
-            stated, start = (stated, start) if statement is None else statement
-    return stated
-
-
-def _stated(text: str, start: int, with_colon: bool) -> tuple[str, int] | None:
-    """Return the answer that a text states from ``start`` on, and where it ends; None without an answer there."""
-    delimited = _DELIMITED.match(text, start)
-    if delimited and not _GOES_ON.match(text, delimited.end()):
-        content = delimited[delimited.lastgroup or 0].strip()
-        return None if _REMARK.search(content) else (content, delimited.end())
-    sentence = _SENTENCE.match(text, start)
-    content = sentence[1].strip() if sentence else ""
-    is_word = with_colon and re.fullmatch(r"[^\W\d_]+", content) is not None
-    if sentence is None or not (is_word or _ANSWER.match(content)) or _REMARK.search(content):
-        return None
-    return content, sentence.end(1)
-
-
-# -- comparing
 
 
 @functools.lru_cache(4096)  # the responses to a prompt share its answer
@@ -156,26 +68,41 @@ def equal(answer: str, truth: str) -> bool:
     answer_text, truth_text = without_letter(answer_text, truth_unit), without_letter(truth_text, answer_unit)
     if _squeezed(answer_text) == _squeezed(truth_text):
         return True
-    words = [match for match in map(_WORDS.fullmatch, (answer_text, truth_text)) if match]
-    if len(words) == 2 and len({_word(match[1]) for match in words}) == 1:
-        return True
-    # One letter is compared as it is; two or three may be a product.
-    if any(len(match[1]) > 3 or "\\text" in match[0] for match in words) or [len(match[1]) for match in words] == [1, 1]:
-        return False
-    answer_names, truth_names = set(_NAMED.findall(answer_text)), set(_NAMED.findall(truth_text))
-    if _is_set(answer_text) != _is_set(truth_text) and _in_brackets(answer_text) and _in_brackets(truth_text):
-        return False
-    if len(answer_names | truth_names) > 1 and answer_names != truth_names:
-        return False
-    if "=" in truth_text and "=" not in answer_text and not _NAME.match(truth_text):
+    words_are_equal = _compare_words(answer_text, truth_text)
+    if words_are_equal is not None:
+        return words_are_equal
+    if _differ_in_form(answer_text, truth_text):
         return False
     if _BASE.fullmatch(answer_text) or _BASE.fullmatch(truth_text):
         return re.sub(r"[{}\s]", "", answer_text) == re.sub(r"[{}\s]", "", truth_text)
     from math_verify import verify
 
-    return bool(verify(_parse(truth_text), _parse(answer_text), timeout_seconds=None)) and _are_close(
-        _parse(truth_text), _parse(answer_text)
-    )
+    answer_parsed = _parse(answer_text)
+    truth_parsed = _parse(truth_text)
+    return bool(verify(truth_parsed, answer_parsed, timeout_seconds=None)) and _are_close(truth_parsed, answer_parsed)
+
+
+def _compare_words(answer: str, truth: str) -> bool | None:
+    """Return whether two answers that are words are equal; None if math-verify must compare.
+
+    One letter is compared as it is; two or three may be a product.
+    """
+    words = [match for match in map(_WORDS.fullmatch, (answer, truth)) if match]
+    if len(words) == 2 and len({match[1].lower() if len(match[1]) > 1 else match[1] for match in words}) == 1:
+        return True
+    are_text = any(len(match[1]) > 3 or "\\text" in match[0] for match in words)
+    return False if are_text or [len(match[1]) for match in words] == [1, 1] else None
+
+
+def _differ_in_form(answer: str, truth: str) -> bool:
+    """Return True for two answers that are different by their form, which math-verify may take for equal."""
+    num_sets = sum(text.startswith("\\{") for text in (answer, truth))
+    is_set_and_tuple = num_sets == 1 and _in_brackets(answer) and _in_brackets(truth)  # {1,2} and (1,2)
+    answer_names = set(_NAMED.findall(answer))
+    truth_names = set(_NAMED.findall(truth))
+    have_other_names = len(answer_names | truth_names) > 1 and answer_names != truth_names  # x=1,y=2 and 1,2
+    lacks_equation = "=" in truth and "=" not in answer and not _NAME.match(truth)  # 0 and D^k=0
+    return is_set_and_tuple or have_other_names or lacks_equation
 
 
 def _are_close(*parsed: list[Any]) -> bool:
@@ -189,20 +116,13 @@ def _are_close(*parsed: list[Any]) -> bool:
 
 def _is_parsable(text: str) -> bool:
     """Return False for what may take minutes: texts too long for an answer, brackets that do not match, and towers of powers."""
-    pairs = ((text.count("{"), text.count("}")), (len(re.findall(r"[(\[]", text)), len(re.findall(r"[)\]]", text))))
-    return len(text) <= LONGEST and all(opened == closed for opened, closed in pairs) and not _HUGE.search(text)
+    braces_match = text.count("{") == text.count("}")
+    brackets_match = len(re.findall(r"[(\[]", text)) == len(re.findall(r"[)\]]", text))
+    return len(text) <= MAX_CHARACTERS and braces_match and brackets_match and not _HUGE.search(text)
 
 
 def _squeezed(text: str) -> str:
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # 2 3 is not 23
-
-
-def _word(text: str) -> str:
-    return text.lower() if len(text) > 1 else text
-
-
-def _is_set(text: str) -> bool:
-    return text.startswith("\\{")
 
 
 def _in_brackets(text: str) -> bool:
@@ -214,18 +134,18 @@ def right_answers(ground_truth: object) -> list[str]:
     return [text if (box := boxed(text)) is None else box for text in alternatives(ground_truth)]
 
 
-def judge(answer: str | None, ground_truth: object) -> Verdict:
-    """Return the verdict on an answer, or on none. All right answers are one vote, as the row's first answer."""
+def verdict_on(answer: str | None, ground_truth: object) -> Verdict:
+    """Return the verdict on an answer, or on None. The verdict's answer is the row's first one for every right answer."""
     rights = right_answers(ground_truth)
     if answer is None:
         return Verdict(0.0, None)
     if any(equal(answer, right) for right in rights):
         return Verdict(1.0, rights[0])
-    return Verdict(0.0, _vote(answer))
+    return Verdict(0.0, canonical_text(answer))
 
 
-def _vote(answer: str) -> str:
-    """Return a text that is equal for equal wrong answers: the value of a number, else the answer as it is parsed."""
+def canonical_text(answer: str) -> str:
+    """Return a text that is equal for equal answers: the value of a number, else the answer as it is parsed."""
     if not _is_parsable(answer) or not (text := spell(answer)[0]):
         return answer.strip()
     parsed = next(iter(_parse(text)), text)
@@ -236,14 +156,16 @@ def _vote(answer: str) -> str:
 
 
 def score(response: str, ground_truth: object, begun: str = "") -> Verdict:
-    r"""Return 1.0 if the last ``\boxed{}`` is the answer (a solution with a box, or the answer alone), else 0.0. The prompt may have
-    ``begun`` the answer."""
-    return judge(boxed(begun + response), ground_truth)
+    r"""Return 1.0 if the last ``\boxed{}`` is the answer (a solution with a box, or the answer alone), else 0.0.
+
+    ``begun``: the beginning of the response that the prompt already contains, else "".
+    """
+    return verdict_on(boxed(begun + response), ground_truth)
 
 
 def flexible(response: str, ground_truth: object, begun: str = "") -> Verdict:
-    """Like ``score``, but a response without a box is judged by what it states, see ``final_answer``."""
-    return judge(final_answer(begun + response), ground_truth)
+    """Return what ``score`` returns, and for a response without a box the verdict on its ``final_answer``."""
+    return verdict_on(final_answer(begun + response), ground_truth)
 
 
 def exact(response: str, ground_truth: object, begun: str = "") -> Verdict:

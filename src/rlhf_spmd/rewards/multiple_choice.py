@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_spmd.rewards import answers
-from rlhf_spmd.rewards.answers import Verdict
-from rlhf_spmd.rewards.math import boxed
+from rlhf_spmd.rewards.answers import Verdict, boxed
 
 CHOICES = "ABCDEFGHIJ"
 # Removed before the search for a letter: bold, code, LaTeX commands and delimiters, and quotes around a letter.
@@ -34,9 +33,8 @@ _TRUTH = re.compile(rf"(?mi){_CHOICE})")
 _IS = r"(?:is|isn't|was|seems|looks|can|can't|cannot|could|would|might|may|must)\b"
 _CHOSEN = rf"(?![^\n]*\banswer\s+(?:is|must\s+be)\b){_CHOICE.replace(_TEXT, rf'{_TEXT}(?!{_IS})')}"
 _ALONE = re.compile(rf"(?mi){_CHOSEN})")
-_REASON = (
-    r"|[ \t]*,?[ \t]*(?:because|since|as)\b[^\n]*$|[ \t]+[-\u2014][ \t]+(?![a-z][).]?[ \t]*$)\S[^\n]*$"  # B because, B - Rome
-)
+# B because, B - Rome
+_REASON = r"|[ \t]*,?[ \t]*(?:because|since|as)\b[^\n]*$|[ \t]+[-\u2014][ \t]+(?![a-z][).]?[ \t]*$)\S[^\n]*$"
 _LINE = re.compile(
     rf"(?mi)^[ \t>#-]*(?:(?:so|thus|hence|therefore),?\s+)?(?:(?:the|my|your)\s+)?(?:(?:final|correct|best|right)\s+){{0,2}}"
     rf"(?:answer|choice|option)(?:\s+is)?\s*:{_CHOSEN}{_REASON})|^[ \t]*#*[ \t]*(?:final\s+)?answer[ \t]*\n{_CHOSEN})"
@@ -70,8 +68,9 @@ def _only(match: re.Match[str] | None) -> list[str]:
 
 
 def stated(response: str, choices: str = CHOICES) -> str | None:
-    """Return the letter that the forms of the module state, or None: without a form, and where two differ."""
-    box, text = boxed(response), _clean(response)
+    """Return the letter that the forms of the module state; None without a form, or if two differ."""
+    box = boxed(response)
+    text = _clean(response)
     letters = {letter for form in (_LINE, _JSON, _DOUBLE) for match in form.finditer(text) for letter in _only(match)}
     letters.update(_only(_ALONE.fullmatch(text)))
     if box is not None:
@@ -80,7 +79,7 @@ def stated(response: str, choices: str = CHOICES) -> str | None:
 
 
 def letter(response: str, choices: str = CHOICES) -> str | None:
-    """Return the letter that the forms state; without any form the last letter that a sentence gives, or None."""
+    """Return the letter that the forms state, or without any form the last letter that a sentence gives, or None."""
     if (stated_letter := stated(response, choices)) is not None or boxed(response) is not None:
         return stated_letter
     text = _clean(response)
@@ -109,7 +108,7 @@ def check_rows(where: str, rows: Sequence[Mapping[str, Any]], places: Sequence[s
     answers.check_rows(where, rows, places, right_letters)
 
 
-def _judge(read: Callable[[str, str], str | None], response: str, ground_truth: object, choices: str) -> Verdict:
+def _verdict(read: Callable[[str, str], str | None], response: str, ground_truth: object, choices: str) -> Verdict:
     rights = right_letters(ground_truth)
     if not set(rights) <= set(choices):
         raise ValueError(f"the row's answer {str(ground_truth)[:80]!r} is not one of the choices {choices}")
@@ -122,10 +121,12 @@ def score(response: str, ground_truth: object, choices: str = CHOICES) -> Verdic
 
     Raises ValueError for an answer that is not among ``choices``.
     """
-    return _judge(stated, response, ground_truth, choices)
+    return _verdict(stated, response, ground_truth, choices)
 
 
 def sentences(response: str, ground_truth: object, choices: str = CHOICES) -> Verdict:
-    """Like ``score``, but a response without a stated form is judged by its sentences, with the errors that the module
-    names."""
-    return _judge(letter, response, ground_truth, choices)
+    """Return what ``score`` returns, and for a response without a stated form the verdict on its sentences.
+
+    It errs as the module says.
+    """
+    return _verdict(letter, response, ground_truth, choices)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_spmd.config.constraints import LARGEST
-from rlhf_spmd.config.schema import printable
+from rlhf_spmd.config.words import printable
 from rlhf_spmd.rewards.answers import Verdict
 from rlhf_spmd.rewards.config import RewardConfig
 
@@ -40,20 +40,23 @@ def read_result(value: Any) -> tuple[float, dict[str, float]]:
     return _number(value["score"]), extras
 
 
-def read_answer(value: Any) -> list[str | None]:
-    """Return the answer that a reward function has read in the response, None if it read none; [] if it reads no answers.
+class ReadAnswer(NamedTuple):
+    """The answer that a reward function has read in a response. ``text``: None if it has read none."""
 
-    The answer is that of a :class:`Verdict`, or verl's entry ``pred`` of a dict.
-    """
+    text: str | None
+
+
+def read_answer(value: Any) -> ReadAnswer | None:
+    """Return the answer of a :class:`Verdict`, or verl's entry ``pred`` of a dict; None for a function that reads no answers."""
     if isinstance(value, Verdict):
-        return [value.answer]
+        return ReadAnswer(value.answer)
     if isinstance(value, dict) and "pred" in value:
-        return [None if value["pred"] is None else str(value["pred"])]
-    return []
+        return ReadAnswer(None if value["pred"] is None else str(value["pred"]))
+    return None
 
 
 def _number(value: Any) -> float:
-    """Accept Python and NumPy numbers and one-element tensors; text that looks like a number is a mistake, not a score."""
+    """Return a Python or NumPy number or a one-element tensor as a float. Text is refused, even if it looks like a number."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         hint = "; a function with an argument completions takes and returns lists" if isinstance(value, list) else ""
         kind = type(value).__name__
@@ -77,40 +80,38 @@ class RowResult:
 
     - score: what the function returned, without weight; ``default`` if the call failed; None if the function does not apply
     - extras: the other numbers that it returned
-    - answer: [the answer that it has read in the response, or None if it read none]; [] if it reads no answers
-    - error: why the call failed
-    - is_late: the call failed because it overran
+    - answer: the answer that it has read in the response; None if it reads no answers
+    - error: why the call failed; None if it has not
+    - timed_out: True if the call failed because it took too long
     """
 
     score: float | None
     extras: Mapping[str, float] = field(default_factory=dict)
-    answer: Sequence[str | None] = ()
+    answer: ReadAnswer | None = None
     error: str | None = None
-    is_late: bool = False
+    timed_out: bool = False
 
 
 class RewardResult:
     """The results of one :meth:`RewardRunner.score`, in the order of its rows.
 
-    - scores, extras: of every row
-    - answers: by position, of the rows whose function reads answers
-    - errors: by position, of the rows whose call failed
-    - timeouts: the number of rows whose call overran; failures: of those whose call raised, returned no finite score, or ended its
-      worker
-    - first_error: with its row, as ``names`` call it, or None
+    - scores, extras: those of every row
+    - answers: the text of :class:`ReadAnswer`, by position, for the rows whose function reads answers
+    - errors: why the call failed, by position
+    - timeouts: the number of rows whose call took too long
+    - failures: the number of rows whose call raised, returned no finite score, or ended its worker
+    - first_error: the error of the first such row, with its entry of ``names``; None without errors
     """
 
     def __init__(self, rows: Sequence[RowResult], names: Sequence[Any]) -> None:
         self.scores = [row.score for row in rows]
         self.extras = [row.extras for row in rows]
-        self.answers = {position: row.answer[0] for position, row in enumerate(rows) if row.answer}
+        self.answers = {position: row.answer.text for position, row in enumerate(rows) if row.answer is not None}
         self.errors = {position: row.error for position, row in enumerate(rows) if row.error is not None}
-        self.timeouts = sum(row.is_late for row in rows)
+        self.timeouts = sum(row.timed_out for row in rows)
         self.failures = len(self.errors) - self.timeouts
-        self.first_error: str | None = None
-        if self.errors:
-            first = min(self.errors)
-            self.first_error = printable(f"row {names[first]}: {self.errors[first]}")
+        lines = (printable(f"row {names[position]}: {error}") for position, error in self.errors.items())
+        self.first_error = next(lines, None)
 
     def extra_sums(self) -> dict[str, tuple[float, int]]:
         """Return sum and number of rows for each extra, so that ranks can take a mean."""
@@ -130,13 +131,15 @@ def check_failures(
     """Raise RewardError if too many calls of a step failed.
 
     Too many are: more than ``max_failure_rate``, all of the first step, or all of two steps in a row. ``failed``
-    (failures and time-outs) and ``calls`` are summed over ranks, so that all ranks decide alike. ``again``: all calls
-    of the step before failed too. ``rows``: names what was called if there are no steps.
+    (failures and time-outs) and ``calls`` are summed over ranks, so that all ranks decide alike.
+
+    - again: all calls of the step before failed, too
+    - rows: what was scored, for the message of a program without steps
     """
-    everything = failed == calls and (first_step or again)
-    if failed and (everything or failed / calls > config.max_failure_rate):
-        limit = "" if everything else f", more than {where}.max_failure_rate = {config.max_failure_rate}"
-        step = rows or ("the first step" if first_step else f"this step{', as of the step before' if everything else ''}")
+    all_failed = failed == calls and (first_step or again)
+    if failed and (all_failed or failed / calls > config.max_failure_rate):
+        limit = "" if all_failed else f", more than {where}.max_failure_rate = {config.max_failure_rate}"
+        step = rows or ("the first step" if first_step else f"this step{', as of the step before' if all_failed else ''}")
         raise RewardError(
             f"{where}.{config.scorer} failed in {failed} of {calls} calls of {step}{limit}; first error: {first_error}"
         )
@@ -146,7 +149,7 @@ def check_failures(
 
 
 def source_metric(reward: str, source: str) -> str:
-    """Return the metric of a reward's mean score over the rows of one ``data_source``; it clashes with no extra."""
+    """Return the metric of a reward's mean score over the rows of one ``data_source``. No extra has the same metric."""
     return f"{reward}/{'data_source extra' if source == 'extra' else source}/mean"
 
 
@@ -154,6 +157,6 @@ def merge_sums(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, tu
     """Return sums and counts added by name."""
     sums: dict[str, tuple[float, int]] = {}
     for name, (total, count) in (item for part in parts for item in part.items()):
-        before = sums.get(name, (0.0, 0))
-        sums[name] = before[0] + total, before[1] + count
+        other_total, other_count = sums.get(name, (0.0, 0))
+        sums[name] = (other_total + total, other_count + count)
     return sums

@@ -1,4 +1,4 @@
-"""Runs a Python program that nobody vouches for, in its own process.
+"""Runs a Python program that is not trusted, in its own process.
 
 The program has an empty directory, which is removed afterwards, the given standard input, and limits of CPU seconds,
 memory, processes, open files and file sizes. It can make no socket (seccomp), so it reaches neither the network nor
@@ -28,23 +28,25 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 WATCH_S = 0.02
 MAX_OUTPUT = 1 << 22  # bytes read of what the program writes
 ENTRY = 1 << 16  # extra bytes counted for each file or directory: removing many takes long
 PREFIX = "rlhf_spmd_program_"  # of directory names
 TICKS = os.sysconf("SC_CLK_TCK")  # /proc's ticks per second
-_JUDGE = Path(__file__).with_name("code_judge.py")
+_TESTER = Path(__file__).with_name("code_tester.py")
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """``time_s``: CPU seconds of all processes together. ``wall_s``: seconds of wall time, beyond which there is no
-    verdict.
+    """Limits of a program.
 
-    ``memory_mb``: address space of each process. ``file_mb``: size of each file; the whole directory may have four
-    times that.
+    - time_s: CPU seconds of all processes together
+    - wall_s: seconds of wall time, beyond which there is no verdict
+    - memory_mb: address space of each process
+    - processes: processes at once
+    - file_mb: size of each file; the whole directory may have four times that
     """
 
     time_s: float = 5.0
@@ -56,9 +58,12 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``passed``: number of tests that ended without an exception. ``isolated``: the program had its own namespaces.
+    """How a program ended.
 
-    ``error``: the end of standard error, or why the program was ended.
+    - passed: number of tests that ended without an exception
+    - output: what it wrote to standard output
+    - error: the end of standard error, or why the program was ended
+    - isolated: True if the program had its own namespaces
     """
 
     passed: int
@@ -76,49 +81,66 @@ def run(
     names: Sequence[str] = (),
     set_up: str = "",
 ) -> Outcome:
-    """Run ``program`` (parts in one scope), as ``__main__`` if there are no ``tests``, then each test; see
-    ``code_judge``.
+    """Run ``program`` (parts in one scope), as ``__main__`` if there are no ``tests``, then each test; see ``code_tester``.
 
-    A program that ends before its tests has passed none. ``names``: names that in tests are always the program's.
-    ``set_up``: runs before the tests. Raises TimeoutError at ``limits.wall_s`` (the machine is busy, or the
-    program waits), and OSError if the judge cannot start; neither says anything about the program.
+    A program that ends before its tests has passed none. Raises TimeoutError at ``limits.wall_s`` (the machine is busy,
+    or the program waits), and OSError if the tester cannot start; neither says anything about the program.
+
+    - stdin: the program's standard input
+    - names: names that in tests are always the program's
+    - set_up: runs before the tests
     """
     limits = limits or SandboxLimits()
-    parts, name = [program] if isinstance(program, str) else list(program), "program" if tests else "__main__"
-    job = {"program": parts, "name": name, "limits": asdict(limits)}
+    parts = [program] if isinstance(program, str) else list(program)
+    job = {"program": parts, "name": "program" if tests else "__main__", "limits": asdict(limits)}
     task = {"tests": list(tests), "names": list(names), "set_up": set_up}
     with ExitStack() as opened:
         directory = tempfile.mkdtemp(prefix=PREFIX)
         opened.callback(remove_tree, directory)
         files = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(6)]
-        job_file, tests_file, stdin_file, stdout_file, stderr_file, verdict_file = files
-        for file, text in ((job_file, json.dumps(job)), (tests_file, json.dumps(task)), (stdin_file, stdin)):
+        for file, text in zip(files, (json.dumps(job), json.dumps(task), stdin), strict=False):
             file.write(text.encode(errors="replace"))
             file.seek(0)
-        passed_on = {key: value for key, value in os.environ.items() if key in ("PATH", "LANG")}
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(_JUDGE), *(str(file.fileno()) for file in (job_file, tests_file, verdict_file))],
-            cwd=directory,
-            env={**passed_on, "HOME": directory, "TMPDIR": directory, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-            stdin=stdin_file,
-            stdout=stdout_file,
-            stderr=stderr_file,
-            pass_fds=(job_file.fileno(), tests_file.fileno(), verdict_file.fileno()),
-            start_new_session=True,
-        )
+        process = _start(directory, *files)
         try:
-            why = _watch(process, directory, limits)
+            end_reason = _watch(process, directory, limits)
         finally:
             _end(process)
-        output, error, verdict = (_text(file) for file in (stdout_file, stderr_file, verdict_file))
+        output, error, verdict = (_text(file) for file in files[3:])
+    num_passed, isolated = _read_verdict(verdict, error[-500:].strip() or end_reason)
+    return Outcome(num_passed, process.returncode, output, end_reason or error[-500:], isolated)
+
+
+def _start(
+    directory: str, job: IO[bytes], tests: IO[bytes], stdin: IO[bytes], stdout: IO[bytes], stderr: IO[bytes], verdict: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Start ``code_tester`` in ``directory`` with files for its input and output."""
+    descriptors = [file.fileno() for file in (job, tests, verdict)]
+    environment = {key: value for key, value in os.environ.items() if key in ("PATH", "LANG")}
+    return subprocess.Popen(
+        [sys.executable, "-I", "-B", str(_TESTER), *map(str, descriptors)],
+        cwd=directory,
+        env={**environment, "HOME": directory, "TMPDIR": directory, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=descriptors,
+        start_new_session=True,
+    )
+
+
+def _read_verdict(verdict: str, end_reason: str) -> tuple[int, bool]:
+    """Return the number of tests that passed, and whether the program was isolated.
+
+    Raises OSError with ``end_reason`` if the tester has not started.
+    """
     start, *passed = verdict.splitlines() or [""]
     if not start.startswith("["):
-        raise OSError(f"the judge of the program could not start: {error[-500:].strip() or why}")
+        raise OSError(f"the judge of the program could not start: {end_reason}")
     isolated, without_sockets = json.loads(start)
     if not without_sockets:
         _warn_of_sockets()
-    num_passed = len(set(passed) - {"0"})  # 0 is the set-up
-    return Outcome(num_passed, process.returncode, output, why or error[-500:], isolated)
+    return len(set(passed) - {"0"}), isolated  # 0 is the set-up
 
 
 @functools.cache
@@ -132,22 +154,22 @@ def _warn_of_sockets() -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], directory: str, limits: SandboxLimits) -> str:
-    """Wait for the end. Returns why the program must be ended, or "". Raises TimeoutError."""
-    end = time.monotonic() + limits.wall_s
+    """Wait for the end of the program. Return why it must be ended, or "" if it has ended. Raises TimeoutError."""
+    deadline = time.monotonic() + limits.wall_s
     while True:
         with suppress(subprocess.TimeoutExpired):
             process.wait(WATCH_S)
             return ""
-        below = descendants(process.pid, limits.processes + 2)
-        used = sum(map(_cpu_seconds, (process.pid, *below)))
-        if used > limits.time_s:
+        pids = descendants(process.pid, limits.processes + 2)
+        cpu_s = sum(map(_cpu_seconds, (process.pid, *pids)))
+        if cpu_s > limits.time_s:
             return f"it used more than {limits.time_s} s of CPU"
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             raise TimeoutError(
-                f"the program had not ended after {limits.wall_s} s, in which it got {used:.1f} s of CPU: it waits, or the machine is "
+                f"the program had not ended after {limits.wall_s} s, in which it got {cpu_s:.1f} s of CPU: it waits, or the machine is "
                 "busy"
             )
-        if len(below) > limits.processes + 1:
+        if len(pids) > limits.processes + 1:
             return f"it had more than {limits.processes} processes"
         if _size(directory) > limits.file_mb << 22:
             return f"it wrote more than {4 * limits.file_mb} MiB, or too many files"
@@ -163,7 +185,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the program and all that it has started; the first process of a namespace takes all others along."""
+    """Kill the program and all that it has started. When the first process of a namespace ends, Linux kills the others."""
     for pid in (*reversed(descendants(process.pid, 1000)), process.pid):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
@@ -186,7 +208,8 @@ def descendants(pid: int, limit: int) -> list[int]:
 
 def _size(directory: str) -> float:
     """Return the bytes below a directory, plus ``ENTRY`` for each name; infinite if a path is too long."""
-    total, folders = 0, [directory]
+    total = 0
+    folders = [directory]
     while folders:
         try:
             with os.scandir(folders.pop()) as entries:
@@ -203,11 +226,11 @@ def _size(directory: str) -> float:
 def remove_tree(directory: str) -> None:
     """Remove a directory of any depth: its paths may be too long for Python's rmtree. What cannot be removed stays."""
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
-    if subprocess.run(["rm", "-rf", "--", directory], **quiet).returncode:  # the program has closed some to us
+    if subprocess.run(["rm", "-rf", "--", directory], **quiet).returncode:  # the program may have changed permissions
         subprocess.run(["chmod", "-R", "u+rwx", "--", directory], **quiet)
         subprocess.run(["rm", "-rf", "--", directory], **quiet)
 
 
-def _text(file: object) -> str:
-    file.seek(0)  # type: ignore[attr-defined]
-    return str(file.read(MAX_OUTPUT).decode(errors="replace"))  # type: ignore[attr-defined]
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(MAX_OUTPUT).decode(errors="replace")

@@ -39,16 +39,20 @@ main(json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
 
 
 class RewardCall(NamedTuple):
-    """One call of the function. ``keys``: of its rows."""
+    """One call of the function. ``keys``: the keys of its rows."""
 
     number: int
     keys: list[int]
 
 
 class WorkerProcess:
-    """A keeper's process, the pipes to its worker, and the calls that were sent and not answered, oldest first.
+    """A worker, the pipes to it, and the keeper that started it (``worker_process``).
 
+    - process: the keeper, a child of the rank. It has forked the worker, which runs the user's code
+    - request_fd, answer_fd: the pipes to and from the worker
+    - calls: the calls that were sent and not answered, oldest first
     - deadline: when the answer to the oldest call, or the sign that the worker is ready, must be there
+    - is_ready: True once the worker has imported the function
     - outgoing: bytes of requests that the pipe has not taken yet
     """
 
@@ -56,7 +60,7 @@ class WorkerProcess:
         """Start the process. Raises RewardError."""
         command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), json.dumps(asdict(config)), where, str(os.getpid())]
         # until the worker has its handlers these signals wait: they would end it, and the run with it
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
         try:
             self.process = subprocess.Popen(
                 command,
@@ -71,7 +75,7 @@ class WorkerProcess:
         except OSError as error:
             raise RewardError(f"cannot start a worker for {where}.function {config.function!r}: {error}") from error
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.request_fd = self.process.stdin.fileno()
         self.answer_fd = self.process.stdout.fileno()
@@ -120,7 +124,7 @@ class WorkerProcess:
             code = self.process.wait(EXIT_LIMIT_S)
         except subprocess.TimeoutExpired:
             return "it closed its pipe"
-        number = code - 128 if code > 128 else -code  # a keeper that a signal ends says it with a minus
+        number = code - 128 if code > 128 else -code  # negative if a signal ended the keeper itself
         return f"signal {number}" if number in signal.valid_signals() else f"exit code {code}"
 
     def end(self) -> None:
@@ -150,7 +154,7 @@ class WorkerOutput:
         self._num_lines_left_out = 0
 
     def pass_on(self) -> None:
-        """Show what has arrived."""
+        """Write to standard error what has arrived, up to the limit."""
         try:
             data = os.read(self.read_fd, PIPE_BYTES)
         except BlockingIOError:

@@ -1,13 +1,13 @@
 """The program of a reward's worker process: a keeper, and the worker that it forks, which calls the function again and again.
 
-The keeper runs none of the user's code. As a Linux subreaper it adopts every orphan below it, so even a daemon of a reward function
-stays below it. It ends everything below when the worker has ended, when the rank says so (``END``), or when the rank has ended in any
-way. Then it removes the directory of their temporary files and ends as the worker did.
+The keeper runs none of the user's code. As a Linux subreaper it becomes the parent of every orphan among its descendants, also of a
+daemon that a reward function starts. It kills its descendants when the worker has ended, when the rank sends ``END``, or when the rank
+has ended in any way. Then it removes the directory of their temporary files and ends with the worker's exit code.
 
 Protocol: lines of JSON. In: ``[call, rows]``, each row ``[prompt, response, columns]``. Out: once ``["ready"]`` or
 ``["broken", message]``, then for every line, in order, ``[call, seconds, results]``. Results are one message, or for each
-row a message, null (overrun) or ``[score, extras, answer]`` (``results.RowResult``). ``seconds`` is 0 if each row had its
-own time limit. The next call starts as soon as an answer is written, so an answer also reports that the next call has
+row a message, null (it took too long) or ``[score, extras, answer]`` (``results.RowResult``). ``seconds`` is 0 if each row had
+its own time limit. The next call starts as soon as an answer is written, so an answer also reports that the next call has
 started. The function does not see the pipes: its standard input is empty, and its standard output is its standard error.
 """
 
@@ -27,10 +27,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rlhf_spmd.config.schema import printable
-from rlhf_spmd.rewards.binding import OVERRUN, BoundReward
+from rlhf_spmd.config.words import printable
+from rlhf_spmd.rewards.binding import OVERRUN, ReadyReward
 from rlhf_spmd.rewards.config import RewardConfig
-from rlhf_spmd.rewards.results import read_answer, read_result
+from rlhf_spmd.rewards.results import ReadAnswer, read_answer, read_result
 from rlhf_spmd.rewards.sandbox import descendants, remove_tree
 
 END = signal.SIGRTMAX  # from the rank to the keeper; no scheduler sends it
@@ -54,24 +54,25 @@ def main(settings: dict[str, Any], where: str, rank: int) -> None:
 def fork_worker(rank: int) -> None:
     """Fork the worker and return in it. This process stays behind as its keeper and ends with it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (END, signal.SIGCHLD, *JOB_SIGNALS))
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (END, signal.SIGCHLD, *JOB_SIGNALS))
     _control(_PR_SET_CHILD_SUBREAPER, 1)
     _end_with(rank, END)
     directory = tempfile.mkdtemp(prefix="rlhf_spmd_worker_")
     tempfile.tempdir = os.environ["TMPDIR"] = directory
-    keeper, worker = os.getpid(), os.fork()
+    keeper = os.getpid()
+    worker = os.fork()
     if worker == 0:
         _end_with(keeper, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, {*before, *JOB_SIGNALS})  # until the worker has its handlers
+        signal.pthread_sigmask(signal.SIG_SETMASK, {*old_mask, *JOB_SIGNALS})  # until the worker has its handlers
         return
     os.close(0)
     os.close(1)
     statuses: dict[int, int] = {}
     while worker not in statuses and signal.sigwait((END, signal.SIGCHLD)) != END:
         with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                statuses[ended[0]] = ended[1]
-    with suppress(ChildProcessError):  # until there are no children left; more may be born meanwhile
+            while (child := os.waitpid(-1, os.WNOHANG))[0]:
+                statuses[child[0]] = child[1]
+    with suppress(ChildProcessError):  # until no children are left; they may start others meanwhile
         while True:
             for process in descendants(keeper, MAX_DESCENDANTS):
                 with suppress(ProcessLookupError):
@@ -98,7 +99,7 @@ def _control(option: int, value: int) -> None:
 
 
 def run_worker(config: RewardConfig, where: str) -> None:
-    """Limit this process, make the function ready, and answer requests."""
+    """Limit this process, instantiate the function, and answer requests."""
     _limit(resource.RLIMIT_DATA, config.max_memory_gb)
     _limit(resource.RLIMIT_FSIZE, config.max_file_gb)
     _limit(resource.RLIMIT_CORE, 0)
@@ -118,37 +119,38 @@ def run_worker(config: RewardConfig, where: str) -> None:
     os.register_at_fork(after_in_child=lambda: os.close(answer_fd))
     with os.fdopen(request_fd, "rb") as requests, os.fdopen(answer_fd, "wb") as answers:
         try:
-            bound = config.bind(where).ready()
+            reward = config.bind(where).instantiate()
         except ValueError as error:
             _send(answers, ["broken", str(error)])
             return
         _send(answers, ["ready"])
-        _serve(bound, requests, answers, config.timeout_s)
+        _serve(reward, requests, answers, config.timeout_s)
 
 
 def _limit(kind: int, gib: float) -> None:
-    """Set a limit, at most the present hard limit."""
-    hard = resource.getrlimit(kind)[1]
-    wanted = int(gib * 2**30)
-    resource.setrlimit(kind, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    """Set the soft limit of a resource, at most to the hard limit."""
+    hard_limit = resource.getrlimit(kind)[1]
+    limit = int(gib * 2**30)
+    resource.setrlimit(kind, (limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit), hard_limit))
 
 
-def _serve(bound: BoundReward, requests: BinaryIO, answers: BinaryIO, timeout_s: float) -> None:
-    worker, home = os.getpid(), os.open(".", os.O_RDONLY)
-    each_limited = bound.is_async and not bound.batched
+def _serve(reward: ReadyReward, requests: BinaryIO, answers: BinaryIO, timeout_s: float) -> None:
+    worker = os.getpid()
+    directory = os.open(".", os.O_RDONLY)
+    rows_have_limits = reward.bound.is_async and not reward.bound.batched
     for line in requests:
         call, rows = json.loads(line)
         start = time.monotonic()
         results: Any
         try:
-            results = [_row_result(value) for value in bound.call(rows, timeout_s)]
+            results = [_row_result(value) for value in reward.call(rows, timeout_s)]
         # The process boundary: whatever the user's function raises, sys.exit() included, is that call's failure.
         except BaseException as error:
             results = error_text(error)
         if os.getpid() != worker:  # the function forked and returned twice: only its parent answers
             os._exit(0)
-        seconds = 0.0 if each_limited else time.monotonic() - start
-        os.fchdir(home)  # the next call must not start in the directory that this one changed to
+        seconds = 0.0 if rows_have_limits else time.monotonic() - start
+        os.fchdir(directory)  # the next call must not start in the directory that this one changed to
         with suppress(OSError, ValueError, AttributeError):  # the function may have closed it
             sys.stdout.flush()
         _send(answers, [call, seconds, results])
@@ -160,14 +162,14 @@ def _send(answers: BinaryIO, message: list[Any]) -> None:
     answers.flush()
 
 
-def _row_result(value: Any) -> tuple[float | None, dict[str, float], list[str | None]] | str | None:
+def _row_result(value: Any) -> tuple[float | None, dict[str, float], ReadAnswer | None] | str | None:
     """Return a row's result as the protocol has it. None from the function means that it does not apply to the row."""
     if value is OVERRUN:
         return None
     try:
         if isinstance(value, BaseException):
             raise value
-        return (None, {}, []) if value is None else (*read_result(value), read_answer(value))
+        return (None, {}, None) if value is None else (*read_result(value), read_answer(value))
     except Exception as error:  # the process boundary: the value's class is the user's too
         return error_text(error)
 

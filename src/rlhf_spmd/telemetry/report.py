@@ -22,7 +22,7 @@ from statistics import mean
 from typing import Any
 
 from rlhf_spmd.telemetry import timeline_chart
-from rlhf_spmd.telemetry.progress import LOWEST, pick_samples
+from rlhf_spmd.telemetry.progress import LOWER_IS_BETTER
 from rlhf_spmd.telemetry.run_dir import (
     CHECKPOINTS_DIR,
     EXPORT_DIR,
@@ -38,6 +38,7 @@ from rlhf_spmd.telemetry.run_dir import (
     json_value,
     list_checkpoints,
     newest_checkpoint,
+    pick_samples,
     read_config,
     read_exit_status,
     read_json,
@@ -48,11 +49,11 @@ from rlhf_spmd.telemetry.signals import read_signals
 
 TIMING = "timing_s/"
 NOT_DRAWN = ("step", "unix_s")  # keys of metrics.jsonl that are axes, not curves
-MAX_ROWS = 2000  # points of a curve
+MAX_POINTS = 2000  # of a curve
 MAX_STEPS = 8  # columns of the validation samples
 SAMPLES_PER_STEP = 6
-MAX_TEXT = 4000
-OF_A_START = ("run.seed", "run.name", "run.dir", "run.resume", "logger.name")  # keys in which runs of one experiment differ
+MAX_CHARACTERS = 4000  # of a sample's text
+PER_START_KEYS = ("run.seed", "run.name", "run.dir", "run.resume", "logger.name")  # which may differ in one experiment
 NUM_COLORS = 10  # css variables --c0 ... --c9; everything after that is grey
 
 Values = Sequence[float | None]
@@ -61,7 +62,12 @@ Sample = Mapping[str, Any]  # a line of rollouts.jsonl or validation.jsonl
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The parsed contents of a run directory. ``config``: by dotted key. ``is_running``: a living process owns it."""
+    """The parsed contents of a run directory.
+
+    - metrics: lines of metrics.jsonl by rising step
+    - config: values as text, by dotted key
+    - is_running: a living process owns the directory
+    """
 
     directory: Path
     metrics: Sequence[Mapping[str, Any]]
@@ -75,8 +81,8 @@ class RunRecord:
 
     def names(self) -> list[str]:
         """Return every metric with at least one number, in order of appearance."""
-        seen = dict.fromkeys(name for row in self.metrics for name, value in row.items() if finite_number(value) is not None)
-        return [name for name in seen if name not in NOT_DRAWN]
+        names = dict.fromkeys(name for row in self.metrics for name, value in row.items() if finite_number(value) is not None)
+        return [name for name in names if name not in NOT_DRAWN]
 
 
 def read_lines(directory: Path, file: str) -> list[dict[str, Any]]:
@@ -90,10 +96,8 @@ def first_and_last_samples(run: RunRecord, limit: int) -> list[Sequence[Sample]]
     steps = sorted({sample["step"] for sample in rollouts})
     picked: list[Sequence[Sample]] = []
     for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
-        of_step = [sample for sample in rollouts if sample["step"] == step]
-        picked.append(
-            [of_step[position] for position in pick_samples((str(sample.get("prompt")) for sample in of_step), limit)]
-        )
+        samples = [sample for sample in rollouts if sample["step"] == step]
+        picked.append([samples[i] for i in pick_samples((str(sample.get("prompt")) for sample in samples), limit)])
     return picked
 
 
@@ -104,15 +108,15 @@ def read_run(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) 
         raise ValueError(f"run directory {directory} does not exist; give the run.dir of a run")
     by_step = {row["step"]: row for row in read_lines(directory, METRICS_FILE)}
     metrics = [by_step[step] for step in sorted(by_step)]
-    ended = status or read_exit_status(directory)
+    status = status or read_exit_status(directory)
     is_running = False
     with suppress(OSError):  # a directory in which this user cannot write shows no age of its lock
-        is_running = ended is None and other_owner(directory) is not None
-    return RunRecord(directory, metrics, read_config(directory), ended, is_running)
+        is_running = status is None and other_owner(directory) is not None
+    return RunRecord(directory, metrics, read_config(directory), status, is_running)
 
 
 def write_report(run_dir: str | os.PathLike[str], status: ExitStatus | None = None) -> Path:
-    """Writes ``report.html`` into the run directory (atomically) and returns its path. Raises ValueError if there is none.
+    """Write ``report.html`` into the run directory, atomically, and return its path. Raises ValueError without a directory.
 
     ``status``: how the run ends, if exit_status.json is not written yet.
     """
@@ -128,15 +132,15 @@ def page_data(runs: Sequence[RunRecord], is_live: bool = False) -> tuple[str, li
     colors = _phase_colors(runs, [busy for _, busy in traces])
     entries = [_run_data(run, *trace, colors) for run, trace in zip(runs, traces, strict=True)]
     names = Counter(entry["name"] for entry in entries)
-    alike = {n: run.directory.resolve() for n, run in enumerate(runs) if names[entries[n]["name"]] > 1}
-    for n, path in alike.items():  # runs of one name are told apart by their directories
-        entries[n]["name"] = str(path.relative_to(os.path.commonpath([other.parent for other in alike.values()])))
+    same_name_paths = {n: run.directory.resolve() for n, run in enumerate(runs) if names[entries[n]["name"]] > 1}
+    for n, path in same_name_paths.items():  # they are told apart by their directories
+        entries[n]["name"] = str(path.relative_to(os.path.commonpath([other.parent for other in same_name_paths.values()])))
     groups = _seed_groups(runs)
     for number, group in enumerate(groups):
         for n in group:
             entries[n]["group"] = number
-    lines = [_mean_curves([runs[n] for n in group], [entries[n]["name"] for n in group]) for group in groups]
-    data = json_value({"runs": entries, "groups": lines, "colors": colors, "live": is_live})
+    curves = [_mean_curves([runs[n] for n in group], [entries[n]["name"] for n in group]) for group in groups]
+    data = json_value({"runs": entries, "groups": curves, "colors": colors, "live": is_live})
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text, [timeline_chart.draw(chart, colors) for chart, _ in traces]
 
@@ -146,9 +150,9 @@ def render(runs: Sequence[RunRecord], is_live: bool = False) -> str:
 
     A content security policy in the page forbids all else, even if data try it.
     """
-    data, drawn = page_data(runs, is_live)
+    data, timelines = page_data(runs, is_live)
     data = data.replace("<", "\\u003c")  # no text of a run can end the element that holds the data
-    timelines = (f"<template>{svg}</template>" for svg in drawn)
+    templates = "".join(f"<template>{svg}</template>" for svg in timelines)
     connect = "; connect-src 'self'" if is_live else ""
     # the library, with its licence in place of its first line (an address)
     library = f"/* uPlot\n{_packaged('uplot/LICENSE')}*/\n" + _packaged("uplot/uPlot.iife.min.js").partition("\n")[2]
@@ -159,7 +163,7 @@ def render(runs: Sequence[RunRecord], is_live: bool = False) -> str:
         f"script-src 'unsafe-inline'{connect}\">"
         f"<title>{escape(', '.join(_name(run) for run in runs))}</title>"
         f"<style>{_packaged('uplot/uPlot.min.css')}\n{_packaged('report.css')}</style></head>\n<body>"
-        f"<main><noscript>The page is made by a script in it.</noscript></main>{''.join(timelines)}"
+        f"<main><noscript>The page is made by a script in it.</noscript></main>{templates}"
         f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>{library}</script>\n<script>{_packaged('report_samples.js')}{_packaged('report.js')}</script></body></html>\n"
     )
@@ -192,7 +196,7 @@ def _name(run: RunRecord) -> str:
 
 
 def _status(run: RunRecord) -> dict[str, str]:
-    """Return the badge: ``kind``, ``text``, and ``message``: what stopped a run, where, and what to resume from."""
+    """Return the badge: ``kind`` (its colour), ``text``, and ``message``: what stopped the run, where, the last checkpoint."""
     status = run.status
     if status is None:
         return {"kind": "", "text": "running" if run.is_running else "not finished", "message": ""}
@@ -202,14 +206,14 @@ def _status(run: RunRecord) -> dict[str, str]:
         f"in {status.call}" if status.call else "",
         f"after step {status.step}" if status.step is not None else "",
     )
-    stopped = ": ".join(filter(None, (" ".join(filter(None, where)), status.message)))
-    saved = f"Last checkpoint: {status.last_checkpoint}" if status.last_checkpoint else ""
+    cause = ": ".join(filter(None, (" ".join(filter(None, where)), status.message)))
+    checkpoint = f"Last checkpoint: {status.last_checkpoint}" if status.last_checkpoint else ""
     text = f"failed: {status.class_}" if kind == "bad" else status.class_
-    return {"kind": kind, "text": text, "message": "" if kind == "good" else "\n".join(filter(None, (stopped, saved)))}
+    return {"kind": kind, "text": text, "message": "" if kind == "good" else "\n".join(filter(None, (cause, checkpoint)))}
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
-    """Return how a run was made; of several starts, the last."""
+    """Return the settings, versions and starts of a run by their titles; versions are those of the last start."""
     config = run.config
     facts = {
         "Algorithm": config.get("algorithm.name"),
@@ -224,44 +228,46 @@ def _facts(run: RunRecord) -> dict[str, str]:
         facts |= {name.capitalize(): str(value) for name, value in starts[-1].items() if name != "step"}
     if len(starts) > 1:
         facts["Starts"] = ", ".join(f"{start.get('started')} after step {start['step']}" for start in starts)
-    saved = newest_checkpoint(run.directory)
-    facts["Resume"] = f"the same command goes on from {saved.name} (run.resume=auto)" if saved else "no checkpoint"
+    checkpoint = newest_checkpoint(run.directory)
+    facts["Resume"] = f"the same command goes on from {checkpoint.name} (run.resume=auto)" if checkpoint else "no checkpoint"
     return {name: value for name, value in facts.items() if value}
 
 
 def _curves(run: RunRecord) -> dict[str, Any]:
-    """Return ``steps``, ``hours`` (since the first line) and ``metrics``, one column each. Long curves keep their
-    extremes."""
-    steps, times = [row["step"] for row in run.metrics], [finite_number(row.get("unix_s")) for row in run.metrics]
+    """Return ``steps``, ``hours`` (since the first line) and ``metrics``, one column each. Long curves keep their extremes."""
+    steps = [row["step"] for row in run.metrics]
+    times = [finite_number(row.get("unix_s")) for row in run.metrics]
     if None in times:  # the time of steps alone
         times = list(accumulate(finite_number(row.get(TIMING + "step")) or 0.0 for row in run.metrics))
-    stretch = math.ceil(2 * len(steps) / MAX_ROWS) if len(steps) > MAX_ROWS else 1
-    ends = [end for begin in range(0, len(steps), stretch) for end in sorted({begin, min(begin + stretch, len(steps)) - 1})]
+    bucket_size = math.ceil(2 * len(steps) / MAX_POINTS) if len(steps) > MAX_POINTS else 1
+    begins = range(0, len(steps), bucket_size)
+    bucket_edges = [i for begin in begins for i in sorted({begin, min(begin + bucket_size, len(steps)) - 1})]
     columns = {name: [finite_number(row.get(name)) for row in run.metrics] for name in run.names()}
     return {
-        "steps": [steps[end] for end in ends],
-        "hours": [_rounded(((times[end] or 0.0) - (times[0] or 0.0)) / 3600) for end in ends],
-        "metrics": {name: list(map(_rounded, _extremes(column, stretch))) for name, column in columns.items()},
+        "steps": [steps[i] for i in bucket_edges],
+        "hours": [_rounded(((times[i] or 0.0) - (times[0] or 0.0)) / 3600) for i in bucket_edges],
+        "metrics": {name: list(map(_rounded, _extremes(column, bucket_size))) for name, column in columns.items()},
     }
 
 
 def _seed_groups(runs: Sequence[RunRecord]) -> list[list[int]]:
     """Return the positions of runs that differ in ``run.seed``, and but for names and directories in nothing else."""
-    alike: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for n, run in enumerate(runs):
-        rest = sorted((key, value) for key, value in run.config.items() if key not in OF_A_START)
-        alike.setdefault(tuple(rest), []).append(n)
-    seeds = [[runs[n].config.get("run.seed") for n in group] for group in alike.values()]
-    return [group for group, values in zip(alike.values(), seeds, strict=True) if None not in values and len(set(values)) > 1]
+        settings = sorted((key, value) for key, value in run.config.items() if key not in PER_START_KEYS)
+        groups.setdefault(tuple(settings), []).append(n)
+    seeds = [[runs[n].config.get("run.seed") for n in group] for group in groups.values()]
+    return [group for group, values in zip(groups.values(), seeds, strict=True) if None not in values and len(set(values)) > 1]
 
 
 def _mean_curves(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
     """Return what :func:`_curves` returns of the means of ``runs`` at each step, with their ``low`` and ``high`` ends."""
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for run in runs:
-        began = next(iter(run.values("unix_s")), 0.0)
+        start_s = next(iter(run.values("unix_s")), 0.0)
         for row in run.metrics:
-            by_step.setdefault(row["step"], []).append({**row, "unix_s": (finite_number(row.get("unix_s")) or began) - began})
+            elapsed_s = (finite_number(row.get("unix_s")) or start_s) - start_s
+            by_step.setdefault(row["step"], []).append({**row, "unix_s": elapsed_s})
     keys = dict.fromkeys(name for run in runs for name in (*run.names(), "unix_s"))
     columns: dict[str, list[dict[str, Any]]] = {"mean": [], "low": [], "high": []}
     for step, rows in sorted(by_step.items()):
@@ -271,16 +277,15 @@ def _mean_curves(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, A
             values = [value for row in rows if (value := finite_number(row.get(key))) is not None]
             for kind, pick in (("mean", mean), ("low", min), ("high", max)) if values else ():
                 columns[kind][-1][key] = pick(values)
-    drawn = {kind: _curves(RunRecord(Path(), rows, {}, None)) for kind, rows in columns.items()}
-    ends = {kind: drawn[kind]["metrics"] for kind in ("low", "high")}
-    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
-    common = "".join(letters[0] for letters in alike).rstrip("-_./ ") or names[0]
-    return {"name": f"{common}, {len(runs)} seeds", **drawn["mean"], **ends}
+    curves = {kind: _curves(RunRecord(Path(), rows, {}, None)) for kind, rows in columns.items()}
+    bands = {kind: curves[kind]["metrics"] for kind in ("low", "high")}
+    shared = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    name = "".join(letters[0] for letters in shared).rstrip("-_./ ") or names[0]
+    return {"name": f"{name}, {len(runs)} seeds", **curves["mean"], **bands}
 
 
 def _best(run: RunRecord) -> dict[str, Any] | None:
-    """Return metric, step and value of the best validation after the first step: by ``run.keep_best``, else a usual
-    metric."""
+    """Return metric, step and value of the best validation after step 0, by ``run.keep_best`` or else a usual metric."""
     names = (run.config.get("run.keep_best", ""), "val/reward_mean", "val/accuracy", "val/loss")
     name = next((name for name in names if name in run.names()), "")
     values = [
@@ -288,30 +293,29 @@ def _best(run: RunRecord) -> dict[str, Any] | None:
     ]
     if not values:
         return None
-    value, step = (min if LOWEST.fullmatch(name) else max)(values, key=lambda pair: pair[0])
+    value, step = (min if LOWER_IS_BETTER.fullmatch(name) else max)(values, key=lambda pair: pair[0])
     return {"name": name, "step": step, "value": _rounded(value)}
 
 
-def _extremes(column: Values, stretch: int) -> Iterator[float | None]:
-    """Yields the lowest and highest of each ``stretch`` neighbours in their order, so spikes stay visible."""
-    for begin in range(0, len(column), stretch):
-        part = column[begin : begin + stretch]
-        known = [value for value in part if value is not None]
-        pair = sorted({known.index(pick(known)) for pick in (min, max)}) if known else []
-        kept = [known[index] for index in pair]
-        yield from (*kept, None, None)[: min(2, len(part))]
+def _extremes(column: Values, bucket_size: int) -> Iterator[float | None]:
+    """Yield the lowest and highest value of each bucket of neighbours, in their order, so spikes stay visible."""
+    for begin in range(0, len(column), bucket_size):
+        bucket = column[begin : begin + bucket_size]
+        values = [value for value in bucket if value is not None]
+        indices = sorted({values.index(pick(values)) for pick in (min, max)}) if values else []
+        yield from (*(values[index] for index in indices), None, None)[: min(2, len(bucket))]
 
 
 def _validations(samples: Sequence[Sample], best: int | None) -> dict[str, Any]:
     """Return responses to the same prompts at the first, the last, some other validations, and at step ``best``."""
     steps = sorted({sample["step"] for sample in samples})
-    picked = {steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)} if steps else set()
-    shown = sorted(picked | {step for step in steps if step == best})
-    return {"steps": shown, "samples": [_short(sample) for sample in samples if sample["step"] in shown]}
+    spread = {steps[round(i * (len(steps) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)} if steps else set()
+    columns = sorted(spread | {step for step in steps if step == best})
+    return {"steps": columns, "samples": [_short(sample) for sample in samples if sample["step"] in columns]}
 
 
 def _artifacts(directory: Path) -> Iterator[tuple[str, str, str]]:
-    """Yields name, state and size of the checkpoints (complete ones have a COMMIT file) and the export."""
+    """Yield name, state and size of the checkpoints (complete ones have a COMMIT file) and the export."""
     for path in list_checkpoints(directory):
         yield f"{CHECKPOINTS_DIR}/{path.name}", "whole" if (path / "COMMIT").exists() else "not committed", _size(path)
     if (directory / EXPORT_DIR).is_dir():
@@ -344,7 +348,7 @@ def _rounded(value: float | None) -> float | None:
 def _short(sample: Sample) -> dict[str, Any]:
     """Return a sample with texts cut to the page's limit."""
     return {
-        key: f"{value[:MAX_TEXT]} [...]" if isinstance(value, str) and len(value) > MAX_TEXT else value
+        key: f"{value[:MAX_CHARACTERS]} [...]" if isinstance(value, str) and len(value) > MAX_CHARACTERS else value
         for key, value in sample.items()
     }
 
@@ -359,7 +363,7 @@ def _packaged(name: str) -> str:
     return Path(__file__).parent.joinpath(name).read_text(encoding="utf-8")
 
 
-HERE = ("localhost", "127.0.0.1")
+LOOPBACK = ("localhost", "127.0.0.1")
 
 
 def open_server(runs: Sequence[str], port: int) -> ThreadingHTTPServer:
@@ -372,7 +376,7 @@ def open_server(runs: Sequence[str], port: int) -> ThreadingHTTPServer:
 
     class ReportHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.headers.get("Host", "").rpartition(":")[0] not in HERE:  # a foreign name that resolves to loopback
+            if self.headers.get("Host", "").rpartition(":")[0] not in LOOPBACK:  # a foreign name that resolves to loopback
                 return self.send_error(403)
             if self.path not in ("/", "/data"):
                 return self.send_error(404)
@@ -388,6 +392,6 @@ def open_server(runs: Sequence[str], port: int) -> ThreadingHTTPServer:
                 self.wfile.write(body)
 
         def log_message(self, *arguments: object) -> None:
-            """Prints nothing: the page asks every few seconds."""
+            """Print nothing: the page asks every few seconds."""
 
-    return ThreadingHTTPServer((HERE[1], port), ReportHandler)
+    return ThreadingHTTPServer((LOOPBACK[1], port), ReportHandler)

@@ -1,4 +1,4 @@
-"""The run directory: names of its files, atomic writes, append-only JSON lines, and ``exit_status.json``."""
+"""The run directory: names of its files, atomic writes, append-only JSON lines, ``exit_status.json``, and which samples it has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,7 +27,7 @@ TRACE_FILE = "trace.json"
 REPORT_FILE = "report.html"
 EXIT_STATUS_FILE = "exit_status.json"
 CHECKPOINTS_DIR = "checkpoints"
-LATEST = "latest"  # file in checkpoints/ with the name of the newest
+LATEST_FILE = "latest"  # file in checkpoints/ with the name of the newest
 EXPORT_DIR = "export"
 EXPORTS_DIR = "exports"  # step_N every ``run.export_freq`` steps, and ``best``
 EXPORTED_FILE = "checkpoint.txt"  # file in an export with the name of its checkpoint
@@ -49,7 +49,7 @@ EXIT_CODES = {
 }
 
 
-UNWRITTEN: Counter[str] = Counter()  # of logs for people, by name: lines that could not be written. They end no run
+UNWRITTEN: Counter[str] = Counter()  # lines of logs that could not be written, by file or stream; they end no run
 
 
 def unwritten_text() -> str:
@@ -72,7 +72,7 @@ class WriteError(OSError):
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raises WriteError, which names ``path``, in place of any OSError: that of a full disk names no file."""
+    """Raise WriteError, which names ``path``, in place of any OSError: that of a full disk names no file."""
     try:
         yield
     except WriteError:
@@ -100,9 +100,9 @@ def create_run_dir(path: str | os.PathLike[str]) -> Path:
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a file so that readers see the old or the whole new one, even after a crash or on a full disk.
+    """Write a file so that readers see the old or the complete new one, even after a crash or on a full disk.
 
-    Writes aside, syncs, renames. Raises WriteError.
+    It is written aside, synced and renamed. Raises WriteError.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
@@ -131,7 +131,7 @@ def atomic_write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def fsync_directory(path: str | os.PathLike[str]) -> None:
-    """Makes renames and new names in the directory durable; file systems without this (some network ones) are left alone."""
+    """Make renames and new names in the directory durable, if its file system can; some network ones cannot."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -143,10 +143,12 @@ def fsync_directory(path: str | os.PathLike[str]) -> None:
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a run ended. ``class_`` is a key of :data:`EXIT_CODES`, ``code`` its value.
+    """How a run ended.
 
-    ``rank`` and ``call`` name the culprit (None if the whole run ended), ``step`` is the last finished step,
-    ``last_checkpoint`` a directory or None.
+    - class_: a key of :data:`EXIT_CODES`, whose value is ``code``
+    - rank, call: what failed; None if the run ended as a whole
+    - step: the last finished step
+    - last_checkpoint: its directory
     """
 
     class_: str
@@ -162,7 +164,7 @@ class ExitStatus:
 
 
 def write_exit_status(run_dir: str | os.PathLike[str], status: ExitStatus) -> None:
-    """Writes ``exit_status.json`` atomically; makes the directory if missing. The message says what could not be written."""
+    """Write ``exit_status.json`` atomically; make the directory if missing. The message says what could not be written."""
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     values = {field.name: getattr(status, field.name) for field in fields(ExitStatus)}  # without those of a subclass
     values["message"] = "; ".join(filter(None, (status.message, unwritten_text())))
@@ -199,7 +201,7 @@ def exported_checkpoint(run_dir: str | os.PathLike[str], export: str = EXPORT_DI
 
 
 def forget_exports(run_dir: str | os.PathLike[str], checkpoint: str) -> None:
-    """Removes the mark from exports of ``checkpoint``, which a new one of the same name is about to replace."""
+    """Remove the mark from exports of ``checkpoint``, which a new one of the same name is about to replace."""
     for mark in Path(run_dir).glob(f"{EXPORT_DIR}*/**/{EXPORTED_FILE}"):
         if mark.read_text(encoding="utf-8", errors="replace").strip() == checkpoint:
             mark.unlink()
@@ -208,24 +210,24 @@ def forget_exports(run_dir: str | os.PathLike[str], checkpoint: str) -> None:
 def newest_checkpoint(run_dir: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint that was saved last, whatever its step: a run may have gone on from an older one."""
     root = Path(run_dir) / CHECKPOINTS_DIR
-    named = root / (root / LATEST).read_text(encoding="utf-8", errors="replace").strip() if (root / LATEST).is_file() else root
-    return named if named.parent == root and named.is_dir() else next(iter(list_checkpoints(run_dir)[::-1]), None)
+    latest = root / LATEST_FILE
+    path = root / latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else root
+    return path if path.parent == root and path.is_dir() else next(iter(list_checkpoints(run_dir)[::-1]), None)
 
 
 def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:
     """Return ``checkpoints/step_N`` directories by rising step."""
-    named = {
-        path.name.removeprefix("step_"): path for path in (Path(run_dir) / CHECKPOINTS_DIR).glob("step_*") if path.is_dir()
-    }
-    return [named[number] for number in sorted(filter(str.isdigit, named), key=int)]
+    paths = (Path(run_dir) / CHECKPOINTS_DIR).glob("step_*")
+    by_number = {path.name.removeprefix("step_"): path for path in paths if path.is_dir()}
+    return [by_number[number] for number in sorted(filter(str.isdigit, by_number), key=int)]
 
 
 class JsonlLog:
     """An append-only file of one JSON object per line, with one writer. Every object has an integer ``step``.
 
-    A line torn by a kill is ignored by readers. ``resume_step`` N removes lines of later steps first, so a resumed run has
-    each step once. None is a new run: an existing file is moved to ``<name>.before``. Only the start raises WriteError:
-    later, lines that cannot be written are counted in ``UNWRITTEN`` and dropped.
+    Readers ignore a line torn by a kill. ``resume_step``: lines of later steps are removed first, so a resumed run has
+    each step once. Without it the run is new, and an existing file is moved to ``<name>.before``. Only the start raises
+    WriteError: later, lines that cannot be written are counted in ``UNWRITTEN`` and dropped.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None) -> None:
@@ -239,7 +241,7 @@ class JsonlLog:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def append(self, objects: Iterable[Mapping[str, Any]]) -> None:
-        """Writes all lines, which then survive a kill of this process, or none."""
+        """Write all lines, which then survive a kill of this process, or none."""
         lines = [json.dumps(json_value(value), allow_nan=False, ensure_ascii=False) + "\n" for value in objects]
         data = memoryview("".join(lines).encode(errors="replace"))
         end = os.fstat(self._file.fileno()).st_size
@@ -252,7 +254,7 @@ class JsonlLog:
                 self._file.truncate(end)
 
     def sync(self) -> None:
-        """Makes the lines survive a crash of this machine too, if its disk can."""
+        """Make the lines survive a crash of this machine too, if its disk can."""
         with suppress(OSError):
             os.fsync(self._file.fileno())
             fsync_directory(self.path.parent)
@@ -262,17 +264,16 @@ class JsonlLog:
             self._file.close()
 
     def _truncate_after(self, step: int) -> None:
-        """Keeps the lines up to ``step``, byte for byte; completes the newline of the last. Replaces the file atomically."""
+        """Keep the lines up to ``step``, byte for byte, and end the last one. The file is replaced atomically."""
         data = self.path.read_bytes()
-        kept = b"".join(line for line in data.splitlines(keepends=True) if _step_of(line) <= step)
-        kept += b"\n" * bool(kept and not kept.endswith(b"\n"))
-        if kept != data:
-            atomic_write_bytes(self.path, kept)
+        lines = b"".join(line for line in data.splitlines(keepends=True) if _step_of(line) <= step)
+        lines += b"\n" * bool(lines and not lines.endswith(b"\n"))
+        if lines != data:
+            atomic_write_bytes(self.path, lines)
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the objects of the file in order; empty if missing. Lines that are no JSON object (torn by a kill) are left
-    out."""
+    """Return the objects of the file in order; none if it is missing. Lines torn by a kill are left out."""
     try:
         data = Path(path).read_bytes()
     except OSError:
@@ -281,10 +282,9 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def json_value(value: Any) -> Any:
-    """Return the value as strict JSON can hold it: dicts, lists, text, booleans, null, finite numbers (others become
-    null).
+    """Return the value as strict JSON can hold it: dicts, lists, text, booleans, null, finite numbers.
 
-    Arrays and tensors become lists and numbers, anything else its text.
+    Other numbers become null, arrays and tensors lists and numbers, anything else its text.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -304,6 +304,25 @@ def finite_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def pick_samples(groups: Iterable[Hashable], limit: int) -> list[int]:
+    """Return at most ``limit`` row positions, ascending: every group's first row precedes any group's second.
+
+    ``groups``: the prompt or group of each row.
+    """
+    counts: Counter[Hashable] = Counter()
+    order = []
+    for position, group in enumerate(groups):
+        order.append((counts[group], position))
+        counts[group] += 1
+    return sorted(position for _, position in sorted(order)[:limit])
+
+
+def equal_runs(mask: Sequence[bool]) -> list[tuple[bool, int, int]]:
+    """Return value, begin and end of each maximal run of equal values."""
+    ends = [index for index in range(1, len(mask)) if mask[index] != mask[index - 1]]
+    return [(mask[begin], begin, end) for begin, end in zip([0, *ends], [*ends, len(mask)], strict=True) if end > begin]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What says that a run learns nothing or goes astray, from its metrics alone: one table of rules.
+"""Signs in a run's metrics that it learns nothing or goes astray: one table of rules.
 
 The recorder prints what :class:`Signals` finds while the run goes on; summary and report read it again from metrics.jsonl.
 """
@@ -22,10 +22,10 @@ class SignalRule(NamedTuple):
     """What ``steps`` consecutive steps must have in common.
 
     - keys: metrics that it reads, where ``{role}`` is each role that has them; steps without them do not count
-    - holds: of the first of the steps and of another, whether that one is like it
+    - holds: returns True if a step continues the streak that ``first`` began
     - text: for people; ``{role}``, ``{steps}``, ``{0}``, ``{1}``, ... are replaced, the numbers by the metrics of the last step
-    - restarts_when: None: the rule may match anywhere. Else only the run's first steps count; they restart at a step for which this is
-      true
+    - restarts_when: for rules about a run's first steps only: returns True for a step from which these are counted anew; None:
+      the rule applies to any steps
     - unless: steps with any of these metrics do not count
     """
 
@@ -38,7 +38,7 @@ class SignalRule(NamedTuple):
 
 
 def _same_loss(first: Values, now: Values) -> bool:
-    """A policy's loss may be 0 whatever it learns, but then it has gradients."""
+    """Return True if the loss has not changed. A policy's loss may be 0 whatever it learns, but then it has gradients."""
     return abs(now[0] - first[0]) <= TOLERANCE * abs(first[0]) and (first[0] != 0 or now[2] == 0)
 
 
@@ -57,7 +57,7 @@ SIGNAL_RULES = (
         lambda first, now: now[0] == now[1] == first[0],
         "every response of {steps} steps scored {0:.4g}: the reward tells none from another and teaches nothing; look at scores and "
         "extracted answers in rollouts.jsonl, reward/failures, reward/no_answer, reward.function",
-        unless=("reward/total_mean", "group/equal_fraction"),  # others may tell them apart; the next rule says it
+        unless=("reward/total_mean", "group/equal_fraction"),  # another reward may tell them apart; the next rule says it
     ),
     SignalRule(
         ("group/equal_fraction", "group/right_fraction", "group/wrong_fraction"),
@@ -92,7 +92,9 @@ SIGNAL_RULES = (
 
 @dataclass
 class _Streak:
-    first: Values | None = None
+    """Steps in a row for which a rule holds. ``is_over``: the rule has matched, or no longer applies."""
+
+    first: Values
     count: int = 0
     is_over: bool = False
 
@@ -119,13 +121,15 @@ class Signals:
         return texts
 
     def _completes(self, rule: SignalRule, role: str, now: Values) -> bool:
-        streak = self._streaks.setdefault((rule, role), _Streak())
-        if streak.is_over:
+        """Add a step to the rule's streak, and return True if that is the last of ``rule.steps``."""
+        key = rule, role
+        streak = self._streaks.get(key)
+        if streak is not None and streak.is_over:
             return False
-        if streak.first is None or (rule.restarts_when is not None and rule.restarts_when(streak.first, now)):
-            streak.first, streak.count = now, 0
+        if streak is None or (rule.restarts_when is not None and rule.restarts_when(streak.first, now)):
+            streak = self._streaks[key] = _Streak(now)
         if not rule.holds(streak.first, now):
-            streak.first, streak.count, streak.is_over = now, 0, rule.restarts_when is not None
+            streak = self._streaks[key] = _Streak(now, is_over=rule.restarts_when is not None)
         streak.count += rule.holds(streak.first, now)
         streak.is_over = streak.is_over or streak.count == rule.steps
         return streak.count == rule.steps

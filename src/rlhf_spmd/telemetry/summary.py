@@ -13,7 +13,14 @@ from tqdm import tqdm
 
 from rlhf_spmd.telemetry.progress import reward_of
 from rlhf_spmd.telemetry.report import Sample, first_and_last_samples, read_run
-from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, REPORT_FILE, exported_checkpoint, newest_checkpoint, read_config
+from rlhf_spmd.telemetry.run_dir import (
+    EXPORT_DIR,
+    EXPORTS_DIR,
+    REPORT_FILE,
+    exported_checkpoint,
+    newest_checkpoint,
+    read_config,
+)
 from rlhf_spmd.telemetry.signals import read_signals
 
 LABEL_WIDTH = 20
@@ -29,16 +36,16 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
         lines.append(_row("message", run.status.message))
     if run.metrics:
         seconds = run.values("timing_s/step")
-        took = f" in {tqdm.format_interval(sum(seconds))}" if seconds else ""
+        duration = f" in {tqdm.format_interval(sum(seconds))}" if seconds else ""
         total = f" of {run.config['run.steps']}" if "run.steps" in run.config else ""
-        lines.append(_row("steps", f"{run.metrics[-1]['step']}{total}{took}"))
+        lines.append(_row("steps", f"{run.metrics[-1]['step']}{total}{duration}"))
     validation = [name for name in run.names() if name.startswith("val/")]
     named = [("reward", reward_of(run.names())), *((name, name) for name in validation)]
     for label, name in [*named, ("KL to reference", "actor/kl"), ("explained variance", "critic/explained_variance")]:
         first, last, k = _first_and_last(run.values(name), 1 if name in validation else AVERAGED_STEPS)
         if k > 0:
-            which = f"means of the first and the last {k} logged" if k > 1 else "first and last"
-            lines.append(_row(label, f"{first:.4g} -> {last:.4g}  ({last - first:+.3f}; {which})"))
+            note = f"means of the first and the last {k} logged" if k > 1 else "first and last"
+            lines.append(_row(label, f"{first:.4g} -> {last:.4g}  ({last - first:+.3f}; {note})"))
     if rates := run.values("perf/tokens_per_s"):
         lines.append(_row("tokens/s", f"{median_high(rates):,.0f} (median)"))
     lines += [_row("warning", text) for text in read_signals(run.metrics)]
@@ -50,20 +57,23 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
 
 def _sample(sample: Sample) -> str:
     score = sample.get("score")
-    shown = f"{score:.4g}" if isinstance(score, (int, float)) else "?"
-    return f"    [{shown}] {_one_line(sample.get('prompt'))} => {_one_line(sample.get('response'))}"
+    text = f"{score:.4g}" if isinstance(score, (int, float)) else "?"
+    return f"    [{text}] {_one_line(sample.get('prompt'))} => {_one_line(sample.get('response'))}"
 
 
 def artifact_lines(run_dir: str | os.PathLike[str]) -> list[str]:
-    """Return a line each for report, export and newest checkpoint, if they exist. An export of another checkpoint says
-    so."""
-    newest, of = newest_checkpoint(run_dir), exported_checkpoint(run_dir)
-    stale = f" (of {of or 'an unknown checkpoint'}, not of the one below)" if newest and of != newest.name else ""
-    named = [("report", Path(run_dir) / REPORT_FILE, ""), ("export", Path(run_dir) / EXPORT_DIR, stale)]
+    """Return a line each for report, export and newest checkpoint, if they exist.
+
+    The line of an export says if it is of another checkpoint.
+    """
+    newest = newest_checkpoint(run_dir)
+    exported = exported_checkpoint(run_dir)
+    stale = f" (of {exported or 'an unknown checkpoint'}, not of the one below)" if newest and exported != newest.name else ""
+    artifacts = [("report", Path(run_dir) / REPORT_FILE, ""), ("export", Path(run_dir) / EXPORT_DIR, stale)]
     if read_config(run_dir).get("run.keep_best", "null") != "null":
-        named += [("best by validation", Path(run_dir) / "exports" / "best", "")]
-    named += [("checkpoint", newest, "")] if newest else []
-    return [_row(label, f"{path}{more}") for label, path, more in named if path.exists()]
+        artifacts += [("best by validation", Path(run_dir) / EXPORTS_DIR / "best", "")]
+    artifacts += [("checkpoint", newest, "")] if newest else []
+    return [_row(label, f"{path}{note}") for label, path, note in artifacts if path.exists()]
 
 
 def _row(label: str, text: str) -> str:

@@ -10,10 +10,9 @@ from html import escape
 from itertools import accumulate
 from typing import Any
 
-WIDE = 1180
-LABEL_WIDTH, RIGHT, TOP, BOTTOM = 124, 12, 22, 26
-MAIN_HEIGHT, STRIP_HEIGHT, TRACK_GAP, ROW_GAP = 20, 7, 2, 9
-MAX_STEPS, MAX_BOXES, MAX_ROWS = 3, 5000, 32
+WIDTH, LABEL_WIDTH, RIGHT, TOP, BOTTOM = 1180, 124, 12, 22, 26  # pixels: the drawing, its labels and margins
+MAIN_HEIGHT, STRIP_HEIGHT, TRACK_GAP, ROW_GAP = 20, 7, 2, 9  # pixels
+MAX_STEPS, MAX_BOXES, MAX_ROWS = 3, 5000, 32  # that are drawn
 MAIN = "compute"  # category of the high track; others are thin strips
 WAITING = "waiting"  # key of all spans of category "wait": one quiet colour, so that work stands out
 LABEL_LENGTH = 21  # characters that fit into LABEL_WIDTH
@@ -31,7 +30,7 @@ class ChartBox:
 
 @dataclass(frozen=True)
 class ChartRow:
-    """A rank. The first of ``tracks`` is drawn high, the others as thin strips below. Boxes may be nested, outer first."""
+    """The spans of a rank. The first of ``tracks`` is drawn high, the others as thin strips. Boxes may be nested, outer first."""
 
     label: str
     tracks: Sequence[Sequence[ChartBox]]
@@ -39,7 +38,7 @@ class ChartRow:
 
 @dataclass(frozen=True)
 class TimelineChart:
-    """What :func:`draw` takes. ``marks``: (time, text) of vertical lines, such as starts of steps."""
+    """The contents of a timeline. ``marks``: (time, text) of vertical lines, such as starts of steps."""
 
     rows: Sequence[ChartRow]
     marks: Sequence[tuple[float, str]] = ()
@@ -53,7 +52,7 @@ class Scale:
     end: float
 
     def __call__(self, seconds: float) -> float:
-        return LABEL_WIDTH + seconds / self.end * (WIDE - RIGHT - LABEL_WIDTH)
+        return LABEL_WIDTH + seconds / self.end * (WIDTH - RIGHT - LABEL_WIDTH)
 
 
 def draw(timeline: TimelineChart, colors: Mapping[str, str]) -> str:
@@ -62,8 +61,7 @@ def draw(timeline: TimelineChart, colors: Mapping[str, str]) -> str:
     boxes = [box for row in rows for track in row.tracks for box in track]
     if not boxes:
         return ""
-    end = max(box.end for box in boxes)
-    x = Scale(end or 1.0)
+    x = Scale(max(box.end for box in boxes) or 1.0)
     parts: list[str] = []
     top = float(TOP)
     for row in rows:
@@ -71,7 +69,7 @@ def draw(timeline: TimelineChart, colors: Mapping[str, str]) -> str:
         label = row.label if len(row.label) <= LABEL_LENGTH else row.label[: LABEL_LENGTH - 1] + "\u2026"
         parts.append(f'<text class="rank" x="0" y="{top + MAIN_HEIGHT / 2 + 4:.1f}">{escape(label)}</text>')
         parts.append(
-            f'<rect class="lane" x="{LABEL_WIDTH}" y="{top:.1f}" width="{WIDE - RIGHT - LABEL_WIDTH}" height="{height}"/>'
+            f'<rect class="lane" x="{LABEL_WIDTH}" y="{top:.1f}" width="{WIDTH - RIGHT - LABEL_WIDTH}" height="{height}"/>'
         )
         offset = top
         for index, track in enumerate(row.tracks):
@@ -84,7 +82,7 @@ def draw(timeline: TimelineChart, colors: Mapping[str, str]) -> str:
     for time, text in timeline.marks:
         grid.append(f'<line class="mark" x1="{x(time):.1f}" x2="{x(time):.1f}" y1="{TOP - 8}" y2="{bottom:.1f}"/>')
         grid.append(f'<text class="tick" x="{x(time) + 4:.1f}" y="{TOP - 9}">{escape(text)}</text>')
-    opening = f'<svg class="chart wide timeline" viewBox="0 0 {WIDE} {bottom + BOTTOM:.0f}" role="img">'
+    opening = f'<svg class="chart wide timeline" viewBox="0 0 {WIDTH} {bottom + BOTTOM:.0f}" role="img">'
     return opening + "".join(grid) + "".join(parts) + "</svg>"
 
 
@@ -104,19 +102,18 @@ def from_trace(trace: Mapping[str, Any]) -> tuple[TimelineChart, dict[str, float
     starts: dict[int, float] = {}
     for span in shown:
         starts.setdefault(_step(span) or 0, (span["ts"] - origin) / 1e6)
-    hidden = len(shown) - MAX_BOXES
-    if hidden > 0:
+    num_hidden = len(shown) - MAX_BOXES
+    if num_hidden > 0:
         longest = sorted(shown, key=lambda span: -span["dur"])[:MAX_BOXES]
         shown = sorted(longest, key=lambda span: (span["ts"], -span["dur"]))
     names = {event["pid"]: str(event["args"]["name"]) for event in events if event.get("name") == "process_name"}
     rows = _rows(shown, names, origin)
     marks = [(start, f"step {step}") for step, start in starts.items()]
-    return TimelineChart(rows, marks, _note(chosen, steps, hidden, len(rows))), dict(totals)
+    return TimelineChart(rows, marks, _note(chosen, steps, num_hidden, len(rows))), dict(totals)
 
 
 def phase_key(name: str) -> str:
-    """Return the method's name, which decides the colour: ``actor.update_actor`` and ``timing_s/update_actor`` are one
-    phase."""
+    """Return the method's name, which decides the colour of ``actor.update_actor`` and ``timing_s/update_actor``."""
     return name.rpartition("/")[2].rpartition(".")[2]
 
 
@@ -170,9 +167,9 @@ def _track(track: Sequence[ChartBox], x: Scale, top: float, height: float, color
 
 def _time_axis(x: Scale, bottom: float) -> str:
     factor, unit = (1.0, "s") if x.end >= 1 else (1e3, "ms")
-    raw = x.end * factor / 10
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(round_step * power for round_step in (1, 2, 2.5, 5, 10) if round_step * power >= 0.999 * raw)
+    tenth = x.end * factor / 10
+    power = 10.0 ** math.floor(math.log10(tenth))
+    step = next(round_step * power for round_step in (1, 2, 2.5, 5, 10) if round_step * power >= 0.999 * tenth)
     parts = []
     for value in (index * step for index in range(int(x.end * factor / step) + 1)):
         pixel = x(value / factor)
@@ -192,12 +189,13 @@ def _choose_steps(spans: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> s
     return {step for step, total in zip(newest, totals, strict=True) if total <= MAX_BOXES} | {newest[0]}
 
 
-def _note(chosen: set[int], steps: Sequence[int], hidden: int, num_rows: int) -> str:
-    first, last = min(chosen), max(chosen)
+def _note(chosen: set[int], steps: Sequence[int], num_hidden: int, num_rows: int) -> str:
+    first = min(chosen)
+    last = max(chosen)
     note = f"Step {last}" if first == last else f"Steps {first} to {last}"
     note += f" of {len(steps)} traced."
-    if hidden > 0:
-        note += f" The {hidden} shortest spans are not drawn."
+    if num_hidden > 0:
+        note += f" The {num_hidden} shortest spans are not drawn."
     if num_rows > MAX_ROWS:
         note += f" The first {MAX_ROWS} of {num_rows} ranks are drawn."
     return note

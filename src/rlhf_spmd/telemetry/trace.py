@@ -44,12 +44,16 @@ class Span:
     __slots__ = ("args", "category", "name", "start_ns", "step", "timeline")
 
     def __init__(self, timeline: Timeline, name: str, category: str, args: dict[str, Argument]) -> None:
-        self.timeline, self.name, self.category, self.args = timeline, name, category, args
+        self.timeline = timeline
+        self.name = name
+        self.category = category
+        self.args = args
 
     def __enter__(self) -> dict[str, Argument]:
         if self.category in ("compute", "io"):
             self.timeline.listener(self.name)
-        self.step, self.start_ns = self.timeline.step, now_ns()
+        self.step = self.timeline.step
+        self.start_ns = now_ns()
         return self.args
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -65,7 +69,7 @@ class Span:
             self.timeline.add(self.name, self.category, self.step, self.start_ns, now_ns(), self.args)
 
 
-def events_of_a_rank(size: int) -> int:
+def max_events_per_rank(size: int) -> int:
     """Return how many events a rank keeps, so that all ``size`` ranks have a million at most.
 
     Rank 0 reads and writes them as JSON (2 to 4 microseconds per event) and holds Python's lock meanwhile; longer, and
@@ -96,42 +100,41 @@ class Timeline:
         self._totals: dict[int, dict[str, int]] = {}
 
     def begin_step(self, step: int) -> None:
-        """Spans belong to this step from now on."""
+        """Make further spans belong to this step."""
         self.step = step
 
     def span(self, name: str, category: str = "compute", **args: Argument) -> Span:
-        """Return a context: ``with timeline.span("actor.update_actor", rows=64) as args: ...``; ``args`` may grow while
-        it is open.
+        """Return a context: ``with timeline.span("actor.update_actor", rows=64) as args: ...``.
 
-        Spans of one category share a row of the trace. ``listener`` hears the names of "compute" and "io" spans as they
-        begin.
+        ``args`` may grow while it is open. Spans of one category share a row of the trace. ``listener`` hears the
+        names of "compute" and "io" spans as they begin.
         """
         return Span(self, name, category, args)
 
     def instant(self, name: str, category: str = "mark", **args: Argument) -> None:
-        """Records a moment without length."""
+        """Record a moment without length."""
         self._keep(Event(name, category, self.step, now_ns(), None, args))
 
     def add(self, name: str, category: str, step: int, start_ns: int, end_ns: int, args: dict[str, Argument]) -> None:
-        """Records a span measured elsewhere (a send that completed later), on the clock of :func:`now_ns`."""
+        """Record a span measured elsewhere (a send that completed later), on the clock of :func:`now_ns`."""
         totals = self._totals.setdefault(step, {})
         totals[name] = totals.get(name, 0) + end_ns - start_ns
         self._keep(Event(name, category, step, start_ns, end_ns, args))
 
     def phase_totals(self, step: int) -> dict[str, float]:
         """Return seconds by span name in a step (nested spans also count on their own). Forgets earlier steps."""
-        for earlier in [known for known in self._totals if known < step]:
+        for earlier in [other for other in self._totals if other < step]:
             del self._totals[earlier]
         return {name: nanoseconds / 1e9 for name, nanoseconds in self._totals.get(step, {}).items()}
 
     def events(self) -> list[Event]:
-        """Return the kept events in the order in which they ended. If the middle is missing, steps cut in two are left
-        out."""
+        """Return the kept events in the order in which they ended. Steps of which some were dropped are left out."""
         if self._num_added == len(self._head) + len(self._tail):
             return [*self._head, *self._tail]
-        before, after = self._head[-1].step, self._tail[0].step
-        head = [event for event in self._head if event.step != before]
-        tail = [event for event in self._tail if event.step != after]
+        last_step = self._head[-1].step
+        first_step = self._tail[0].step
+        head = [event for event in self._head if event.step != last_step]
+        tail = [event for event in self._tail if event.step != first_step]
         return [*head, *tail] or [*self._head, *self._tail]
 
     def to_bytes(self) -> bytes:
@@ -149,10 +152,10 @@ class Timeline:
 
 
 def merge_trace(payloads: Iterable[bytes]) -> dict[str, Any]:
-    """Merge the ``to_bytes`` of all ranks into a Chrome trace: pid = rank, tid = category (more if spans overlap),
-    microseconds.
+    """Merge the ``to_bytes`` of all ranks into a Chrome trace, in microseconds.
 
-    ``otherData`` has ``start_unix_s`` (the trace's zero) and ``dropped_events`` by rank.
+    A pid is a rank, a tid a category, which has several if spans overlap. ``otherData`` has ``start_unix_s`` (the
+    trace's zero) and ``dropped_events`` by rank.
     """
     ranks = sorted((json.loads(zlib.decompress(payload)) for payload in payloads), key=lambda rank: rank["rank"])
     origin_ns = min((event[3] for rank in ranks for event in rank["events"]), default=0)
@@ -167,7 +170,7 @@ def merge_trace(payloads: Iterable[bytes]) -> dict[str, Any]:
 
 
 def write_trace(path: str | os.PathLike[str], payloads: Iterable[bytes]) -> None:
-    """Writes ``trace.json`` atomically."""
+    """Write ``trace.json`` atomically."""
     atomic_write_text(path, json.dumps(merge_trace(payloads), separators=(",", ":"), allow_nan=False))
 
 
@@ -197,7 +200,7 @@ def _rank_events(rank: dict[str, Any], origin_ns: int) -> list[dict[str, Any]]:
 
 
 class _TraceRows:
-    """The rows of one rank: as many per category as it takes to keep spans of a row nested or apart, as viewers require."""
+    """The rows of one rank. A category has several if its spans overlap: viewers require that a row's are nested or apart."""
 
     def __init__(self) -> None:
         self._open: dict[str, list[list[int]]] = {}  # category -> rows -> end times of open spans, outermost first

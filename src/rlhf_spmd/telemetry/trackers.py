@@ -31,7 +31,8 @@ from rlhf_spmd.telemetry.run_dir import CONFIG_FILE
 
 POLL_S = 0.5
 LOCAL_TIMEOUT_S = 30.0  # for work without a network, which is slow only on an overloaded machine
-METRICS, *SAMPLES = "metrics", "rollouts", "validation"  # files of the run directory, without .jsonl
+METRICS = "metrics"  # file of the run directory, without .jsonl
+SAMPLES = ("rollouts", "validation")  # the same
 
 Metrics = Mapping[str, float]
 
@@ -77,7 +78,7 @@ class LoggerConfig:
 
     @property
     def tracker_settings(self) -> dict[str, dict[str, Any]]:
-        """Settings of each tracker, by its name."""
+        """Return the settings of each tracker, by its name."""
         wandb = {} if self.wandb == "disabled" else {"wandb": {"mode": self.wandb, **asdict(self.wandb_init)}}
         return wandb | {name: {} for name in self.trackers}
 
@@ -93,14 +94,14 @@ class TrackerProcesses:
     """The tracker processes of a run. A line on standard input, or this process's end, ends each."""
 
     def __init__(self, run_dir: Path, config: LoggerConfig, run_name: str, steps: int, resumed_at: int | None) -> None:
-        """The files of this start must exist already, cut to ``resumed_at``."""
+        """Start the processes. The files of this start must exist already, cut to ``resumed_at``."""
         self._timeout_s = config.timeout_s
         offsets = {name: (run_dir / f"{name}.jsonl").stat().st_size for name in (METRICS, *SAMPLES)}
         paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         for name, settings in config.tracker_settings.items():
-            named = config.project, config.name or run_name, settings, config.timeout_s
-            job = TrackerJob(name, str(run_dir.resolve()), offsets, steps, resumed_at, *named)
+            run_settings = config.project, config.name or run_name, settings, config.timeout_s
+            job = TrackerJob(name, str(run_dir.resolve()), offsets, steps, resumed_at, *run_settings)
             self._processes[name] = subprocess.Popen(
                 job.command,
                 env={**os.environ, "PYTHONPATH": paths},
@@ -134,7 +135,7 @@ class TrackerProcesses:
 
 
 class Table(NamedTuple):
-    """Samples of a step: one row each, of numbers, texts and None."""
+    """Samples of a step, a row each. ``data``: numbers, texts and None."""
 
     columns: list[str]
     data: list[list[Any]]
@@ -160,26 +161,26 @@ class TrackerJob:
 
     @property
     def config(self) -> str:
-        """The run's configuration as YAML."""
+        """Return the run's configuration as YAML."""
         return (Path(self.run_dir) / CONFIG_FILE).read_text(encoding="utf-8", errors="replace")
 
     @property
     def command(self) -> list[str]:
-        """The command of the process. ``-P``: nothing in the working directory, such as wandb/, hides a package."""
+        """Return the command of the process. ``-P``: nothing in the working directory, such as wandb/, hides a package."""
         return [sys.executable, "-P", "-m", "rlhf_spmd.telemetry.trackers", json.dumps(asdict(self))]
 
 
 class Tracker(Protocol):
-    """Made from a :class:`TrackerJob`. Exceptions in its methods end this process at most."""
+    """A tracker, which is made from a :class:`TrackerJob`. Exceptions in its methods end this process at most."""
 
     def log(self, step: int, unix_s: float, metrics: Metrics, tables: Mapping[str, Table]) -> None:
-        """``tables``: samples of the step by the name of their file, if there are any."""
+        """Log a step. ``tables``: its samples by the name of their file, if there are any."""
 
     def finish(self, exit_code: int) -> None: ...
 
 
 class Wandb:
-    """Restarts this process offline if online does not start in time."""
+    """W&B's client. If it does not start online in time, this process starts again offline."""
 
     def __init__(self, job: TrackerJob) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -190,8 +191,8 @@ class Wandb:
         limit_s = job.timeout_s if online else max(LOCAL_TIMEOUT_S, job.timeout_s)
         id_file = Path(job.run_dir) / "wandb" / "run_id"  # W&B's id of the run, for a resume
         id_file.parent.mkdir(parents=True, exist_ok=True)
-        known = id_file.read_text().strip() if job.resumed_at is not None and id_file.exists() else None
-        settings["id"] = settings.get("id") or known or os.urandom(5).hex()
+        run_id = id_file.read_text().strip() if job.resumed_at is not None and id_file.exists() else None
+        settings["id"] = settings.get("id") or run_id or os.urandom(5).hex()
         id_file.write_text(settings["id"] + "\n")
         settings |= {"project": job.project, "name": job.name, "dir": job.run_dir, "config": yaml.safe_load(job.config)}
         settings["settings"] = wandb.Settings(init_timeout=limit_s, console="wrap", silent=True)
@@ -245,23 +246,24 @@ def follow(tracker: Tracker, job: TrackerJob, end: Future[int]) -> None:
     for name, file in files.items():
         file.seek(job.offsets[name])
     waiting: dict[str, list[dict[str, Any]]] = {name: [] for name in SAMPLES}
-    refused = over = False
-    while not over:
-        over = bool(wait([end], POLL_S).done)
+    has_refused = has_ended = False
+    while not has_ended:
+        has_ended = bool(wait([end], POLL_S).done)
         lines = appended(files[METRICS])
         for name in SAMPLES:  # a step's samples are written before its metrics
             waiting[name] += appended(files[name])
         for line in lines:
-            step, unix_s = line.pop("step"), line.pop("unix_s")
+            step = line.pop("step")
+            unix_s = line.pop("unix_s")
             tables = {name: [row for row in rows if row["step"] <= step] for name, rows in waiting.items()}
             waiting = {name: rows[len(tables[name]) :] for name, rows in waiting.items()}
             numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
             try:
                 tracker.log(step, unix_s, numbers, {name: as_table(rows) for name, rows in tables.items() if rows})
             except Exception as error:  # a process boundary: whatever the tracker raises
-                if not refused:
+                if not has_refused:
                     warn(job.tracker, f"step {step} was not logged ({_reason(error)}); metrics.jsonl has it")
-                refused = True
+                has_refused = True
 
 
 def appended(file: BinaryIO) -> list[dict[str, Any]]:
@@ -274,13 +276,13 @@ def appended(file: BinaryIO) -> list[dict[str, Any]]:
 
 def as_table(rows: list[dict[str, Any]]) -> Table:
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    plain = (str, int, float, type(None))
+    cell_types = (str, int, float, type(None))
     values = ([row.get(name) for name in columns] for row in rows)
-    return Table(columns, [[value if isinstance(value, plain) else json.dumps(value) for value in row] for row in values])
+    return Table(columns, [[value if isinstance(value, cell_types) else json.dumps(value) for value in row] for row in values])
 
 
 def wait_for_end(job: TrackerJob, end: Future[int]) -> None:
-    """In a thread, wait until the training process ends or is gone. Then this process has ``timeout_s`` left."""
+    """Wait, in a thread, until the training process ends or is gone. Then this process has ``timeout_s`` left."""
     parent = os.getppid()
     while (line := next_line(POLL_S)) is None and os.getppid() == parent:
         pass  # the parent's id is checked too: a forked child of it may hold the pipe open

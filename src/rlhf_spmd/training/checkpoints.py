@@ -1,11 +1,9 @@
-"""The checkpoints of a run: what they hold, writing one while the next steps run, going on from one."""
+"""The checkpoints of a run: what they hold, writing one while the next steps run, resuming from one."""
 
 from __future__ import annotations
 
-import os
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -16,13 +14,10 @@ from typing import Any
 import torch
 
 from rlhf_spmd.checkpoint.adapters import STATE as ADAPTERS
-from rlhf_spmd.checkpoint.directory import Committed, checkpoints_of, named_checkpoint, read_manifest, step_directory
+from rlhf_spmd.checkpoint.directory import SavedStep, checkpoints_of, named_checkpoint, read_manifest, step_directory
 from rlhf_spmd.checkpoint.load import find_resumable, load_checkpoint, read_pieces
-from rlhf_spmd.checkpoint.manifest import DTYPES, PARAM, CheckpointError, Manifest
+from rlhf_spmd.checkpoint.manifest import PARAM, CheckpointError, Manifest
 from rlhf_spmd.checkpoint.save import Draft, RoleState, prepare_checkpoint
-from rlhf_spmd.config.interpolation import digest, escaped, written
-from rlhf_spmd.config.load import flatten, read_file, to_dict
-from rlhf_spmd.config.written import resolve
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.parallel.boxes import whole_shard
 from rlhf_spmd.parallel.collectives import Group
@@ -32,17 +27,14 @@ from rlhf_spmd.process.program import ProgramContext
 from rlhf_spmd.reshard import BackgroundTask
 from rlhf_spmd.telemetry import run_dir, run_lock
 from rlhf_spmd.training.exports import Exports
+from rlhf_spmd.training.resume_checks import check_dtypes, compare_runs, environment_digests
 from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.streams import Data
-from rlhf_spmd.training.train_config import RESUME, TrainConfig
+from rlhf_spmd.training.train_config import RESUME
 from rlhf_spmd.workers import ActorWorker, ComputeWorker, ModelWorker
-from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.weight_sync import AsyncWeightReplica
 
 ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
-EXPERIMENT = re.compile(
-    r"algorithm\.name|models\.\w+\.(path|random_init|lora\.(rank|alpha|use_rslora|bits|path))|rewards?\.(\w+\.)?model|data\.path"
-)  # keys that make it another experiment
 STATE_TYPES = {
     "step": int,
     "stopped": bool,
@@ -57,14 +49,15 @@ STATE_TYPES = {
 
 
 class CheckpointWriter:
-    """At most one checkpoint is in flight. ``board.last_checkpoint`` names it once it is committed.
+    """Writes checkpoints, at most one at a time. ``board.last_checkpoint`` names the last one that is committed.
 
     All ranks write the same checkpoints in the same order. The collectives of their threads have a channel of their own, so they
-    never wait for those of the steps. As a context it does not end before the thread, unless the run is ended at once.
+    never wait for those of the steps. As a context it ends after the thread, unless the run is ended at once.
     """
 
     def __init__(self, world: World, board: Board) -> None:
-        self._world, self._board = world, board
+        self._world = world
+        self._board = board
         self._task: BackgroundTask | None = None
 
     @cached_property
@@ -74,7 +67,10 @@ class CheckpointWriter:
         return group
 
     def write(self, draft: Draft) -> None:
-        """Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them."""
+        """Write the draft.
+
+        Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them.
+        """
         self._write(draft, self._world.all)
 
     def start(self, draft: Draft) -> None:
@@ -94,7 +90,8 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait until no checkpoint is in flight on this rank. Raises CheckpointError if it has failed."""
-        task, self._task = self._task, None
+        task = self._task
+        self._task = None
         if task is not None:
             task.wait()
 
@@ -102,12 +99,12 @@ class CheckpointWriter:
         self._board.last_checkpoint = str(draft.write(group))
 
     def __enter__(self) -> CheckpointWriter:
-        # so that its thread is there, with what torch keeps for each, before memory runs out
+        # a first thread now, with the memory that torch takes for it, and not when memory is short
         BackgroundTask(lambda: torch.zeros(1), "checkpoint").wait()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """After a failure the other ranks still live, so that the checkpoint becomes complete. A Ctrl-C does not wait for them."""
+        """Wait for the thread, also after a failure: the other ranks complete the checkpoint, too. A Ctrl-C does not wait."""
         if self._task is not None and (self._world.size == 1 or kind is None or issubclass(kind, Exception)):
             self._task.join()
 
@@ -115,25 +112,28 @@ class CheckpointWriter:
 class Checkpoints:
     """Saves the models and data of a run, and loads them.
 
-    - exports: have the best step so far, which a checkpoint holds too
-    - reached_goal: the run that it goes on from had reached its goal
+    - exports: the exports of the run; a checkpoint holds their best step so far
+    - damaged: checkpoints of the run that cannot be read
+    - reached_goal: the run had reached its goal in the checkpoint that it resumed from
     """
 
     def __init__(self, context: ProgramContext[RunPlan], models: SimpleNamespace, data: Data, exports: Exports) -> None:
-        self.plan: RunPlan = context.prepared
+        self.run_plan: RunPlan = context.prepared
         self.world, self.board = context.world, context.board
-        self.models, self.data, self.exports = models, data, exports
+        self.models = models
+        self.data = data
+        self.exports = exports
         self.controller: Controller = models.controller
-        self.config = self.plan.config.run
+        self.config = self.run_plan.config.run
         self.run_dir = Path(self.config.dir)
         self.is_first = self.world.rank == 0
         self.writer = CheckpointWriter(self.world, self.board)
-        self.workers: dict[str, ModelWorker] = {role: getattr(models, role) for role in self.plan.changing_roles}
-        self.damaged: tuple[Committed, ...] = ()  # checkpoints of the run that cannot be read
+        self.workers: dict[str, ModelWorker] = {role: getattr(models, role) for role in self.run_plan.changing_roles}
+        self.damaged: tuple[SavedStep, ...] = ()
         self.reached_goal = False
 
     def save(self, global_step: int, reached_goal: bool = False, in_background: bool = False) -> None:
-        """Wait for the checkpoint in flight, then write one of this step, or start to.
+        """Wait for the checkpoint in flight, then write one of this step, or start to write it.
 
         Collective over the world: every rank of it must call, in program order. Raises CheckpointError on all of them.
         """
@@ -153,27 +153,27 @@ class Checkpoints:
             (self.writer.start if in_background else self.writer.write)(draft)
 
     def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides the roles that change.
+        """Return the state that a checkpoint holds besides the roles that change.
 
         Collective over the world: every rank of it must call, in program order.
         """
-        computing = {role: worker for role, worker in vars(self.models).items() if isinstance(worker, ComputeWorker)}
-        progress = self.controller.get(*(worker.progress() for worker in computing.values()))
+        compute_workers = {role: worker for role, worker in vars(self.models).items() if isinstance(worker, ComputeWorker)}
+        progress = self.controller.get(*(worker.progress() for worker in compute_workers.values()))
         adapters = {role: worker.config.lora for role, worker in self.workers.items() if worker.config.lora.rank}
         return {
             "data": self.data.state_dict(),
-            "roles": {role: values[0] for role, values in zip(computing, progress, strict=True)},
+            "roles": {role: values[0] for role, values in zip(compute_workers, progress, strict=True)},
             "kept": sorted(self.data.kept),
-            "environment": environment_digests(self.plan.config),
+            "environment": environment_digests(self.run_plan.config),
             "versions": self.controller.versions.state(),
             "best": self.exports.best,
             ADAPTERS: {role: asdict(lora) for role, lora in adapters.items()},
         }
 
     def resume(self) -> int:
-        """Load the checkpoint that ``run.resume`` asks for. Returns its step, 0 for a new run.
+        """Load the checkpoint that ``run.resume`` asks for. Return its step; 0 for a new run.
 
-        Collective over the world: every rank of it must call. Raises CheckpointError, and ValueError where the run would mix with the
+        Collective over the world: every rank of it must call. Raises CheckpointError. Raises ValueError if the run would mix with the
         checkpoints of an older one, or resume another experiment.
         """
         path = self._find()
@@ -184,10 +184,11 @@ class Checkpoints:
             return 0
         manifest = read_manifest(path)
         check_state(manifest)
-        state, lacking = manifest.state, sorted(self.workers.keys() - set(manifest.roles))
-        if difference := compare_runs(path, self.plan.config, state, self._state(), lacking):
+        state = manifest.state
+        missing_roles = sorted(self.workers.keys() - set(manifest.roles))
+        if difference := compare_runs(path, self.run_plan.config, state, self._state(), missing_roles):
             self._say(difference)
-        check_dtypes(path, {role: self.plan.roles[role].config for role in self.workers}, self.world.device)
+        check_dtypes(path, {role: self.run_plan.roles[role].config for role in self.workers}, self.world.device)
         self.board.last_checkpoint = str(path)
         with reading_state(path):
             self.controller.versions.load_state(state["versions"])
@@ -198,13 +199,13 @@ class Checkpoints:
         load_older_weights(path, self.workers)
         self.reached_goal = bool(state["stopped"])
         of_this_run = path.resolve().parent == checkpoints_of(self.run_dir).resolve()
-        self.exports.restore(state.get("best") if of_this_run else None)  # another run's best step is none of this one's
+        self.exports.restore(state.get("best") if of_this_run else None)  # a best step of another run does not count
         self._say(f"resumed from {path} (step {state['step']})")
         return int(state["step"])
 
     def _find(self) -> Path | None:
-        """Return the checkpoint to go on from, or None. Raises ValueError if ``run.resume`` allows none."""
-        # also beside a path that is given: what is damaged must not count as kept
+        """Return the checkpoint to resume from, or None. Raises ValueError if ``run.resume`` allows none."""
+        # also if ``run.resume`` is a path: damaged checkpoints must not count as kept
         newest = find_resumable(self.run_dir, self.world.all, check_state)
         self.damaged = newest.damaged
         if self.config.resume == "never" and newest.directory is not None:
@@ -229,7 +230,7 @@ class Checkpoints:
                     worker.engine.optimizer.skipped = int(state["skipped_steps"][role])
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
-        """Put streams and roles without a model back into place. Raises CheckpointError for a state that this run cannot take."""
+        """Restore streams and roles without a model. Raises CheckpointError for a state that this run cannot have."""
         self.data.load_state_dict(state["data"])
         if state["kept"]:
             lost = f"the script kept rows for later steps ({', '.join(state['kept'])}), which checkpoints do not hold"
@@ -247,15 +248,16 @@ class Checkpoints:
 
 
 def role_state(worker: ModelWorker) -> RoleState:
-    """Return what this rank holds of a role whose weights change, by reference: saving reads it, loading writes it."""
+    """Return the tensors that this rank holds of a role whose weights change, by reference: saving reads, loading writes them."""
     engine = worker.engine
     states = engine.optimizer.state_tensors() if engine.optimizer else {}
-    shards, weights = engine.param_shards(), worker.owned.between_calls()
+    shards = engine.param_shards()
+    weights = worker.owned_weights.between_calls()
     return RoleState({name: shards[name] for name in engine.saved}, {name: weights[name] for name in engine.saved}, states)
 
 
 def rows_in_flight(workers: Mapping[str, ModelWorker]) -> dict[str, RoleState]:
-    """Return the rows in flight that this rank saves; they go through no other rank."""
+    """Return the rows in flight that this rank saves. They pass no other rank."""
     actors = [worker for worker in workers.values() if isinstance(worker, ActorWorker)]
     tensors = {name: rows for worker in actors for name, rows in worker.rollout_state().items()}
     shards = {name: whole_shard(name, tuple(x.shape)) for name, x in tensors.items()}
@@ -275,24 +277,30 @@ def load_rows_in_flight(directory: Path, workers: Mapping[str, ModelWorker]) -> 
 
 
 def older_weights(workers: Mapping[str, ModelWorker]) -> dict[str, RoleState]:
-    """Return the older weights that generation ahead of training will still take, on the ranks that hold them."""
+    """Return the older weights that generation ahead of training still needs, on the ranks that hold them."""
     states: dict[str, RoleState] = {}
     for role, replica in _async_replicas(workers):
         if replica.member:
             shards = replica.engine.param_shards()
-            states |= {_older(role, version): RoleState(shards, values) for version, values in replica.needed().items()}
+            states |= {
+                older_weights_name(role, version): RoleState(shards, values)
+                for version, values in replica.older_versions().items()
+            }
     return states
 
 
 def load_older_weights(directory: Path, workers: Mapping[str, ModelWorker]) -> None:
-    """Collective over the world: every rank of it must call, in program order. Raises CheckpointError."""
+    """Load the older weights that generation ahead of training still needs.
+
+    Collective over the world: every rank of it must call, in program order. Raises CheckpointError.
+    """
     for role, replica in _async_replicas(workers):
         versions = replica.context.controller.versions
         for version in sorted(versions.needed_later(role) - {versions.newest(role)}):
-            values = replica.keep(version)
+            values = replica.allocate_version(version)
             if replica.member:
                 state = RoleState(replica.engine.param_shards(), values)
-                load_checkpoint(directory, _older(role, version), state, replica.mesh.pool)
+                load_checkpoint(directory, older_weights_name(role, version), state, replica.mesh.pool)
 
 
 def _async_replicas(workers: Mapping[str, ModelWorker]) -> Iterator[tuple[str, AsyncWeightReplica]]:
@@ -302,81 +310,13 @@ def _async_replicas(workers: Mapping[str, ModelWorker]) -> Iterator[tuple[str, A
             yield role, generating.weights
 
 
-def _older(role: str, version: int) -> str:
-    """Return a checkpoint's name for an older version of a role's weights."""
+def older_weights_name(role: str, version: int) -> str:
+    """Return the name that an older version of a role's weights has in a checkpoint."""
     return f"{role}_at_version_{version}"
 
 
-# Whether a run may go on from a checkpoint: the same experiment, the same dtypes, a state that a run saves
-
-
-def environment_digests(config: TrainConfig) -> dict[str, str]:
-    """Return digests, by key, of values from the environment that decide which experiment this is: ``config.yaml`` has only their
-    references.
-    """
-    values, shown = flatten(to_dict(config, escaped)), flatten(to_dict(config, written))
-    return {key: digest(text) for key, text in values.items() if text != shown[key] and EXPERIMENT.fullmatch(key)}
-
-
-def compare_runs(
-    path: Path, config: TrainConfig, saved: Mapping[str, Any], present: Mapping[str, Any], lacking: Sequence[str] = ()
-) -> str:
-    """Return the settings that differ from those of the run whose checkpoint is ``path``, for people.
-
-    ``saved``, ``present``: the state of that run and of this one. ``lacking``: roles of this run that the checkpoint does not hold.
-    Raises ValueError where it is another experiment, unless ``run.resume`` says that this is meant.
-    """
-    file = _config_of(path)
-    values, new = flatten(to_dict(config, escaped)), flatten(to_dict(config, written))
-    old = flatten(resolve(read_file(file, "the run's configuration"))) if os.path.lexists(file) else new
-    if not old:
-        raise ValueError(f"the run's configuration '{file}' is empty, so no settings can be compared; mend it or move it away")
-    digests = saved["environment"]
-    pairs = {key: (new.get(key, "null"), old.get(key, "null")) for key in {**old, **new}}
-    changed = {}
-    for key, (is_now, was) in pairs.items():
-        value = values.get(key, "null")
-        is_equal = digest(value) == digests[key] if key in digests else was in (is_now, value)
-        if not is_equal and key not in ("run.dir", "run.resume"):
-            changed[key] = f"{key}={is_now} (was {was if was != is_now else 'another value'})"
-    # null is "as the actor" of a model's path, but a choice of bits and of the adapter that training begins with
-    chosen = [key for key in changed if "null" not in pairs[key] or key.endswith((".lora.bits", ".lora.path"))]
-    differing = [key for key in chosen if EXPERIMENT.fullmatch(key)]
-    other = [changed[key] for key in differing if key in digests or not same_path(values.get(key, "null"), pairs[key][1])]
-    for name, stream in present["data"].items():
-        then, now = saved["data"].get(name, {}).get("fingerprint"), stream["fingerprint"]
-        if then != now:
-            other.append(f"the {name} in the data are {now} (were {then})")
-    if other and config.run.resume == "auto":
-        forced = f", since it holds no role {lacking[0]!r}" if lacking else ", or run.resume=force to go on with it"
-        raise ValueError(f"{path} is of another experiment: {', '.join(other)}; give another run.dir{forced}")
-    return f"other settings than in {file}: {', '.join(changed.values())}" if changed else ""
-
-
-def _config_of(checkpoint: Path) -> Path:
-    """Return the config.yaml of a checkpoint's run. The checkpoint, or the directory of all of them, may be a link."""
-    as_named, resolved = (path.parents[1] / run_dir.CONFIG_FILE for path in (checkpoint.absolute(), checkpoint.resolve()))
-    return as_named if os.path.lexists(as_named) else resolved
-
-
-def same_path(*paths: str) -> bool:
-    return len({Path(path).expanduser().resolve() for path in paths}) == 1
-
-
-def check_dtypes(path: Path, models: Mapping[str, RoleConfig], device: torch.device) -> None:
-    """Raises ValueError where a role's weights have another dtype than in the checkpoint ``path``. Adapters have a dtype of
-    their own."""
-    manifest = read_manifest(path)
-    for role, config in models.items():
-        saved, present = DTYPES[manifest.dtype_of(role)], config.torch_dtype(device)
-        if not config.lora.rank and saved != present:
-            now, then = (str(dtype).removeprefix("torch.") for dtype in (present, saved))
-            where = f"models.{role}.dtype={config.dtype}{'' if config.dtype == now else f' ({now})'}"
-            raise ValueError(f"{where}, but {path} has {then}; go on with {then}")
-
-
 def check_state(manifest: Manifest) -> None:
-    """Raises CheckpointError for a state that ``Checkpoints`` does not save: somebody has edited it."""
+    """Raise CheckpointError for a state that ``Checkpoints`` does not save, as after an edit."""
     for key, kind in STATE_TYPES.items():
         value = manifest.state.get(key)
         if not isinstance(value, kind):
@@ -391,7 +331,7 @@ def check_state(manifest: Manifest) -> None:
 
 @contextmanager
 def reading_state(path: Path) -> Iterator[None]:
-    """Raise CheckpointError if the body finds that the state of the checkpoint ``path`` lacks something."""
+    """Raise CheckpointError if the body cannot read the state of the checkpoint ``path``."""
     try:
         yield
     except (LookupError, TypeError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""The Hugging Face directories that a run writes, their model cards, and which of its steps is the best one."""
+"""The Hugging Face directories that a run writes, their model cards, and the best step of the run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from rlhf_spmd.checkpoint.directory import COMMIT, step_directory
 from rlhf_spmd.checkpoint.export import export_hugging_face
 from rlhf_spmd.config.load import to_yaml
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 from rlhf_spmd.controller import Controller
 from rlhf_spmd.data.encoding import read_template
 from rlhf_spmd.reshard import BackgroundTask
 from rlhf_spmd.telemetry import run_dir, run_lock
-from rlhf_spmd.telemetry.progress import LOWEST
+from rlhf_spmd.telemetry.progress import LOWER_IS_BETTER
 from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.train_config import TrainConfig
 from rlhf_spmd.workers import ModelWorker
@@ -34,16 +34,17 @@ CARD = Path(__file__).with_name("model_card.md")
 
 
 class Exports:
-    """``best``: metric, step and value of ``run.keep_best`` so far."""
+    """Writes exports, and remembers the best step. ``best``: metric, step and value of ``run.keep_best`` so far."""
 
-    def __init__(self, plan: RunPlan, controller: Controller) -> None:
-        self.plan, self.controller = plan, controller
-        self.run = plan.config.run
+    def __init__(self, run_plan: RunPlan, controller: Controller) -> None:
+        self.run_plan = run_plan
+        self.controller = controller
+        self.run = run_plan.config.run
         self.run_dir = Path(self.run.dir)
         self.best: dict[str, Any] | None = None
 
     def restore(self, best: dict[str, Any] | None) -> None:
-        """Go on with a checkpoint's best step if it is of the same metric and still exists."""
+        """Take over the best step of a checkpoint, if it has the same metric and still exists."""
         self.best = None
         if best is not None and best["metric"] == self.run.keep_best:
             self.best = best if (step_directory(self.run_dir, best["step"]) / COMMIT).is_file() else None
@@ -51,7 +52,7 @@ class Exports:
     def is_best(self, global_step: int, metrics: Mapping[str, float]) -> bool:
         """Return True, and remember the step, if no earlier validation gave a better ``run.keep_best``. Step 0 has no checkpoint.
 
-        Raises ValueError where validation gives no such metric.
+        Raises ValueError if validation gives no such metric.
         """
         name = self.run.keep_best
         if name is None:
@@ -59,14 +60,17 @@ class Exports:
         if name not in metrics:
             hint = nearest(name, list(metrics)) or ";"
             raise ValueError(f"run.keep_best={name}: validation has no such metric{hint} it gives {', '.join(sorted(metrics))}")
-        value, sign = metrics[name], -1 if LOWEST.fullmatch(name) else 1
+        value = metrics[name]
+        sign = -1 if LOWER_IS_BETTER.fullmatch(name) else 1
         if not global_step or not math.isfinite(value) or (self.best and sign * value <= sign * self.best["value"]):
             return False
         self.best = {"metric": name, "step": global_step, "value": value}
         return True
 
     def write(self, global_step: int, newest: Path, ended: bool) -> None:
-        """Write what is due after step ``global_step`` and missing: a run may have ended between a checkpoint and its export.
+        """Write the exports that are due after step ``global_step`` and missing.
+
+        A run may have ended between a checkpoint and its export.
 
         Collective over the world: every rank of it must call, in program order.
         """
@@ -77,16 +81,16 @@ class Exports:
             due[f"{run_dir.EXPORTS_DIR}/best"] = step_directory(self.run_dir, self.best["step"])
         if self.run.export and ended:
             due[run_dir.EXPORT_DIR] = newest
-        first = self.controller.rank == 0
+        is_first = self.controller.rank == 0
         for name, checkpoint in due.items():
-            if self.controller.any_rank(first and run_dir.exported_checkpoint(self.run_dir, name) != checkpoint.name):
+            if self.controller.any_rank(is_first and run_dir.exported_checkpoint(self.run_dir, name) != checkpoint.name):
                 self._write(checkpoint, self.run_dir / name)
 
     def _write(self, checkpoint: Path, out: Path) -> None:
         """Export on rank 0. The others poll, since the time limit of a collective would not let them wait that long."""
 
         with self.controller.timeline.span("export", category="io"):
-            # in a daemon, which a run that is ended does not wait for
+            # in a daemon thread, for which an interrupted run does not wait
             task = BackgroundTask(partial(self._export, checkpoint, out), "export") if self.controller.rank == 0 else None
             pause_s = 0.01
             while self.controller.any_rank(task is not None and task.is_alive()):
@@ -98,9 +102,10 @@ class Exports:
     def _export(self, checkpoint: Path, out: Path) -> None:
         from transformers.utils.hub import convert_file_size_to_int
 
-        prove = partial(run_lock.check_still_held, self.run_dir)
-        prove()
-        config, exported = self.plan.config, self.plan.exported
+        check_lock = partial(run_lock.check_still_held, self.run_dir)
+        check_lock()
+        config = self.run_plan.config
+        exported = self.run_plan.exported
         max_shard_bytes = convert_file_size_to_int(self.run.max_shard_size)
         merged = not exported.config.lora.rank or self.run.export_merged
         assert issubclass(exported.worker, ModelWorker), "the exported role has a model"
@@ -112,9 +117,9 @@ class Exports:
             max_shard_bytes,
             card=model_card(config, exported.directory, checkpoint.name, exported.worker.head, merged),
             merged=merged,
-            tokenizer=self.plan.tokenizer,
+            tokenizer=self.run_plan.tokenizer,
             chat_template=read_template(getattr(config.data, "chat_template", None), "data.chat_template"),
-            prove=prove,
+            check_owner=check_lock,
         )
         run_dir.atomic_write_text(out / run_dir.EXPORTED_FILE, checkpoint.name)
 
@@ -122,8 +127,10 @@ class Exports:
 def model_card(config: TrainConfig, base: Path, checkpoint: str, head: str, merged: bool) -> str:
     """Return README.md as the Hub reads it.
 
-    ``base``: the model's, before training. ``checkpoint``: its name, step_N. ``head``: the role's.
-    ``merged``: the export has the whole model, not only adapters.
+    - base: the directory of the model before training
+    - checkpoint: the name of the checkpoint, step_N
+    - head: the head of the role's model
+    - merged: the export has the whole model, not only adapters
     """
     kind = "AutoModelForSequenceClassification" if head == "value" else "AutoModelForCausalLM"
     has_adapters = config.models[config.algorithm.exported].lora.rank
@@ -143,6 +150,6 @@ def model_card(config: TrainConfig, base: Path, checkpoint: str, head: str, merg
 
 
 def hub_name(directory: Path) -> str | None:
-    """Return the hub's name of a model in the client's cache; None for another directory."""
+    """Return the Hub's name of a model in the cache of its client; None for any other directory."""
     cached = next((part for part in directory.parts if part.startswith("models--")), None)
     return cached.removeprefix("models--").replace("--", "/", 1) if cached and directory.parent.name == "snapshots" else None

@@ -1,4 +1,4 @@
-"""Functions and classes of a notebook as a file, where other processes, and the resumed run, find them by name."""
+"""Writes functions and classes of a notebook as the text of a file, from which other processes and a resumed run import them."""
 
 from __future__ import annotations
 import __future__
@@ -36,8 +36,10 @@ def importable_name(value: Any) -> str | None:
 
 
 def source_of(value: Any, where: str) -> tuple[str, str]:
-    """Return the name of a function or class, and the text of a module that defines it with the imports, functions and constants of its
-    module that it uses. ``where``: the configuration's key, for messages.
+    """Return the name of a function or class, and the text of a module that defines it.
+
+    The text has the imports, functions and constants of its module that it uses. ``where``: the key of the configuration, for
+    messages.
 
     Raises ConfigError, one line, for a value that no text can stand for: a lambda, a partial, an object, a function with variables of
     the function around it, or one that uses an object which is neither imported nor a plain value.
@@ -49,10 +51,15 @@ def source_of(value: Any, where: str) -> tuple[str, str]:
 
 
 class _Source:
-    """The text of a module, each definition after those that it uses. ``names``: the objects that its global names stand for."""
+    """The text of a module, each definition after those that it uses.
+
+    - postpones: the text begins with ``from __future__ import annotations``
+    - names: the objects that the global names of the text stand for
+    """
 
     def __init__(self, where: str) -> None:
-        self.where, self.postpones = where, False
+        self.where = where
+        self.postpones = False
         self.imports: dict[str, None] = {}
         self.parts: list[str] = []
         self.names: dict[str, Any] = {}
@@ -123,7 +130,7 @@ class _Source:
 
 
 def _functions(value: Any) -> list[FunctionType] | None:
-    """Return a function without its decorators, or the functions of a class's body; None for anything else."""
+    """Return a function without its decorators, or the functions in the body of a class; None for anything else."""
     value = inspect.unwrap(value) if callable(value) else value
     if isinstance(value, type):
         members = (getattr(member, "__func__", member) for member in vars(value).values())
@@ -132,8 +139,9 @@ def _functions(value: Any) -> list[FunctionType] | None:
 
 
 def _definition(name: str, functions: list[FunctionType]) -> tuple[str, list[FunctionType]]:
-    """Return the source of the function, or of the class with these functions, with decorators, and the functions that stand in it.
-    Generated ones, such as a dataclass's, do not. Empty if there is no source.
+    """Return the source of the function, or of the class with these functions, with decorators, and the functions in the source.
+
+    Generated functions, such as those of a dataclass, are not in the source. Empty if there is no source.
     """
     for file in dict.fromkeys(function.__code__.co_filename for function in functions):
         lines = linecache.getlines(file)
@@ -148,7 +156,7 @@ def _definition(name: str, functions: list[FunctionType]) -> tuple[str, list[Fun
 
 @functools.lru_cache(maxsize=4)
 def _definitions(text: str) -> list[Definition]:
-    """Return the definitions around a node, the innermost first."""
+    """Return the definitions in the text, the innermost first."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -157,7 +165,7 @@ def _definitions(text: str) -> list[Definition]:
 
 
 def _global_names(text: str) -> set[str]:
-    """Return the global names that a module of this text needs, its own definition's among them if it uses that."""
+    """Return the global names that a module with this text uses, also those that it defines itself."""
 
     def walk(table: symtable.SymbolTable) -> Iterator[str]:
         for symbol in table.get_symbols():
@@ -170,7 +178,7 @@ def _global_names(text: str) -> set[str]:
 
 
 def _submodules(name: str, module: ModuleType, text: str) -> list[str]:
-    """Return ``xml.etree`` if the text uses ``xml.etree...``: importing ``xml`` alone need not import it."""
+    """Return the submodules of ``module`` that the text uses, such as ``xml.etree``: importing ``xml`` alone need not import them."""
     imported: list[str] = []
     for node in ast.walk(ast.parse(text)):
         path: list[str] = []

@@ -1,4 +1,4 @@
-"""Rank 0's side of a run: the ranks' reports as metrics, and where metrics and samples are written."""
+"""Rank 0's part of a run: merges the reports of the ranks to metrics, and writes metrics and samples."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from rlhf_spmd.workers.flops import forward_flops, matmul_rate, rated_flops
 
 
 class PendingStep(NamedTuple):
-    """A step that this rank has ended; other ranks may still be at it.
+    """A step that this rank has ended, and other ranks perhaps not.
 
-    - rows: the data's rows
-    - calls: all calls that it made; ``num_reported`` of them report values
-    - step_metrics: metrics of its data
-    - is_preempted: waits for all ranks
+    - rows: the rows of each data stream
+    - calls: all calls of the step; ``num_reported`` of them report values
+    - step_metrics: metrics of the step's data
+    - is_preempted: waits for all ranks; returns True if one was signalled to end
     """
 
     global_step: int
@@ -50,11 +50,12 @@ class PendingStep(NamedTuple):
 
 
 class Utilisation:
-    """How much of all devices' arithmetic a step's calls used: by their data sheet if it is known, and as measured."""
+    """Computes the share of the devices' arithmetic that a step used, by their data sheet if it is known, and as measured."""
 
-    def __init__(self, plan: RunPlan, world: World) -> None:
-        self.plan, self.num_ranks = plan, world.size
-        dtype = plan.exported.config.torch_dtype(world.device)
+    def __init__(self, run_plan: RunPlan, world: World) -> None:
+        self.run_plan = run_plan
+        self.num_ranks = world.size
+        dtype = run_plan.exported.config.torch_dtype(world.device)
         self.peak_flops = matmul_rate(world.device, dtype, world.launch.local_size)  # of one rank
         self.rated_flops = rated_flops(world.device, dtype)
         if world.rank == 0 and capabilities(world.device).streams and self.rated_flops is None:
@@ -62,21 +63,22 @@ class Utilisation:
             print(f"perf/mfu is of {rate}: no figure of this device's data sheet is known", file=sys.stderr)
 
     def metrics(self, calls: Sequence[CallStats], num_rows: int, num_tokens: float, seconds: float) -> dict[str, float]:
-        """Return ``perf/mfu``, and ``perf/mfu_measured`` where both are known.
+        """Return ``perf/mfu``, and ``perf/mfu_measured`` if both are known.
 
-        An update counts three forward passes in each epoch: one forward, and a backward of two. Half of the backward are the weights'
-        gradients, which a role with adapters does not compute. With rows in flight, the tokens of the rows that a step trains on
-        stand for the tokens that it generated.
+        An epoch of an update counts as three forward passes: one forward, and a backward of two. Half of the backward are gradients of
+        the weights, which a role with adapters does not compute. With rows in flight, the tokens of the rows that a step trains on
+        count as the tokens that it generated.
         """
-        config, mean = self.plan.config, num_tokens / num_rows
+        config = self.run_plan.config
+        mean_length = num_tokens / num_rows
         flops = 0.0
         for role, kind, rows, epochs in calls:
-            plan = self.plan.roles[role]
-            if plan.spec is not None and kind in ("generate", "infer", "train"):
-                passes = (2.0 if plan.config.lora.rank else 3.0) * epochs if kind == "train" else 1.0
+            role_plan = self.run_plan.roles[role]
+            if role_plan.spec is not None and kind in ("generate", "infer", "train"):
+                passes = (2.0 if role_plan.config.lora.rank else 3.0) * epochs if kind == "train" else 1.0
                 if kind == "generate" and config.prompts_in_flight:
                     rows = min(rows, config.data.train_batch_size * config.sampling.n)
-                flops += forward_flops(plan.spec, rows * mean, mean) * passes
+                flops += forward_flops(role_plan.spec, rows * mean_length, mean_length) * passes
         rate = flops / seconds / self.num_ranks
         self.peak_flops = max(self.peak_flops, rate)
         measured = rate / self.peak_flops
@@ -88,16 +90,20 @@ class Utilisation:
 def merge_reports(
     step: PendingStep, reports: Sequence[Any], utilisation: Utilisation
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return a step's metrics and samples. ``reports``: of each rank the values of its calls, and metrics of which the largest
-    counts."""
+    """Return a step's metrics and samples.
+
+    ``reports``: by rank, the values of its calls, and metrics of which the largest counts.
+    """
     values, parts = zip(*reports, strict=True)
     metrics, samples = merge_values(ordered_values(values, step.num_reported))
     for name, value in (pair for part in parts for pair in part.items()):
         metrics[name] = max(metrics.get(name, 0.0), value)
     if metrics.get("generation/seconds_max"):
         metrics["generation/idle_fraction"] = 1 - metrics["generation/seconds"] / metrics["generation/seconds_max"]
-    num_rows, generates = sum(map(len, step.rows)), any(call.kind == "generate" for call in step.calls)
-    if num_rows and ("response_length/mean" in metrics or not generates):  # which a reward reports; its call may be left out
+    num_rows = sum(map(len, step.rows))
+    generates = any(call.kind == "generate" for call in step.calls)
+    # a reward reports the lengths; without one the tokens of a step that generates are unknown
+    if num_rows and ("response_length/mean" in metrics or not generates):
         responses = metrics.get("response_length/mean", 0.0) + metrics.get("rollout/environment_tokens_mean", 0.0)
         num_tokens = sum(map(token_count, step.rows)) + responses * num_rows
         metrics["perf/tokens_per_s"] = num_tokens / metrics["timing_s/step"]
@@ -108,9 +114,9 @@ def merge_reports(
 def merge_values(calls: list[list[Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return the collected values of a step's calls as metrics (keys with a slash) and samples.
 
-    The values of a key, of all members of all calls that report it, are equal, or each has its own. Lists are of sums, which add up:
-    [total], [total, count] for a mean, or [total, count, squares] for a standard deviation. Of other values, a name that ends in max
-    takes the largest, one in min the smallest, and any other their mean.
+    Several members of several calls may report values of a key. Lists are sums, which add up: [total], [total, count] for a mean, or
+    [total, count, squares] for a standard deviation. Of other values, a key that ends in max takes the largest, one that ends in min
+    the smallest, and any other their mean.
     """
     reports = [member for members in calls for member in members if isinstance(member, dict)]
     metrics: dict[str, float] = {}
@@ -142,9 +148,14 @@ class Recorder:
     """Writes metrics and samples, and shows progress. Rank 0 only."""
 
     def __init__(self, run_dir: Path, config: TrainConfig, resumed_at: int, facts: Mapping[str, str]) -> None:
-        """``config``: it is in the run directory already. ``resumed_at``: the last finished step; 0 for a new run. ``facts``: about
-        this start, for the report."""
-        self.run_dir, resume = run_dir, resumed_at or None
+        """Open the files of the run.
+
+        - config: the configuration, which the run directory has already
+        - resumed_at: the last finished step; 0 for a new run
+        - facts: facts about this start, for the report
+        """
+        self.run_dir = run_dir
+        resume = resumed_at or None
         starts = JsonlLog(run_dir / STARTS_FILE, resume)
         starts.append([{"step": resumed_at, **facts}])
         starts.close()
@@ -157,17 +168,17 @@ class Recorder:
         self.num_samples = config.run.log_samples
         self.progress = Progress(steps, start_step=resumed_at)
         self.signals = Signals()
-        for row in read_jsonl(run_dir / METRICS_FILE):  # of earlier starts, which have said what they found
+        for row in read_jsonl(run_dir / METRICS_FILE):  # of earlier starts, which have printed their warnings
             self.signals.add(row)
 
     def log(
         self, global_step: int, metrics: dict[str, float], samples: list[dict[str, Any]], validated: list[dict[str, Any]]
     ) -> None:
-        """Write a step. Its metrics come last, so that trackers then find all of it. Raises LockLost."""
+        """Write a step. Its metrics come last, since trackers read the other files then. Raises LockLost."""
         run_lock.check_still_held(self.run_dir)
         ordered = sorted(samples, key=lambda sample: int(sample["row_id"]))
         count = min(len(ordered), self.num_samples)
-        shown = [ordered[i * len(ordered) // count] for i in range(count)]  # of all the step's calls alike
+        shown = [ordered[i * len(ordered) // count] for i in range(count)]  # evenly over the calls of the step
         self.rollouts.append({"step": global_step, **sample} for sample in shown)
         self.validations.append({"step": global_step, **sample} for sample in validated)
         self.metrics.append([{"step": global_step, "unix_s": round(time.time(), 3), **metrics}])
@@ -176,7 +187,7 @@ class Recorder:
             self.progress.say(f"warning: {text}")
 
     def sync(self) -> None:
-        """Flush to the disk, so that the files hold the steps of the checkpoint that follows."""
+        """Flush to the disk, so that the files hold all steps of the checkpoint that is written next."""
         for log in self._logs:
             log.sync()
 
@@ -188,14 +199,16 @@ class Recorder:
 
 
 def token_count(batch: Batch) -> int:
-    """Return the tokens of all token fields that the data gave."""
+    """Return the number of tokens in all token fields of the batch."""
     return sum(int(x.lengths.sum()) for name, x in batch.fields.items() if isinstance(x, Ragged) and name.endswith("_ids"))
 
 
 def start_facts(world: World) -> dict[str, str]:
-    """Return facts of this start: date, host, ranks, device, versions, command line, and the commit if the code is in a git tree."""
-    launch, device = world.launch, world.device
-    argv, hosts = sys.orig_argv, -(-launch.size // launch.local_size)
+    """Return facts of this start: date, host, ranks, device, versions, commit, command line."""
+    launch = world.launch
+    device = world.device
+    argv = sys.orig_argv
+    hosts = -(-launch.size // launch.local_size)
     program = argv[argv.index("-m") :] if "-m" in argv else sys.argv
     torchrun = ["torchrun", *(["--nnodes", str(hosts)] if hosts > 1 else []), "--nproc-per-node", str(launch.local_size)]
     return {
@@ -213,7 +226,7 @@ def start_facts(world: World) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of this package's git tree; "" if it is in none."""
+    """Return the commit of this package's git tree; "" if the package is in no git tree."""
     file = Path(__file__)
     commit = ""
     for command in (["ls-files", "--error-unmatch", file.name], ["describe", "--always", "--dirty", "--exclude", "*"]):

@@ -1,4 +1,4 @@
-"""``RunPlan``: all that is known of a run before a process group exists."""
+"""``RunPlan``: all that is known about a run before a process group exists."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ VALIDATION_SEED = 1_000_003  # validation draws other numbers than training
 class RunPlan:
     """A run as ``preflight`` decides it, stage by stage. The program builds and runs it.
 
-    What is asked for:
+    The request:
 
     - config: the configuration; while ``epochs`` says the length, ``run.steps`` is more than any run has
     - algorithm: the module with the algorithm's ``step``
-    - source: where the configuration comes from
-    - num_ranks, ranks_per_host: of the job
+    - source: the file and overrides that the configuration comes from
+    - num_ranks, ranks_per_host: numbers of ranks in the job, and on each host
     - launch: this rank's place, on whose device the run has to fit; None: memory and disk are not checked
 
-    What the stages find:
+    What the stages add:
 
-    - epochs: the length, until the data are known; then None
+    - epochs: the length of the run until the data are known; then None
     - streams: the configuration of each stream of data
-    - roles: with a model first; without ranks until they are placed
-    - rewards, environments, tokenizer: of the exported model's directory
+    - roles: the roles, those with a model first; without ranks until they are placed
+    - rewards, environments: settings by name
+    - tokenizer: the tokenizer in the exported model's directory
     - training, validation: data sets by stream
     - graph: the calls of a step
     - exact_rollouts: generation's log-probs equal those of a training forward bit for bit
-    - checkpointing: the level for ``activation_checkpointing=auto``
-    - memory: what the fullest rank needs, in words
+    - checkpointing: the level of activation checkpointing for ``activation_checkpointing=auto``
+    - memory: the memory that the fullest rank needs, in words
     - warnings: lines that the run prints first
     """
 
@@ -77,16 +78,16 @@ class RunPlan:
 
     @property
     def exported(self) -> RolePlan:
-        """The role that the run is for."""
+        """The role whose model the run exports."""
         return self.roles[self.config.algorithm.exported]
 
     @property
     def changing_roles(self) -> dict[str, RolePlan]:
-        """The roles that checkpoints hold: those that learn, or move in another way."""
+        """The roles that checkpoints hold: those that learn, or change without an optimizer."""
         return {
-            role: plan
-            for role, plan in self.roles.items()
-            if plan.trained or role in self.config.algorithm.roles_without_optimizer
+            role: role_plan
+            for role, role_plan in self.roles.items()
+            if role_plan.trained or role in self.config.algorithm.roles_without_optimizer
         }
 
     @property
@@ -94,7 +95,7 @@ class RunPlan:
         return generating_roles(self.roles)
 
     def sampling(self, validates: bool = False) -> SamplingConfig:
-        """Return the run's sampling: the data's response limit where it has none of its own, and a seed made of ``run.seed``."""
+        """Return the run's sampling settings, with the data's response limit if they have none, and a seed made of ``run.seed``."""
         config = self.config
         sampling, seed = (config.val_sampling, VALIDATION_SEED) if validates else (config.sampling, 0)
         limit = next((data.max_response_length for data in self.streams.values() if isinstance(data, PromptsConfig)), None)

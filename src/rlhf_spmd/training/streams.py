@@ -1,7 +1,7 @@
 """``data`` of an algorithm's step: its streams of rows, and references that it keeps.
 
-A step runs twice, first as a trace, then for real, and gets the same rows both times. ``next()`` returns a step's rows. Rows that only
-the trace took go back to the loader.
+A step runs twice, first as a trace, then for real. It gets the same rows from ``next()`` both times. Rows that only the trace took
+go back to the loader.
 """
 
 from __future__ import annotations
@@ -23,91 +23,94 @@ from rlhf_spmd.data.loader import Loader
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.training.validation import Validation
 
-STREAM_STRIDE = 1 << 56  # between the ids of two streams, so that no row of one is taken for a row of another
+STREAM_STRIDE = 1 << 56  # distance between the row ids of two streams, so that all row ids of a run differ
 
 
 class RowStream:
-    """The loader's rows, each ``n`` times as a group. Every rank has the same; nothing is communicated.
+    """Rows of the loader, each ``n`` times as a group. Every rank has the same; nothing is communicated.
 
     ``number``: index of the stream in the run; ids of rows and groups begin at ``number * STREAM_STRIDE``.
     """
 
-    # groups that each generation replica ends in a step; None: all that the step began
+    # number of groups that each generation replica ends in a step; None: all groups that the step began
     num_groups: tuple[int, ...] | None = None
 
     def __init__(self, loader: Loader, n: int = 1, number: int = 0) -> None:
-        self.loader, self.n, self.number = loader, n, number
-        # rows of this step, each with the loader's state before it
+        self.loader = loader
+        self.n = n
+        self.number = number
+        # batches of this step, each with its reference and the state of the loader before it
         self._batches: list[tuple[Batch, Reference, dict[str, Any]]] = []
-        self._place = 0
-        self._to_keep: list[tuple[str, Tensor, Tensor]] = []  # arguments of :meth:`keep` in this execution of the step
+        self._position = 0  # of the next batch in ``_batches``
+        self._numbers_to_keep: list[tuple[str, Tensor, Tensor]] = []  # name, entries and numbers of :meth:`keep`
 
     def next(self, size: int | None = None) -> Reference:
         """Return the next ``size`` rows of the data, by default the batch size, each ``n`` times as a group."""
         size = self.loader.batch_size if size is None else size
         num_rows = size * self.n * self.loader.dataset.group_size
-        if self._place < len(self._batches) and len(self._batches[self._place][0]) != num_rows:
-            self._give_back()  # the trace asked for another number
-        if self._place == len(self._batches):
-            before = self.loader.state_dict()
+        if self._position < len(self._batches) and len(self._batches[self._position][0]) != num_rows:
+            self._return_rows()  # the trace took another number of rows
+        if self._position == len(self._batches):
+            loader_state = self.loader.state_dict()
             rows = self.loader.next_batch(size).repeat(self.n)
             first = self.number * STREAM_STRIDE
             rows = Batch(rows.row_ids + first, rows.group_ids + first, rows.fields)
-            self._batches.append((rows, source(rows), before))
-        self._place += 1
-        return self._batches[self._place - 1][1]
+            self._batches.append((rows, source(rows), loader_state))
+        self._position += 1
+        return self._batches[self._position - 1][1]
 
     def keep(self, rows: Reference, name: str, numbers: Tensor) -> None:
-        """Keep ``numbers`` float64 [rows], the same on every rank, for rows that ``next`` returned.
+        """Keep ``numbers`` float64 [rows], the same on every rank, for rows of :meth:`next`.
 
         From the next step on, a batch whose rows all have such numbers has them as field ``name``; :meth:`split_by_kept`
         splits other batches. Checkpoints do not contain them: a resumed run computes them again.
         """
-        self._to_keep.append((name, self._entries(rows)["entry"], numbers))
+        self._numbers_to_keep.append((name, self._entries(rows)["entry"], numbers))
 
     def split_by_kept(self, rows: Reference, name: str) -> tuple[Reference, Reference]:
-        """Split ``rows`` of ``next`` into those for which ``name`` was kept, with that field, and the others."""
-        batch, kept = self._entries(rows), self.loader.dataset.known.get(name)
+        """Split rows of :meth:`next` into those with numbers ``name``, which they get as a field, and the others."""
+        batch = self._entries(rows)
+        kept = self.loader.dataset.later_numbers.get(name)
         numbers = torch.full((len(batch),), torch.nan) if kept is None else kept[batch["entry"].long()]
         batch = Batch(batch.row_ids, batch.group_ids, {name: numbers})
-        known, unknown = (source(batch.take(torch.nonzero(mask)[:, 0])) for mask in (~numbers.isnan(), numbers.isnan()))
-        return rows.take(known).union(known), rows.take(unknown)
+        with_numbers, others = (source(batch.take(torch.nonzero(mask)[:, 0])) for mask in (~numbers.isnan(), numbers.isnan()))
+        return rows.take(with_numbers).union(with_numbers), rows.take(others)
 
     def _entries(self, rows: Reference) -> Batch:
-        """Return the field ``entry`` of rows of ``next``, in their order."""
+        """Return the field ``entry`` of rows of :meth:`next`, in their order."""
         assert rows.rows is not None, "rows of next()"
         entries = [Batch(batch.row_ids, batch.group_ids, {"entry": batch["entry"]}) for batch, *_ in self._batches]
         return concat(entries).reorder(torch.from_numpy(rows.rows.row_ids))
 
     def begin(self) -> None:
         """Begin an execution of the step: the trace and the run get the same rows."""
-        self._place = 0
-        self.keep_nothing()
+        self._position = 0
+        self.forget_trace()
 
-    def keep_nothing(self) -> None:
-        """Forget what a trace has kept: a trace computes only ones."""
-        self._to_keep.clear()
+    def forget_trace(self) -> None:
+        """Forget the numbers that a trace has kept, which are all ones."""
+        self._numbers_to_keep.clear()
 
     def commit(self) -> Batch | None:
-        """End a step. Returns its rows; rows that only the trace asked for go back to the loader."""
-        self._give_back()
-        for name, entries, numbers in self._to_keep:
-            self.loader.dataset.keep(name, entries, numbers)
+        """End a step and return its rows. Rows that only the trace took go back to the loader."""
+        self._return_rows()
+        for name, entries, numbers in self._numbers_to_keep:
+            self.loader.dataset.store_numbers(name, entries, numbers)
         step_rows = [rows for rows, *_ in self._batches]
         self._batches.clear()
         return concat(step_rows) if step_rows else None
 
-    def _give_back(self) -> None:
-        """Return the rows after the current place to the loader."""
-        if self._place < len(self._batches):
-            self.loader.load_state_dict(self._batches[self._place][2])
-            del self._batches[self._place :]
+    def _return_rows(self) -> None:
+        """Give the rows after the current position back to the loader."""
+        if self._position < len(self._batches):
+            self.loader.load_state_dict(self._batches[self._position][2])
+            del self._batches[self._position :]
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError if the checkpoint has rows in flight, which only an :class:`InFlightStream` can resume."""
+        """Load the loader's state. Raises CheckpointError for prompts in flight: only an :class:`InFlightStream` resumes them."""
         if state.get("in_flight"):
             raise CheckpointError(
                 f"the checkpoint has {len(state['in_flight'])} prompts in flight; give the data.gen_batch_size of the run that wrote it"
@@ -118,12 +121,13 @@ class RowStream:
 class InFlightStream(RowStream):
     """Prompts whose responses may take several steps (``data.gen_batch_size``).
 
-    ``in_flight`` prompts are generated at a time. A step takes the loader's batch size of them: on every generation replica the
-    oldest groups that have ended. Each replica has and ends prompts in proportion to its speed, at least one. ``speeds``: empty if
-    all replicas are equally fast.
+    - in_flight: number of prompts that are generated at a time. A step takes as many as a batch of the loader has: on every
+      generation replica the oldest groups that have ended
+    - speeds: speeds of the replicas; empty if all are equally fast. Each replica has and ends prompts in proportion to its speed, at
+      least one
 
     Every rank knows which rows are in flight on which replica; only the replica knows their tokens.
-    ``workers/partial_rollouts.py`` says which object holds what, and when.
+    ``workers/partial_rollouts.py`` says which object holds which part of a row in flight, and when.
     """
 
     def __init__(self, loader: Loader, n: int, in_flight: int, num_replicas: int, speeds: tuple[float, ...] = ()) -> None:
@@ -134,9 +138,9 @@ class InFlightStream(RowStream):
         groups_per_step = fill_by_speed(loader.batch_size, replica_speeds, np.ones(num_replicas, dtype=np.int64))
         self._groups_in_flight = fill_by_speed(in_flight, replica_speeds, groups_per_step)  # of each replica
         self.num_groups = tuple(groups_per_step.tolist())
-        self.prompts: Batch | None = None  # one row per group in flight
-        self.replicas = np.empty(0, dtype=np.int64)  # the replica of each of ``prompts``
-        self._ended: np.ndarray | None = None  # which groups in flight have ended, in this execution of the step
+        self.prompts: Batch | None = None  # one row for each group in flight
+        self.replicas = np.empty(0, dtype=np.int64)  # the replica of each prompt
+        self._ended: np.ndarray | None = None  # True for groups that ended in this execution of the step
         self._reference: Reference | None = None
 
     def next(self, size: int | None = None) -> Reference:
@@ -154,21 +158,15 @@ class InFlightStream(RowStream):
         return self._reference
 
     def take_ended(self, groups: list[int]) -> np.ndarray:
-        """Return the row ids of ``groups``, which leave with this step. A trace has no groups and takes as many as a step does."""
+        """Return the row ids of ``groups``, which end in this step. A trace has no groups and takes as many as a step does."""
         assert self.prompts is not None, "next() comes first"
         ids = self.prompts.row_ids.numpy()
         self._ended = np.isin(ids, groups) if groups else np.arange(len(ids)) < self.loader.batch_size
         rows = self.prompts.take(np.flatnonzero(self._ended)).repeat(self.n)
         return rows.row_ids.numpy()
 
-    def keep(self, rows: Reference, name: str, numbers: Tensor) -> None:
-        """Raises ValueError: numbers are kept for a batch of the loader, and prompts in flight are none."""
-        raise ValueError(
-            "data.gen_batch_size: a stream of prompts in flight keeps no numbers of rows; leave gen_batch_size out"
-        )
-
-    def split_by_kept(self, rows: Reference, name: str) -> tuple[Reference, Reference]:
-        """Raises ValueError, as :meth:`keep`."""
+    def _entries(self, rows: Reference) -> Batch:
+        """Raise ValueError for :meth:`keep` and :meth:`split_by_kept`, which need a batch of the loader."""
         raise ValueError(
             "data.gen_batch_size: a stream of prompts in flight keeps no numbers of rows; leave gen_batch_size out"
         )
@@ -185,8 +183,8 @@ class InFlightStream(RowStream):
             )
         if self.prompts is not None and self._ended is not None:
             step_rows = self.prompts.take(np.flatnonzero(self._ended)).repeat(self.n)
-            left = np.flatnonzero(~self._ended)
-            self.prompts, self.replicas = self.prompts.take(left), self.replicas[left]
+            remaining = np.flatnonzero(~self._ended)
+            self.prompts, self.replicas = self.prompts.take(remaining), self.replicas[remaining]
         self._reference = None
         return step_rows
 
@@ -198,16 +196,14 @@ class InFlightStream(RowStream):
         return {**self.loader.state_dict(), "in_flight": in_flight, "n": self.n, **self._replica_state()}
 
     def _replica_state(self) -> dict[str, Any]:
-        return {
-            "num_replicas": self.partition_spec.num_parts,
-            **({"speeds": list(self.partition_spec.speeds)} if self.partition_spec.speeds else {}),
-        }
+        speeds = list(self.partition_spec.speeds)
+        return {"num_replicas": self.partition_spec.num_parts, **({"speeds": speeds} if speeds else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume. Local: no communication. With another number of replicas or other speeds, prompts are redistributed by tokens.
+        """Load the loader's state and the prompts in flight. Local: no communication.
 
-        Raises CheckpointError if prompts in flight, or the number of rows of each, have changed: the tokens would answer other
-        prompts.
+        With another number of replicas or other speeds, prompts are redistributed by tokens. Raises CheckpointError if the text of
+        prompts in flight, or the number of rows of each, has changed: the tokens would answer other prompts.
         """
         self.loader.load_state_dict(state)
         in_flight = state.get("in_flight") or []
@@ -232,11 +228,12 @@ class InFlightStream(RowStream):
         return [] if self.prompts is None else [zlib.crc32(ids.numpy().tobytes()) for ids in self.prompts["prompt_ids"].rows()]
 
     def _append(self, prompts: Batch, replicas: np.ndarray | None = None) -> None:
-        """Add prompts. ``replicas``: the replica of each; None: balanced by tokens."""
+        """Add prompts in flight. ``replicas``: the replica of each; None: balanced by tokens."""
         if replicas is None:
-            num_parts, lengths = self.partition_spec.num_parts, prompts["prompt_ids"].lengths.numpy()
-            before = np.bincount(self.replicas, minlength=num_parts)
-            counts = fill_by_speed(len(self.replicas) + len(lengths), self._groups_in_flight, before) - before
+            num_parts = self.partition_spec.num_parts
+            lengths = prompts["prompt_ids"].lengths.numpy()
+            present = np.bincount(self.replicas, minlength=num_parts)
+            counts = fill_by_speed(len(self.replicas) + len(lengths), self._groups_in_flight, present) - present
             replicas = partition_by_tokens(lengths, num_parts, speeds=self.partition_spec.speeds, counts=counts)
         self.prompts = prompts if self.prompts is None else concat([self.prompts, prompts])
         self.replicas = np.concatenate([self.replicas, replicas])
@@ -244,9 +241,12 @@ class InFlightStream(RowStream):
 
 @dataclass(eq=False)
 class Data:
-    """``data`` of a step: the streams by name, ``sampling``, ``validation``.
+    """``data`` of a step.
 
-    ``kept``: references that an algorithm keeps for later steps.
+    - ``data.<name>``: the stream of this name
+    - validation: validation rows, and calls on them
+    - sampling: how training samples
+    - kept: references that an algorithm keeps for later steps
     """
 
     _controller: Controller
@@ -256,6 +256,7 @@ class Data:
     kept: dict[str, Reference] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> RowStream:
+        """Return the stream of this name."""
         streams: Mapping[str, RowStream] = self.__dict__["_streams"]
         if name not in streams:
             raise AttributeError(f"the data have no stream {name!r}; there are {', '.join(streams)}")
@@ -263,7 +264,7 @@ class Data:
 
     @property
     def epoch(self) -> float:
-        """Passes over the first stream's data so far."""
+        """Passes over the data of the first stream so far."""
         return next(iter(self._streams.values())).loader.epochs
 
     @property
@@ -271,14 +272,14 @@ class Data:
         return self.validation.sampling
 
     def run(self, global_step: int, script: Callable[[], Any]) -> tuple[Any, list[Batch]]:
-        """Trace and run step ``global_step``. Returns the step's result, and the rows of each stream.
+        """Trace and run step ``global_step``. Return the result of ``script``, and the rows of each stream.
 
         Collective over the world: every rank of it must call, in program order.
         """
-        before = dict(self.kept)
+        kept = dict(self.kept)
 
         def execute() -> Any:
-            self.kept = dict(before)
+            self.kept = dict(kept)
             for stream in self._streams.values():
                 stream.begin()
             return script()
@@ -293,7 +294,7 @@ class Data:
             stream.begin()
         graph = self._controller.trace(script)
         for stream in self._streams.values():
-            stream.keep_nothing()
+            stream.forget_trace()
             stream.commit()
         return graph
 
@@ -301,7 +302,7 @@ class Data:
         return {name: stream.state_dict() for name, stream in self._streams.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError for a state that these streams cannot resume."""
+        """Load the states of the streams. Raises CheckpointError for a state that these streams cannot resume."""
         if set(state) != set(self._streams):
             raise CheckpointError(f"the checkpoint has the streams {', '.join(state)}, this run {', '.join(self._streams)}")
         for name, stream in self._streams.items():

@@ -1,4 +1,4 @@
-"""The configuration of ``train``: its schema, how it is read, and what makes a module an algorithm."""
+"""The configuration of ``train``: its schema, how it is read, and the checks of an algorithm's module."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.checkpoint.directory import checkpoints_of, named_checkpoint
 from rlhf_spmd.config.constraints import NonNegativeInt, PositiveInt, Range, Seconds, Seed
 from rlhf_spmd.config.interpolation import select
-from rlhf_spmd.config.load import check_tree, load, read_tree
+from rlhf_spmd.config.load import Revision, check_tree, load, read_tree
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.rules import Rule, Rules
-from rlhf_spmd.config.schema import ConfigError, first_line, is_inline, section_keys, type_hints
+from rlhf_spmd.config.schema import ConfigError, is_inline, section_keys, type_hints
+from rlhf_spmd.config.words import first_line
 from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.config import SamplingConfig
@@ -101,7 +102,7 @@ class RunConfig:
         if self.resume not in RESUME and not named_checkpoint(Path(self.resume)).is_dir():
             raise ValueError(f"{where}.resume={self.resume!r} is none of {', '.join(RESUME)}, and no checkpoint directory")
         if self.resume not in RESUME and checkpoints_of(Path(self.resume)).is_dir():
-            newest = checkpoints_of(Path(self.resume)) / run_dir.LATEST
+            newest = checkpoints_of(Path(self.resume)) / run_dir.LATEST_FILE
             raise ValueError(f"{where}.resume={self.resume} is the directory of a run; give {newest}, or one of its step_N")
 
 
@@ -164,8 +165,9 @@ class TrainConfig:
 class ConfigSource:
     """Where a configuration comes from: a file or a mapping, and overrides.
 
-    ``default``: the algorithm where none is named. ``directory``: where relative directories of the run begin. By default the working
-    directory when this object is made, since the user's code may change it later.
+    - default: the algorithm where none is named
+    - directory: where relative directories of the run begin. By default the working directory when this object is made, since the
+      user's code may change it later
     """
 
     file: str | Mapping[str, Any] | None = None
@@ -188,9 +190,13 @@ def read_config(
 ) -> tuple[TrainConfig, ModuleType]:
     """Return the checked configuration and the algorithm's module.
 
-    ``default``: the algorithm where none is named. ``more``: further sections, or other types of known ones. ``planned``: a plan that
-    overrides everything. ``directory``: where relative directories of the run begin; None: the working directory before the user's code
-    is imported, which may change it. Raises ConfigError, one line.
+    - default: the algorithm where none is named
+    - more: further sections, or other types of sections
+    - planned: a plan that overrides everything
+    - directory: where relative directories of the run begin; None: the working directory before the user's code is imported, which
+      may change it
+
+    Raises ConfigError, one line.
     """
     directory = directory or Path.cwd()
     modules: list[ModuleType] = []
@@ -200,16 +206,16 @@ def read_config(
             raise ValueError("algorithm=null would leave the default algorithm in its place; give algorithm.name=<another one>")
         algorithm = raw.get("algorithm") or {}
         name = str(algorithm.get("name", default)) if isinstance(algorithm, Mapping) else str(algorithm)
-        module = find("algorithm", "rlhf_spmd.algorithms", name, exports="step")
+        module = find("algorithm", "rlhf_spmd.algorithms", name, required_attribute="step")
         modules.append(module)
         config = algorithm_config(module)
         data = {s.key: None if s.optional and raw.get(s.key) is None else s.config for s in config.streams.values()}
         return {"algorithm": config, **data, **more}
 
-    def revise(file: dict[str, Any], merged: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    def revise(file: dict[str, Any], merged: Mapping[str, Any]) -> Revision:
         if planned is not None:
-            return apply_plan(dict(merged), planned), False
-        return (file if more or merged.get("plan") is None else apply_plan(file, read_plan(str(merged["plan"])))), True
+            return Revision(apply_plan(dict(merged), planned), overrides_apply=False)
+        return Revision(file if more or merged.get("plan") is None else apply_plan(file, read_plan(str(merged["plan"]))))
 
     config = load(TrainConfig, path, overrides, sections, revise)
     run = config.run
@@ -267,8 +273,9 @@ def algorithm_config(module: ModuleType) -> type[AlgorithmConfig]:
 
 
 def run_dir_hint(path: str | None, overrides: Sequence[str]) -> Path | None:
-    """Return where exit_status.json goes when the configuration is refused, absolute, or None: ``run.dir`` of command line, file and
-    defaults, as far as they can be read.
+    """Return the absolute path of ``run.dir`` by command line, file and defaults, as far as they can be read; else None.
+
+    ``exit_status.json`` goes there if the configuration is refused.
     """
     try:
         tree = read_tree(path, overrides)

@@ -33,13 +33,13 @@ from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.streams import Data
 
 GOAL_METRIC = "val/reward_mean"
-Script = Callable[[int], list[Reference]]  # number of a step -> the calls whose values are its metrics
-Validate = Callable[[int], dict[str, float]]
+Script = Callable[[int], list[Reference]]  # number of a step -> calls whose values are its metrics
+Validate = Callable[[int], dict[str, float]]  # number of a step -> metrics
 
 
 @dataclass(frozen=True)
-class Due:
-    """What follows a step, by the settings of ``run``."""
+class DueActions:
+    """Actions that follow a step, by the settings of ``run``."""
 
     validation: bool
     save: bool
@@ -49,11 +49,11 @@ class Due:
 
 @dataclass
 class StepOutcome:
-    """What follows from the steps that were finished.
+    """Outcome of the steps that :meth:`Trainer._finish_steps` has finished.
 
     - preempted: a rank was signalled to end
     - is_best: no earlier validation gave a better ``run.keep_best``
-    - reached_goal: validation reached the algorithm's goal
+    - reached_goal: the validation reached the algorithm's goal
     """
 
     preempted: bool = False
@@ -62,32 +62,37 @@ class StepOutcome:
 
 
 class Trainer:
-    """Runs ``models`` on ``data``."""
+    """Runs the steps of a run on ``data``, and what follows each of them."""
 
     def __init__(self, context: ProgramContext[RunPlan], models: SimpleNamespace, data: Data) -> None:
-        self.plan: RunPlan = context.prepared
+        self.run_plan: RunPlan = context.prepared
         self.world, self.board = context.world, context.board
-        self.data, self.config = data, self.plan.config.run
-        self.num_steps, self.goal = self.plan.num_steps, self.plan.config.algorithm.goal
+        self.data = data
+        self.config = self.run_plan.config.run
+        self.num_steps = self.run_plan.num_steps
+        self.goal = self.run_plan.config.algorithm.goal
         self.controller: Controller = models.controller
         self.run_dir = Path(self.config.dir)
         self.is_first = self.world.rank == 0
-        self.exports = Exports(self.plan, self.controller)
+        self.exports = Exports(self.run_plan, self.controller)
         self.checkpoints = Checkpoints(context, models, data, self.exports)
-        self.utilisation = Utilisation(self.plan, self.world)
-        self.recorder: Recorder | None = None  # on rank 0, once a step is to be made
-        self.pending: deque[PendingStep] = deque()  # steps that some ranks may not have ended yet
+        self.utilisation = Utilisation(self.run_plan, self.world)
+        self.recorder: Recorder | None = None  # on rank 0, once there is a step to run
+        self.pending: deque[PendingStep] = deque()  # steps that other ranks may not have ended yet
         self._reported_bytes = 0  # bytes of weights that have been reported
-        prompts = [row for rows in self.plan.training.values() if isinstance(rows, PromptDataset) for row in rows.examples()]
-        self.repeated = repeated_means(self.plan.rewards, [prompts])  # metrics that are left out
-        datasets = (*self.plan.training.values(), *self.plan.validation.values())
+        prompts = [
+            row for rows in self.run_plan.training.values() if isinstance(rows, PromptDataset) for row in rows.examples()
+        ]
+        self.duplicate_metrics = repeated_means(self.run_plan.rewards, [prompts])  # they are not logged
+        datasets = (*self.run_plan.training.values(), *self.run_plan.validation.values())
         self.num_bad_rows = sum(rows.tally.num_bad for rows in datasets)
 
     def run(self, script: Script, validate: Validate) -> None:
-        """Run all steps from where the run stands. ``validate`` returns the same on every rank; it is called every
-        ``run.test_freq`` steps.
+        """Run all steps after the checkpoint that the run resumes from, if there is one.
 
-        The run ends early when ``GOAL_METRIC`` reaches the algorithm's goal. Collective over the world: every rank of it must call.
+        ``validate`` returns the same on every rank. The run ends early when ``GOAL_METRIC`` reaches the algorithm's goal.
+
+        Collective over the world: every rank of it must call.
         Raises Preempted, after saving, if any rank was signalled.
         """
         with self.checkpoints.writer:
@@ -107,40 +112,36 @@ class Trainer:
         for global_step in range(first_step, self.num_steps + 1):
             self.pending.append(self._run_step(script, global_step))
             self.checkpoints.writer.check()
-            due = self._due(global_step)
+            due = self._due_actions(global_step)
             outcome = self._finish_steps(due, validate)
             ended = due.end or outcome.reached_goal
-            is_awaited = ended or outcome.preempted or due.export or outcome.is_best
-            if is_awaited or due.save:
-                if self.recorder is not None:
-                    self.recorder.sync()  # before the checkpoint is there
-                in_background = self.config.background_save and not is_awaited
-                self.checkpoints.save(global_step, outcome.reached_goal, in_background)
+            saves_in_foreground = ended or outcome.preempted or due.export or outcome.is_best
+            if saves_in_foreground or due.save:
+                self._save(global_step, outcome.reached_goal, saves_in_foreground)
             if outcome.preempted and not ended:
                 self._close("preempted", global_step)
                 raise Preempted(f"saved {self.board.last_checkpoint}; start again with run.resume=auto to go on")
-            if is_awaited:
+            if saves_in_foreground:
                 self._export(global_step, ended)
             if ended:
                 self._close("done", global_step)
                 return
 
+    def _save(self, global_step: int, reached_goal: bool, in_foreground: bool) -> None:
+        if self.recorder is not None:
+            self.recorder.sync()  # the checkpoint must not be newer than the files of metrics
+        self.checkpoints.save(global_step, reached_goal, self.config.background_save and not in_foreground)
+
     def _run_step(self, script: Script, global_step: int) -> PendingStep:
-        """Run one step. This rank's report of it travels to rank 0 while the rank goes on."""
+        """Run one step. The rank's report of the step travels to rank 0 while the rank goes on."""
         self.board.set_step(global_step)
         self.controller.timeline.begin_step(global_step)
         start = time.perf_counter()
         calls, rows = self.data.run(global_step, partial(script, global_step))
         if not calls and not self.controller.call_stats:
-            name = self.plan.algorithm.__name__
+            name = self.run_plan.algorithm.__name__
             raise RuntimeError(f"{name}.step made no call in step {global_step}: nothing was computed and nothing learnt")
-        rank_metrics: dict[str, float] = defaultdict(float)  # of which the largest of all ranks counts
-        seconds = time.perf_counter() - start
-        for name, value in self.controller.timeline.phase_totals(global_step).items():
-            if ":" not in name:
-                rank_metrics[f"timing_s/{name.rsplit('.', 1)[-1]}"] += value  # of a method the sum over roles
-        rank_metrics |= {"timing_s/step": seconds, "reshard/bytes": float(self._moved_bytes())}
-        rank_metrics["memory/peak_gb"] = peak_bytes(self.world.device) / 2**30
+        rank_metrics = self._rank_metrics(global_step, time.perf_counter() - start)
         self.controller.send_report([self.controller.values(*calls), rank_metrics])
         step_metrics = {"data/epoch": self.data.epoch}
         if self.num_bad_rows:
@@ -148,19 +149,30 @@ class Trainer:
         is_preempted = self.controller.any_async(self.board.preempted)
         return PendingStep(global_step, rows, self.controller.call_stats, len(calls), step_metrics, is_preempted)
 
-    def _due(self, global_step: int) -> Due:
+    def _rank_metrics(self, global_step: int, seconds: float) -> dict[str, float]:
+        """Return metrics of which the largest of all ranks counts. ``seconds``: the time of the step."""
+        metrics: dict[str, float] = defaultdict(float)
+        for name, value in self.controller.timeline.phase_totals(global_step).items():
+            if ":" not in name:
+                metrics[f"timing_s/{name.rsplit('.', 1)[-1]}"] += value  # the sum over roles with this method
+        metrics |= {"timing_s/step": seconds, "reshard/bytes": float(self._moved_bytes())}
+        metrics["memory/peak_gb"] = peak_bytes(self.world.device) / 2**30
+        return metrics
+
+    def _due_actions(self, global_step: int) -> DueActions:
         is_last = global_step == self.num_steps
-        return Due(
+        return DueActions(
             validation=_divides(self.config.test_freq, global_step) or (bool(self.config.test_freq) and is_last),
             save=_divides(self.config.save_freq, global_step),
             export=_divides(self.config.export_freq, global_step),
             end=is_last,
         )
 
-    def _finish_steps(self, due: Due, validate: Validate) -> StepOutcome:
-        """Receive and log the steps that rank 0 need not wait for any longer, and validate if it is due.
+    def _finish_steps(self, due: DueActions, validate: Validate) -> StepOutcome:
+        """Receive and log the steps that need not be pending any longer, and validate if it is due.
 
-        Generation ahead of training leaves as many steps pending. Before a validation or a checkpoint, and after a signal, all end.
+        As many steps may be pending as generation is ahead of training. Before a validation or a checkpoint, and after a signal, none
+        may.
         """
         outcome = StepOutcome()
         waits_for_all = due.validation or due.save or due.export or due.end
@@ -174,7 +186,7 @@ class Trainer:
             if due.validation and not self.pending:
                 self.checkpoints.writer.wait()
                 metrics |= self._validate(validate, step.global_step, outcome)
-                self._moved_bytes()  # not of a step
+                self._moved_bytes()  # bytes of a validation belong to no step
             self._log(step.global_step, metrics, samples)
             if self.recorder is not None and outcome.reached_goal:
                 reached = f"{GOAL_METRIC} {metrics[GOAL_METRIC]:.4g} >= {self.goal:g}"
@@ -182,20 +194,21 @@ class Trainer:
         return outcome
 
     def _validate(self, validate: Validate, global_step: int, outcome: StepOutcome) -> dict[str, float]:
-        """Return the metrics of validation; ``outcome`` learns whether they are the best so far, and reach the goal."""
+        """Return the metrics of a validation. Note in ``outcome`` whether they are the best so far, and reach the goal."""
         metrics = validate(global_step)
         outcome.is_best = self.exports.is_best(global_step, metrics)
         outcome.reached_goal = self.goal is not None and metrics.get(GOAL_METRIC, -math.inf) >= self.goal
         return metrics
 
     def _receive(self, step: PendingStep) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return on rank 0 the metrics and samples of a step from the reports of all ranks; waits for ranks that have yet to
-        end it. Other ranks return nothing.
+        """Return the metrics and samples of a step from the reports of all ranks. Empty on other ranks than rank 0.
+
+        Rank 0 waits for ranks that have yet to end the step.
         """
         if not self.is_first:
             return {}, []
         metrics, samples = merge_reports(step, self.controller.receive_reports(), self.utilisation)
-        metrics = {name: value for name, value in metrics.items() if name not in self.repeated}
+        metrics = {name: value for name, value in metrics.items() if name not in self.duplicate_metrics}
         if "generation/idle_fraction" in metrics:
             idle = round(metrics["generation/idle_fraction"], 4)
             self.controller.timeline.instant("generation", of_step=step.global_step, idle_fraction=idle)
@@ -207,20 +220,21 @@ class Trainer:
             self.recorder.log(global_step, metrics, samples, shown)
 
     def _moved_bytes(self) -> int:
-        """Return the bytes of weights that this rank has received since the last call; they may come between steps, too."""
-        before, self._reported_bytes = self._reported_bytes, sum(RECORDER.received[label] for label in LABELS)
+        """Return the bytes of weights that this rank has received since the last call of this method."""
+        before = self._reported_bytes
+        self._reported_bytes = sum(RECORDER.received[label] for label in LABELS)
         return self._reported_bytes - before
 
     # Beginning and end
 
     def _start_recording(self, last_step: int) -> None:
         if self.is_first:
-            run_dir.atomic_write_text(self.run_dir / run_dir.CONFIG_FILE, to_yaml(self.plan.config))
-            self.recorder = Recorder(self.run_dir, self.plan.config, last_step, start_facts(self.world))
+            run_dir.atomic_write_text(self.run_dir / run_dir.CONFIG_FILE, to_yaml(self.run_plan.config))
+            self.recorder = Recorder(self.run_dir, self.run_plan.config, last_step, start_facts(self.world))
             self.controller.timeline.listener = self.recorder.progress.phase
 
     def _end_at_once(self, last_step: int) -> None:
-        """Say that nothing is left to do, and export what an earlier start did not."""
+        """Print that nothing is left to do, and export what an earlier start did not."""
         self.board.set_step(last_step)
         if self.is_first:
             done, remedy = f"step {last_step} of {self.num_steps} is done", "raise run.steps or "

@@ -20,15 +20,15 @@ from rlhf_spmd.rewards.results import RewardError
 class ValidationRows(NamedTuple):
     """The validation rows of one stream.
 
-    - batch_size: rows at a time; None: all at once
+    - batch_size: rows that are evaluated at a time; None: all at once
     - sets: names of the files that the rows are from
-    - repeated: names of reward means that another metric already reports
+    - duplicate_metrics: names of reward means that another metric already reports
     """
 
     dataset: TokenDataset
     batch_size: int | None
     sets: list[str]
-    repeated: frozenset[str] = frozenset()
+    duplicate_metrics: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False)
@@ -36,7 +36,8 @@ class Validation:
     """Evaluates an algorithm's calls on validation rows.
 
     - rows: validation rows by stream; their row ids are positions in the data set
-    - num_shown: prompts of each set whose responses are kept in ``shown`` until they are taken, for people to read
+    - num_shown: number of prompts of each set of which a response is kept in ``shown``, for people to read
+    - shown: responses since :meth:`take_shown` was called
     """
 
     _controller: Controller
@@ -46,8 +47,9 @@ class Validation:
     shown: list[dict[str, Any]] = field(default_factory=list)
 
     def take_shown(self) -> list[dict[str, Any]]:
-        """Return the responses that have been kept since the last call."""
-        samples, self.shown = self.shown, []
+        """Return the responses in ``shown``, and empty it."""
+        samples = self.shown
+        self.shown = []
         return samples
 
     def evaluate_rows(self, name: str, call: Callable[[Reference], Reference]) -> list[Any]:
@@ -62,10 +64,10 @@ class Validation:
     def evaluate_rewards(
         self, name: str, script: Callable[[Reference, SamplingConfig, frozenset[int]], tuple[Reference, list[Reference]]]
     ) -> dict[str, float]:
-        """Sample and score responses to a stream's validation prompts. Returns metrics, each named ``val/...``.
+        """Sample and score responses to a stream's validation prompts. Return metrics, each named ``val/...``.
 
-        They are ``reward_mean``, the mean of the scores; the means of the rewards' extras; and those of
-        :func:`eval_metrics.measure_sets`, for prompts whose responses all have a score. The first prompts of each set go to
+        The metrics are ``reward_mean``, the mean of the scores; the means of the rewards' extras; and those of
+        :func:`eval_metrics.measure_sets` for prompts whose responses all have a score. The first prompts of each set go to
         ``shown``, with one response each.
 
         ``script`` gets rows, sampling, and the ids of the rows that are to be reported as samples. It returns a reference to the
@@ -73,31 +75,32 @@ class Validation:
 
         Collective over the world: every rank of it must call, in program order.
         """
-        rows, n = self.rows[name], self.sampling.n
+        rows = self.rows[name]
+        n = self.sampling.n
         firsts = [int((rows.dataset.sources < number).sum()) for number in range(len(rows.sets))]
         shown = frozenset(n * (first + i) for first in firsts for i in range(self.num_shown))
         reports: list[dict[str, Any]] = []
         fields = {"scores": [torch.empty(0)], "answer_codes": [torch.empty(0)]}
         for batch in validation_batches(rows.dataset, rows.batch_size):
-            repeated = batch.repeat(n)
-            scored_rows, calls = self._controller.run(script, source(repeated), self.sampling, shown)
+            scored_rows, calls = self._controller.run(script, source(batch.repeat(n)), self.sampling, shown)
             for field_name, parts in fields.items():
                 parts.append(self._controller.get_field(scored_rows, field_name))
             reports += [report for members in self._controller.get(*calls) for report in members]
-        means = {key: value for key, value in mean_extras(reports).items() if key not in rows.repeated}
+        means = {key: value for key, value in mean_extras(reports).items() if key not in rows.duplicate_metrics}
         scores, codes = (torch.cat(parts).reshape(-1, n).numpy() for parts in fields.values())
         scored = ~np.isnan(scores)
         if not scored.any():
             raise RewardError(f"no reward scores any of the {scores.size} responses to validation prompts")
-        read = (~np.isnan(codes)).any(1).tolist()  # by prompt: the reward reads answers
-        votes = [[code if code >= 0 else None for code in row] for row in codes.tolist()]  # nan is None too
-        answers = [row if reads else None for row, reads in zip(votes, read, strict=True)]
-        numbers, is_complete = rows.dataset.sources.numpy(), scored.all(1)
+        has_answers = (~np.isnan(codes)).any(1).tolist()  # by prompt: the reward reads answers
+        votes = [[code if code >= 0 else None for code in row] for row in codes.tolist()]  # nan becomes None, too
+        answers = [row if has_answer else None for row, has_answer in zip(votes, has_answers, strict=True)]
+        set_numbers = rows.dataset.sources.numpy()
+        is_complete = scored.all(1)
         samples = {int(sample["row_id"]): sample for report in reports for sample in report.get("samples", [])}
         for row_id, sample in sorted(samples.items()):
-            set_name, score = rows.sets[numbers[row_id // n]], float(scores[row_id // n, 0])  # of all rewards
+            set_name, score = rows.sets[set_numbers[row_id // n]], float(scores[row_id // n, 0])  # of all rewards
             self.shown.append({"set": set_name, "answer": None, **sample, "score": score})
-        sets = {name: np.flatnonzero((numbers == number) & is_complete) for number, name in enumerate(rows.sets)}
+        sets = {name: np.flatnonzero((set_numbers == number) & is_complete) for number, name in enumerate(rows.sets)}
         means = {"reward_mean": float(scores[scored].mean(dtype=np.float64)), **means, **measure_sets(scores, answers, sets)}
         return {f"val/{key}": value for key, value in means.items()}
 
@@ -107,6 +110,7 @@ def mean_extras(reports: list[dict[str, Any]]) -> dict[str, float]:
     sums: dict[str, list[float]] = {}
     for report in reports:
         for name, (total, count) in report.get("extras", {}).items():
-            before = sums.setdefault(name, [0.0, 0.0])
-            sums[name] = [before[0] + total, before[1] + count]
+            sum_and_count = sums.setdefault(name, [0.0, 0.0])
+            sum_and_count[0] += total
+            sum_and_count[1] += count
     return {name: total / count for name, (total, count) in sums.items()}

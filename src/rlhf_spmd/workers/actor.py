@@ -22,10 +22,10 @@ from rlhf_spmd.objectives.rollout_correction import mismatch_sums
 from rlhf_spmd.telemetry.progress import say
 from rlhf_spmd.workers.critic import CriticWorker
 from rlhf_spmd.workers.model_worker import ModelWorker
-from rlhf_spmd.workers.objective import MASK, ROUTED_EXPERTS, ROW_INPUTS, drawn, log_prob_differences, model_tokens
+from rlhf_spmd.workers.objective import MASK, ROUTED_EXPERTS, ROW_INPUTS, log_prob_metrics, model_token_values, num_model_tokens
 from rlhf_spmd.workers.partial_rollouts import PartialRollouts
 from rlhf_spmd.workers.reference import ReferenceWorker
-from rlhf_spmd.workers.rollout_engine import build_generating
+from rlhf_spmd.workers.rollout_engine import build_rollout_engine
 from rlhf_spmd.workers.router_replay import ExpertRecords
 
 SamplingOverrides = Sequence[tuple[Reference, SamplingConfig]]  # rows, and the sampling that they use instead of the common one
@@ -36,39 +36,38 @@ class ActorWorker(ModelWorker):
     warned = False  # that environments failed
 
     def build_role(self) -> None:
-        build = self.context
-        if not build.environments:
-            self.unused, self.absent = frozenset({"row"}), frozenset({MASK, "environment_reward", "observations"})
-        records = self.config.router_replay == "R3"
-        if not records:
-            self.absent |= {ROUTED_EXPERTS}
-        if not (build.partial_rollouts or self.controller.versions.ahead):
-            self.absent |= {"rollout_versions"}
+        context = self.context
+        if not context.environments:
+            self.ignored_inputs = frozenset({"row"})
+            self.omitted_outputs = frozenset({MASK, "environment_reward", "observations"})
+        records_experts = self.config.router_replay == "R3"
+        if not records_experts:
+            self.omitted_outputs |= {ROUTED_EXPERTS}
+        if not (context.partial_rollouts or self.controller.versions.ahead):
+            self.omitted_outputs |= {"rollout_versions"}
         # rows that move between replicas, or whose experts lie on several stages, leave together, at the end
-        generating = self.shape.generating
-        staged = records and generating is not None and generating.pp > 1
-        self.streams_rollouts = not (self.config.generation.rebalance_steps or staged)
+        experts_on_stages = records_experts and self.shape.generating.pp > 1
+        self.streams_rollouts = not (self.config.generation.rebalance_steps or experts_on_stages)
         if not self.runs("generate_sequences"):
             return
-        self.generating = build_generating(self, build.tokenizer)
-        if self.generating is not None:
-            self.generator = self.generating.generator
+        self.rollout_engine = build_rollout_engine(self, context.tokenizer)
+        if self.rollout_engine is not None:
+            self.generator = self.rollout_engine.generator
             self.partial_rollouts = PartialRollouts(self.generator)
 
     def enter(self, call: CallRecord) -> None:
         super().enter(call)
-        old = call.inputs[0].fields.get("old_log_probs", ()) if call.inputs else ()
-        self.checks_rollouts = (
-            bool(old) and not self.config.lora.dropout and all(self._is_exact(piece, call.version) for piece in old)
-        )
+        shards = call.inputs[0].fields.get("old_log_probs", ()) if call.inputs else ()
+        is_exact = bool(shards) and all(self._is_exact(shard, call.version) for shard in shards)
+        self.compares_rollout_log_probs = is_exact and not self.config.lora.dropout
 
-    def _is_exact(self, piece: FieldShard, version: int) -> bool:
+    def _is_exact(self, shard: FieldShard, version: int) -> bool:
         """Return True if these log-probs of a generate call equal those of a training forward with these weights, bit for bit."""
-        producer = piece.producer
+        producer = shard.producer
         if not (self.context.exact_rollouts and isinstance(producer, CallRecord) and producer.spec.kind == "generate"):
             return False
         sampling, overrides = generation_args(producer)
-        samplings = [sampling, *(other for rows, other in overrides if _has_rows(rows, piece.ids))]
+        samplings = [sampling, *(other for rows, other in overrides if _has_rows(rows, shard.ids))]
         is_current = producer.role.name == self.name and producer.version == version
         return is_current and all(s.log_prob_temperature == self.context.temperature for s in samplings)
 
@@ -93,14 +92,15 @@ class ActorWorker(ModelWorker):
     ) -> tuple[Batch, dict[str, Any]]:
         """Return a response to each row, and metrics.
 
-        - ``response_ids``: ragged int64, with the stop token. ``rollout_log_probs``: ragged, at the sampling temperature; greedy rows
-          have those of temperature 1. ``stopped``: bool [rows], false if the response was cut at its limit.
+        - ``response_ids``: ragged int64, with the stop token
+        - ``rollout_log_probs``: ragged, at the sampling temperature; greedy rows have those of temperature 1
+        - ``stopped``: bool [rows], false if the response was cut at its limit
         - ``rollout_versions``: ragged int64, the step whose weights drew each token; if rows may cross steps, or generation may be
-          ahead of training.
-        - ``routed_experts``, with ``router_replay=R3``: see :mod:`~rlhf_spmd.workers.router_replay`.
-        - With an environment, ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0;
+          ahead of training
+        - ``routed_experts``, with ``router_replay=R3``: see :mod:`~rlhf_spmd.workers.router_replay`
+        - with an environment, ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0;
           ``environment_reward``: float64 [rows], nan where it failed; and ``observations``: ragged uint8, JSON of
-          ``Completion.observations``.
+          ``Completion.observations``
 
         A sample depends on seed, ``global_step``, row id and position. ``sampling_overrides``: rows of each of these references use
         temperature, top_p, top_k and min_p of its sampling, in the same batch as all others. ``num_groups`` (per replica): the call
@@ -111,26 +111,26 @@ class ActorWorker(ModelWorker):
         """
         requests = _requests(batch, sampling, sampling_overrides)
         version = self.controller.versions.generating_step(self.name, global_step)
-        generating = self.generating
-        assert generating is not None
-        with generating.generation_weights():
+        rollout_engine = self.rollout_engine
+        assert rollout_engine is not None
+        with rollout_engine.generation_weights():
             if num_groups is None:
                 # with environments, a replica's first rank waits for their answers and ticks meanwhile
                 environments = self._environments(batch)
-                tick = generating.tick_together if environments is None else self.controller.tick
+                tick = rollout_engine.tick_together if environments is None else self.controller.tick
                 options = environments, version, self._finished_groups(batch, requests)
                 completions = self.generator.generate(requests, sampling, sampling.seed, global_step, tick, *options)
                 report: dict[str, Any] = {}
             else:
                 num_complete = num_groups[self.members(MICRO_DP).part_of[self.controller.rank]]
                 completions, groups = self.partial_rollouts.advance(
-                    requests, sampling, global_step, version, num_complete, generating.tick_together
+                    requests, sampling, global_step, version, num_complete, rollout_engine.tick_together
                 )
                 report = {"groups": groups}
-        if "rollout_versions" not in self.absent:
+        if "rollout_versions" not in self.omitted_outputs:
             stale = sum(int((completion.versions < global_step).sum()) for completion in completions)
             report["rollout/stale_fraction"] = [stale, sum(len(completion.token_ids) for completion in completions)]
-        report |= generating.report() | self._count_failures(batch, completions)
+        report |= rollout_engine.report() | self._count_failures(batch, completions)
         if not completions:
             return Batch(batch.row_ids[:0], batch.group_ids[:0], {}) if len(batch) else batch, report
         return self._completed_rows(batch, completions), report | _episode_report(completions)
@@ -142,7 +142,7 @@ class ActorWorker(ModelWorker):
             "rollout_log_probs": ragged([c.log_probs for c in completions]),
             "stopped": torch.tensor([c.finish_reason == "stop" for c in completions]),
         }
-        if "rollout_versions" not in self.absent:
+        if "rollout_versions" not in self.omitted_outputs:
             fields["rollout_versions"] = ragged([c.versions for c in completions])
         experts = [completion.experts for completion in completions if completion.experts is not None]
         if experts:
@@ -205,7 +205,8 @@ class ActorWorker(ModelWorker):
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        pool, self.warned = self.mesh.pool, True
+        self.warned = True
+        pool = self.mesh.pool
         sources = torch.tensor([pool.rank if failures else pool.size])
         if int(pool.all_reduce(sources, "control", "min")) == pool.rank:
             say(f"{environment_key(name)} failed; such rows are left out (rollout/environment_failures): {failures[0]}")
@@ -232,19 +233,21 @@ class ActorWorker(ModelWorker):
 
         The next update then compares them with its own.
         """
-        pieces, version = batch.fields.get("rollout_log_probs", ()), self.controller.versions.newest(self.name)
-        if not pieces or not (self.context.rollout_log_probs or all(self._is_exact(piece, version) for piece in pieces)):
+        shards = batch.fields.get("rollout_log_probs", ())
+        version = self.controller.versions.newest(self.name)
+        if not shards or not (self.context.rollout_log_probs or all(self._is_exact(shard, version) for shard in shards)):
             return None
-        return Reference(batch.rows, {"old_log_probs": pieces})
+        return Reference(batch.rows, {"old_log_probs": shards})
 
-    def _compare_log_probs(self, batch: Batch, result: Batch | None, noted: list[Any]) -> dict[str, Any]:
+    def _compare_log_probs(self, batch: Batch, result: Batch | None, notes: list[Any]) -> dict[str, Any]:
         if result is None or "rollout_log_probs" not in batch:
             return {}
-        old, rollout = drawn(batch.union(result), "old_log_probs"), drawn(batch, "rollout_log_probs")
-        return log_prob_differences((old - rollout).abs()) | mismatch_sums(old, rollout, model_tokens(batch))
+        old = model_token_values(batch.union(result), "old_log_probs")
+        rollout = model_token_values(batch, "rollout_log_probs")
+        return log_prob_metrics((old - rollout).abs()) | mismatch_sums(old, rollout, num_model_tokens(batch))
 
     def _describe_log_probs(self) -> Signature:
-        """Return the signature. The pass makes the experts that updates take, or takes those of generation."""
+        """Return the signature. With router replay the pass records the experts that updates take, or takes those of generation."""
         mode = self.config.router_replay
         fields = *ROW_INPUTS, "rollout_log_probs?", *(self.replayed if mode == "R3" else ())
         outputs = (ROUTED_EXPERTS,) if mode == "R2" else ()
@@ -277,7 +280,7 @@ class ActorWorker(ModelWorker):
         log_probs = self.log_probs(batch, 1.0)
         if log_probs is None:
             return {"sum": 0.0, "tokens": 0}
-        return {"sum": -float(log_probs.values.double().sum()), "tokens": int(model_tokens(batch).sum())}
+        return {"sum": -float(log_probs.values.double().sum()), "tokens": int(num_model_tokens(batch).sum())}
 
 
 class LikelihoodWorker(ActorWorker):
@@ -326,7 +329,7 @@ def _has_rows(rows: Reference, row_ids: np.ndarray) -> bool:
 
 
 def _requests(batch: Batch, sampling: SamplingConfig, sampling_overrides: SamplingOverrides = ()) -> list[Request]:
-    """Return one request per row. A row's limit of its own counts up to the common one; 0 means that it has none."""
+    """Return one request per row. A row's own limit counts only below the common limit; 0 means that it has none."""
     limit = sampling.max_response_length
     assert limit is not None
     overrides = {

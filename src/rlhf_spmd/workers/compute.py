@@ -23,8 +23,8 @@ from rlhf_spmd.workers.objective import MASK, Rows, take_field
 class GlobalReduce:
     """Reductions over all ranks, and the role's state, for a function that sees only the rows of its rank.
 
-    ``sum`` and ``max`` reduce a tensor over all ranks; every rank must call. ``state``: the role's JSON, the same on every rank and
-    part of checkpoints.
+    - sum, max: reduce a tensor over all ranks; every rank must call
+    - state: the role's JSON, the same on every rank and part of checkpoints
     """
 
     sum: Callable[[Tensor], Tensor]
@@ -44,10 +44,22 @@ class GlobalReduce:
         return {key: value for name, (high, low) in pairs for key, value in ((f"{name}/max", high), (f"{name}/min", -low))}
 
 
-# (fields by name, [tokens] or [rows] each; rows; reductions over all ranks) -> new fields, and metrics that are the same on every rank.
-# A rank without rows is called too, with empty tensors. ``Rows.per_token`` makes a field per token; a tensor [rows] is one per row.
-Computed = tuple[dict[str, Field], dict[str, Any]]  # fields, and metrics, which may be lists of sums (recorder.merge_values)
+Computed = tuple[dict[str, Field], dict[str, Any]]
+"""What a :data:`Function` returns.
+
+- fields by name: a tensor [rows], or a field per token, made by ``Rows.per_token``
+- metrics, the same on every rank, which may be lists of sums (``recorder.merge_values``)
+"""
+
 Function = Callable[[dict[str, Tensor], Rows, GlobalReduce], Computed]
+"""A function of rows, which :meth:`ComputeWorker.apply` calls on every rank, also on ranks without rows, with empty tensors.
+
+Its arguments:
+
+- fields by name, [tokens] or [rows] each
+- the rows
+- reductions over all ranks
+"""
 
 
 class ComputeWorker(Worker):

@@ -117,7 +117,7 @@ class RoleConfig(ComputeConfig):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How a role cuts rows into micro-batches: by a token budget, or by a number of rows. ``where``: the setting's name."""
+    """How a role cuts rows into micro-batches: by a token budget, or by a number of rows. ``where``: name of the setting."""
 
     max_tokens: int = 16384
     rows: int | None = None
@@ -128,13 +128,21 @@ class BatchLimits:
 class WorkerContext:
     """What every role is built from, besides its own configuration.
 
-    - ``total_updates``: role -> optimizer steps of the whole run. ``temperature``: of sampling, and so of log-probs.
-    - ``rewards``: by role. ``added_rewards``: those whose scores are added up.
-    - ``encoding``: how messages between turns are rendered. ``num_samples``: scored rows that come back as text for people to read.
-    - ``max_prompt_length``, ``max_response_length``: limits of sampling; 0: unknown.
-    - ``exact_rollouts``: generation's log-probs equal training's, bit for bit. ``rollout_log_probs``: the old log-probs are always
-      generation's. ``partial_rollouts``: rows may cross steps.
-    - ``checkpointing``: the level that this rank's memory needs, for ``activation_checkpointing=auto``.
+    - limits: how rows are cut into micro-batches
+    - seed: ``run.seed``
+    - total_updates: role -> optimizer steps of the whole run
+    - temperature: the temperature of sampling, and so of log-probs
+    - rewards: role -> its reward's settings
+    - added_rewards: roles whose scores are added up
+    - environments: name -> its settings
+    - encoding: how messages between turns are rendered
+    - tokenizer: the actor's
+    - num_samples: number of scored rows that come back as text for people to read
+    - max_prompt_length, max_response_length: limits of sampling in tokens; 0: unknown
+    - exact_rollouts: generation's log-probs equal training's, bit for bit
+    - partial_rollouts: rows may cross steps
+    - rollout_log_probs: the old log-probs are always generation's
+    - checkpointing: the level that this rank's memory needs, for ``activation_checkpointing=auto``
     """
 
     controller: Controller

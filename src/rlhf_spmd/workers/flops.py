@@ -39,14 +39,15 @@ def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float) -> flo
     products = 0.0
     state = 0
     for layer in range(spec.num_hidden_layers):
-        experts, window = spec.experts_of(layer), spec.attention_rule(layer).window
+        experts = spec.experts_at(layer)
+        window = spec.attention_rule(layer).window
         columns = 3 * spec.intermediate_size
         if experts is not None:
-            columns = experts.routers + 3 * experts.width
-        delta = spec.delta_of(layer)
+            columns = experts.num_router_outputs + 3 * experts.columns_per_token
+        delta = spec.linear_attention_at(layer)
         if delta is not None:
             numel += spec.hidden_size * (delta.columns + delta.value_heads * delta.value_dim + columns)
-            state += 3 * delta.state
+            state += 3 * delta.state_numel
             continue
         layer_spec = spec.spec_for_layer(layer)
         numel += layer_spec.attention_numel + spec.hidden_size * columns

@@ -25,7 +25,9 @@ from rlhf_spmd.workers.train_engine import TrainEngine
 class ModelWeights:
     """A model on a pool. On ranks outside the pool, and without a ``spec``, it is a description only and has no ``engine``.
 
-    ``head``: "lm", "value" or "both". ``version``: of the weights in ``engine``, counted in calls of this run that trained the role.
+    - head: "lm", "value" or "both"
+    - version: the version of the weights in ``engine``: number of calls of this run that have trained the role
+
     Construction is collective over the pool: every rank of it must call, in program order.
     """
 
@@ -38,20 +40,27 @@ class ModelWeights:
     head: str
 
     def __post_init__(self) -> None:
-        self.engine: TrainEngine
+        self._engine: TrainEngine | None = None
         self.mesh = build_mesh(self.context.world, self.pool.ranks, self.shape.layout)
-        self.device, self.version = self.context.world.device, 0
+        self.device = self.context.world.device
+        self.version = 0
 
     @property
     def member(self) -> bool:
         """Return True on ranks of the pool."""
         return self.mesh.member
 
+    @property
+    def engine(self) -> TrainEngine:
+        """Return this rank's engine. Only members of a role with a model have one."""
+        assert self._engine is not None, f"{self.name} has no engine on this rank"
+        return self._engine
+
     def build_engine(self, optim: OptimConfig | None, checkpointing: str, *, fill: bool, new_head: bool = False) -> None:
         """Build the engine on members. ``fill``: give the parameters memory and values."""
         config = self.config
         if self.member and self.spec is not None:
-            self.engine = TrainEngine(
+            self._engine = TrainEngine(
                 self.spec,
                 None if config.random_init else config.path,
                 self.head,
@@ -126,8 +135,8 @@ class OwnedWeights(ModelWeights):
 
     def between_calls(self) -> dict[str, Tensor]:
         """Return the local shards between calls, on members: on the device or in host memory. Writing there changes the weights."""
-        local, offloaded = self.engine.local_tensors(), self.offloaded
-        return local if offloaded is None else {name: offloaded.on_host(tensor) for name, tensor in local.items()}
+        local = self.engine.local_tensors()
+        return {name: self.offloaded.on_host(x) for name, x in local.items()} if self.offloaded is not None else local
 
     def prefetch(self) -> None:
         assert self.offloaded is not None, "nothing is in host memory"

@@ -49,9 +49,11 @@ Route = tuple[Slice, int, int]  # a slice, and the group indices of its sender a
 class Muon:
     """Updates the matrices of a stage's layers as Hugging Face stores them: fused q, k and v are three. Not embeddings and heads.
 
-    ``copies``: the ranks that hold the same rows. ``shard``: those that share one copy. ``shards_of_tp``: tp rank -> its
-    parameters, before rows are cut out. ``experts``: whether to update what ep divides, or the rest; None: all. ``sizes``: parameter
-    name -> the most elements of it that a rank handles at a time: its shard, or its share of the complete matrices.
+    - copies: the ranks that hold the same rows
+    - shard: the ranks that share one copy
+    - shards_of_tp: tp rank -> its parameters, before rows are cut out
+    - experts: whether to update the matrices that ep divides, or the others; None: all
+    - sizes: parameter name -> the most elements of it that a rank handles at a time: its shard, or its share of the complete matrices
     """
 
     bucket = MATRIX_ELEMENTS
@@ -64,16 +66,19 @@ class Muon:
         shards_of_tp: Callable[[int], Mapping[str, ParamShard]],
         experts: bool | None = None,
     ) -> None:
-        self._copies, self._shard, self._tp = copies, shard, tp
+        self._copies = copies
+        self._shard = shard
+        self._tp = tp
         self._shards_of_tp = cache(shards_of_tp)
         self._boxes = cache(self._find_boxes)
         first = {name: x for name, x in self._shards_of_tp(0).items() if "layers." in name and len(x.shape) == 2}
         first = {name: x for name, x in first.items() if experts in (None, x.by_expert)}
-        self._shapes = {name: {box.name: box.shape for box in shard.boxes} for name, shard in first.items()}
-        ranks, rows = copies.size * shard.size * tp.size, shard.size
+        self._shapes = {name: {box.name: box.shape for box in planned.boxes} for name, planned in first.items()}
+        num_ranks = copies.size * shard.size * tp.size
         numels = {name: sum(rows * columns for rows, columns in shapes.values()) for name, shapes in self._shapes.items()}
         self.sizes = {
-            name: max(-(-numels[name] // ranks), first[name].shape[0] * first[name].shape[1] // rows) for name in first
+            name: max(-(-numels[name] // num_ranks), first[name].shape[0] * first[name].shape[1] // shard.size)
+            for name in first
         }
 
     def state_forms(self, shape: Sequence[int], dtype: torch.dtype) -> StateForms:
@@ -108,9 +113,7 @@ class Muon:
         owners = self._owners(shapes)
         local_slices = [Slice(shard.rank, tp.rank, box) for name in steps for box in self._boxes(name, shard.rank, tp.rank)]
         parts = {piece: steps[names[piece.box.name]][piece.box.local_slices] for piece in local_slices}
-        owners_in_copy = {
-            tensor: owner for tensor, owner in owners.items() if owner.copy == copies.rank
-        }  # of this copy of the model
+        owners_in_copy = {tensor: owner for tensor, owner in owners.items() if owner.copy == copies.rank}
         parts = exchange(tp, self._over_tp(names, owners_in_copy), parts, device)
         parts = exchange(shard, self._over_shard(names, owners_in_copy), parts, device)
         tensors = [tensor for tensor, owner in owners_in_copy.items() if owner[1:] == (shard.rank, tp.rank)]
@@ -123,7 +126,8 @@ class Muon:
                 if owner[1:] == (shard.rank, tp.rank):
                     empty = torch.empty(shapes[tensor], dtype=torch.bfloat16, device=device)
                     matrices[tensor] = copies.broadcast(matrices.get(tensor, empty), owner.copy, LABEL)
-        over_shard, over_tp = list(self._over_shard(names, owners)), self._over_tp(names, owners)
+        over_shard = list(self._over_shard(names, owners))
+        over_tp = self._over_tp(names, owners)
         results = {
             piece: matrices[piece.box.name][piece.box.global_slices] for piece, _, owner in over_shard if owner == shard.rank
         }
@@ -140,14 +144,14 @@ class Muon:
         }
 
     def _over_tp(self, names: Mapping[str, str], owners: MatrixOwners) -> Iterator[Route]:
-        """Return the slices in this rank's tp group that it sends or receives: from their holders to the owner's tp rank."""
+        """Yield the slices in this rank's tp group that it sends or receives: from their holders to the owner's tp rank."""
         tp = self._tp
         for tensor, owner in owners.items():
             for holder in range(tp.size) if owner.tp == tp.rank else [tp.rank]:
                 yield from ((piece, holder, owner.tp) for piece in self._slices(names, tensor, self._shard.rank, holder))
 
     def _over_shard(self, names: Mapping[str, str], owners: MatrixOwners) -> Iterator[Route]:
-        """Return the slices of all tp ranks that then go to the owner's rank in the shard group."""
+        """Yield the slices of all tp ranks that then go to the owner's rank in the shard group."""
         shard, tp = self._shard, self._tp
         for tensor, owner in owners.items():
             if owner.tp == tp.rank:
@@ -160,8 +164,10 @@ class Muon:
 
 
 def muons_of(mesh: Mesh, shards_of_tp: Callable[[int], Mapping[str, ParamShard]]) -> list[Muon]:
-    """Return one for all matrices of a mesh, or with experts in parallel one for what ZeRO divides and one for the experts.
-    ``shards_of_tp`` as for :class:`Muon`."""
+    """Return one :class:`Muon` for all matrices of a mesh. With experts in parallel: one for what ZeRO divides, one for the experts.
+
+    ``shards_of_tp``: as for :class:`Muon`.
+    """
     if mesh.ep.size == 1:
         return [Muon(mesh.dp_replicate, mesh.dp_shard, mesh.tp, shards_of_tp)]
     groups = (mesh.dp_replicate, mesh.dp_shard, False), (mesh.ep_copies, mesh.ep, True)
@@ -184,18 +190,20 @@ def exchange(
     Collective over the ranks that take part. Two ranks must list what goes between them in the same order.
     """
     arrived: dict[Slice, Tensor] = {}
-    out, into = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Slice]](list)
+    to_send = defaultdict[int, list[Tensor]](list)
+    to_receive = defaultdict[int, list[Slice]](list)
     for piece, sender, receiver in routes:
         if sender == receiver == group.rank:
             arrived[piece] = local_parts[piece]
         elif sender == group.rank:
-            out[receiver].append(local_parts[piece].reshape(-1))
+            to_send[receiver].append(local_parts[piece].reshape(-1))
         elif receiver == group.rank:
-            into[sender].append(piece)
-    sizes = {sender: [piece.box.numel for piece in pieces] for sender, pieces in into.items()}
+            to_receive[sender].append(piece)
+    sizes = {sender: [piece.box.numel for piece in pieces] for sender, pieces in to_receive.items()}
     buffers = {sender: torch.empty(sum(numels), dtype=torch.bfloat16, device=device) for sender, numels in sizes.items()}
-    wait_all(group.start_exchange([(receiver, torch.cat(parts)) for receiver, parts in out.items()], [*buffers.items()], LABEL))
-    for sender, pieces in into.items():
+    messages = [(receiver, torch.cat(parts)) for receiver, parts in to_send.items()]
+    wait_all(group.start_exchange(messages, [*buffers.items()], LABEL))
+    for sender, pieces in to_receive.items():
         parts = buffers[sender].split(sizes[sender])
         arrived |= {piece: part.view(piece.box.size) for piece, part in zip(pieces, parts, strict=True)}
     return arrived

@@ -22,7 +22,7 @@ ROUTED_EXPERTS = "routed_experts"  # a field of rows, see ``router_replay``
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of a mini-batch over all data-parallel ranks, by which its loss is divided. ``tokens``: of responses."""
+    """Counts of a mini-batch over all data-parallel ranks, by which its loss is divided. ``tokens``: the tokens of responses."""
 
     tokens: int
     rows: int
@@ -30,10 +30,11 @@ class Totals:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows that an objective or a function works on: int64 [rows] on the CPU.
+    """The rows that an objective or a function works on. Tensors are int64 [rows] on the CPU.
 
-    ``lengths``: response tokens of the model. Tokens of environments are left out as if they were not there. Fields per token are
-    packed likewise, [sum(lengths)].
+    - lengths: number of response tokens of the model. Tokens of environments are left out as if they were not there. Fields per token
+      are packed likewise, [sum(lengths)]
+    - mask: bool, ragged: false for the tokens of environments; None without environments
     """
 
     row_ids: Tensor
@@ -45,7 +46,7 @@ class Rows:
     def of(batch: Batch) -> Rows:
         """Return the rows of a batch."""
         has_tokens = len(batch) > 0 and "response_ids" in batch
-        lengths = model_tokens(batch) if has_tokens else torch.zeros(len(batch), dtype=torch.int64)
+        lengths = num_model_tokens(batch) if has_tokens else torch.zeros(len(batch), dtype=torch.int64)
         return Rows(batch.row_ids, batch.group_ids, lengths, batch[MASK] if has_tokens and MASK in batch else None)
 
     def __len__(self) -> int:
@@ -53,8 +54,8 @@ class Rows:
 
     def per_token(self, values: Tensor) -> Ragged:
         """Return ``values`` [sum(lengths)] as a field of responses, in which the tokens of environments get 0."""
-        field = Ragged(values, self.lengths)
-        return field if self.mask is None else field.spread(self.mask)
+        ragged_values = Ragged(values, self.lengths)
+        return ragged_values if self.mask is None else ragged_values.unmasked(self.mask)
 
     def spread(self, per_row: Tensor) -> Tensor:
         """Return a number of each row [rows] for each of its tokens: [sum(lengths)]."""
@@ -69,13 +70,14 @@ RowsLoss = Callable[[dict[str, Tensor], Rows, Totals], tuple[Tensor, dict[str, T
 class Objective:
     """A loss, and what it is computed from.
 
-    - ``inputs``: fields of the batch, per token or per row. ``on_cpu``: those of them that stay on the CPU.
-    - ``model_outputs``: results of the forward pass at ``temperature``: ``log_probs``, ``entropy``, ``values`` [tokens], and
-      ``row_values`` [rows], the value head at a row's last token.
-    - ``keep_groups``: all rows of a group are in one micro-batch.
-    - ``weight``: of this loss among several. ``reports_loss_itself``: the loss is already a statistic, so an update does not report it
-      again as ``<role>/loss``.
-    - ``learn_if``: a field, bool [rows], that marks the rows to learn. An update counts no tokens of other rows.
+    - inputs: fields of the batch, per token or per row
+    - model_outputs: results of the forward pass at ``temperature``: ``log_probs``, ``entropy``, ``values`` [tokens], and
+      ``row_values`` [rows], the value head at a row's last token
+    - keep_groups: all rows of a group are in one micro-batch
+    - weight: factor of this loss among several
+    - on_cpu: those of the ``inputs`` that stay on the CPU
+    - reports_loss_itself: the loss is already a statistic, so an update does not report it again as ``<role>/loss``
+    - learn_if: a field, bool [rows], that marks the rows to learn. An update counts no tokens of other rows
     """
 
     loss: RowsLoss
@@ -112,14 +114,14 @@ def as_objectives(objectives: Objective | Sequence[Objective]) -> list[Objective
 def joint(*objectives: Objective) -> Objective:
     """Return one objective for several on the same rows: one forward pass, and the sum of their weighted losses."""
     first = objectives[0]
-    assert len({(objective.temperature, objective.keep_groups, objective.learn_if) for objective in objectives}) == 1, (
-        "one pass"
-    )
+    passes = {(objective.temperature, objective.keep_groups, objective.learn_if) for objective in objectives}
+    assert len(passes) == 1, "joint objectives need the same temperature, groups and learnt rows"
 
     def loss(fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        parts = [(objective.weight, *objective.evaluate(fields, rows, totals)) for objective in objectives]
-        statistics = {name: value for _, _, stats in parts for name, value in stats.items()}
-        return torch.stack([weight * value for weight, value, _ in parts]).sum(), statistics
+        results = [objective.evaluate(fields, rows, totals) for objective in objectives]
+        statistics = {name: value for _, stats in results for name, value in stats.items()}
+        losses = [objective.weight * value for objective, (value, _) in zip(objectives, results, strict=True)]
+        return torch.stack(losses).sum(), statistics
 
     def union(fields: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for names in fields for name in names))
@@ -135,7 +137,115 @@ def joint(*objectives: Objective) -> Objective:
     )
 
 
-def compute_model_outputs(objective: Objective, decoder: Decoder, hidden: Tensor, micro: Packed) -> dict[str, Tensor]:
+# The tokens of rows
+
+
+def sequence_lengths(batch: Batch) -> list[int]:
+    """Return the tokens of prompt and response of each row."""
+    if not len(batch):
+        return []
+    total: Tensor = batch["prompt_ids"].lengths + batch["response_ids"].lengths
+    return total.tolist()
+
+
+def num_model_tokens(batch: Batch) -> Tensor:
+    """Return the number of response tokens that the model drew, int64 [rows]: all, or those of the mask if there is an environment."""
+    counts: Tensor = batch[MASK].counts() if MASK in batch else batch["response_ids"].lengths
+    return counts
+
+
+def model_token_values(batch: Batch, name: str) -> Tensor:
+    """Return the entries of a ragged field for the model's response tokens, packed; empty without rows."""
+    if not len(batch):
+        return torch.empty(0)
+    field: Ragged = batch[name]
+    return (field.masked(batch[MASK]) if MASK in batch else field).values
+
+
+def take_field(batch: Batch, name: str, device: torch.device) -> Tensor:
+    """Return a field for objectives on ``device``: per row, or packed over the model's response tokens."""
+    if not len(batch):
+        return torch.empty(0, device=device)
+    values = batch[name]
+    return on_device(model_token_values(batch, name) if isinstance(values, Ragged) else values, device)
+
+
+def keep_learnt_tokens(batch: Batch, learn_if: str | None) -> Batch:
+    """Return ``batch`` with no response tokens of the model in rows where the field ``learn_if``, bool [rows], is false."""
+    if learn_if is None or not len(batch) or bool(batch[learn_if].all()):
+        return batch
+    lengths = batch["response_ids"].lengths
+    mask = torch.repeat_interleave(batch[learn_if].bool(), lengths)
+    if MASK in batch:
+        mask = mask & batch[MASK].values
+    return batch.union(batch.with_fields(**{MASK: Ragged(mask, lengths)}))
+
+
+# Rows as micro-batches
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """A micro-batch of whole sequences, packed one after the other. It may have no rows.
+
+    - tokens: int64 [T] on the device
+    - lengths: int64 [rows] on the CPU: tokens of each sequence, which sum to T
+    - fields: the fields of these rows that heads and losses use
+    - token_index: None unless sequences share tokens, so that lengths sum to more than T; see
+      :class:`~rlhf_spmd.models.attention.PackedAttention`
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    fields: Batch = field(
+        default_factory=lambda: Batch(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), {})
+    )
+    token_index: Tensor | None = None
+
+    @property
+    def experts(self) -> Tensor | None:
+        """Return the experts that each token of the rows has to take, see ``router_replay``; None: they choose for themselves."""
+        return self.fields[ROUTED_EXPERTS].values if ROUTED_EXPERTS in self.fields else None
+
+
+def pack_rows(batch: Batch, device: torch.device, min_saving: float = 0.0) -> MicroBatch:
+    """Return prompt and response of each row, packed one after the other on ``device``; the other fields stay with the rows.
+
+    Rows of one prompt share its tokens except the last one: the hidden states that are read, from there on, are each row's own. They
+    share a prompt only if that saves more than the part ``min_saving`` of all tokens. Rows that have experts share it only if their
+    experts are the same.
+    """
+    if not len(batch):
+        return MicroBatch(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64), batch)
+    parts: list[Tensor] = []
+    token_index: list[Tensor] = []
+    num_tokens = 0
+    start_of_prompt: dict[bytes, int] = {}
+    experts = batch[ROUTED_EXPERTS].rows() if ROUTED_EXPERTS in batch else [torch.empty(0)] * len(batch)
+    columns = batch["prompt_ids"].rows(), batch["response_ids"].rows(), experts
+    for prompt, response, row_experts in zip(*columns, strict=True):
+        shared = prompt[:-1]
+        key = shared.numpy().tobytes() + row_experts[: len(shared)].numpy().tobytes()
+        start = start_of_prompt.setdefault(key, num_tokens)
+        if start == num_tokens:  # a new prompt
+            parts.append(shared)
+            num_tokens += len(shared)
+        num_unshared = len(prompt) - len(shared) + len(response)
+        parts += [prompt[-1:], response]
+        token_index += [torch.arange(start, start + len(shared)), torch.arange(num_tokens, num_tokens + num_unshared)]
+        num_tokens += num_unshared
+    lengths = batch["prompt_ids"].lengths + batch["response_ids"].lengths
+    tokens = ragged(parts, torch.int64).values
+    index = torch.cat(token_index)
+    if len(index) - num_tokens > min_saving * len(index):
+        return MicroBatch(on_device(tokens, device), lengths, batch, index)
+    return MicroBatch(on_device(tokens[index], device), lengths, batch)
+
+
+# What objectives and calls take from a forward pass
+
+
+def compute_model_outputs(objective: Objective, decoder: Decoder, hidden: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
     """Return the results of a forward pass that ``objective.model_outputs`` names."""
     outputs: dict[str, Tensor] = {}
     if "log_probs" in objective.model_outputs or "entropy" in objective.model_outputs:
@@ -150,108 +260,24 @@ def compute_model_outputs(objective: Objective, decoder: Decoder, hidden: Tensor
     return outputs
 
 
-@dataclass(frozen=True, eq=False)
-class Packed:
-    """A micro-batch of whole sequences: ``tokens`` int64 [T] on the device, ``lengths`` int64 [rows] on the CPU, summing to T.
-
-    ``extra``: the fields of these rows that heads and losses use. A micro-batch may have no rows. ``token_index``: None unless
-    sequences share tokens, so that lengths sum to more than T; see :class:`~rlhf_spmd.models.attention.PackedAttention`.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    extra: Batch = field(
-        default_factory=lambda: Batch(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), {})
-    )
-    token_index: Tensor | None = None
-
-    @property
-    def experts(self) -> Tensor | None:
-        """Return the experts that each token of the rows has to take, see ``router_replay``; None: they choose for themselves."""
-        return self.extra[ROUTED_EXPERTS].values if ROUTED_EXPERTS in self.extra else None
-
-
-def take_field(batch: Batch, name: str, device: torch.device) -> Tensor:
-    """Return a field for objectives on ``device``: per row, or packed over the model's response tokens."""
-    if not len(batch):
-        return torch.empty(0, device=device)
-    field = batch[name]
-    return on_device(drawn(batch, name) if isinstance(field, Ragged) else field, device)
-
-
-def sequence_lengths(batch: Batch) -> list[int]:
-    """Return the tokens of prompt and response of each row."""
-    if not len(batch):
-        return []
-    total: Tensor = batch["prompt_ids"].lengths + batch["response_ids"].lengths
-    return total.tolist()
-
-
-def pack_rows(batch: Batch, device: torch.device, least: float = 0.0) -> Packed:
-    """Return prompt and response of each row, packed one after the other on ``device``; the other fields stay with the rows.
-
-    Rows of one prompt share its tokens except the last one: the hidden states that are read, from there on, are each row's own. They
-    share only if that saves more than the part ``least`` of all tokens, and where experts are given, only if they are the same.
-    """
-    if not len(batch):
-        return Packed(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, dtype=torch.int64), batch)
-    parts: list[Tensor] = []
-    token_index: list[Tensor] = []
-    num_tokens, first_of = 0, dict[bytes, int]()
-    experts = batch[ROUTED_EXPERTS].rows() if ROUTED_EXPERTS in batch else [torch.empty(0)] * len(batch)
-    fields = batch["prompt_ids"].rows(), batch["response_ids"].rows(), experts
-    for prompt, response, chosen in zip(*fields, strict=True):
-        begin = prompt[:-1]
-        key = begin.numpy().tobytes() + chosen[: len(begin)].numpy().tobytes()
-        first = first_of.setdefault(key, num_tokens)
-        if first == num_tokens:  # a new prompt
-            parts.append(begin)
-            num_tokens += len(begin)
-        num_unshared = len(prompt) - len(begin) + len(response)
-        parts += [prompt[-1:], response]
-        token_index += [torch.arange(first, first + len(begin)), torch.arange(num_tokens, num_tokens + num_unshared)]
-        num_tokens += num_unshared
-    lengths, index_of_rows = batch["prompt_ids"].lengths + batch["response_ids"].lengths, torch.cat(token_index)
-    tokens, shares = ragged(parts, torch.int64).values, len(index_of_rows) - num_tokens > least * len(index_of_rows)
-    return Packed(
-        on_device(tokens if shares else tokens[index_of_rows], device), lengths, batch, index_of_rows if shares else None
-    )
-
-
-def learnt_rows(batch: Batch, learn_if: str | None) -> Batch:
-    """Return ``batch`` with no response tokens of the model in rows where the field ``learn_if``, bool [rows], is false."""
-    if learn_if is None or not len(batch) or bool(batch[learn_if].all()):
-        return batch
-    lengths = batch["response_ids"].lengths
-    mask = torch.repeat_interleave(batch[learn_if].bool(), lengths)
-    mask = mask & batch[MASK].values if MASK in batch else mask
-    return batch.union(batch.with_fields(**{MASK: Ragged(mask, lengths)}))
-
-
-def model_tokens(batch: Batch) -> Tensor:
-    """Return the response tokens that the model drew, int64 [rows]: all tokens, or those of the mask if there is an environment."""
-    counts: Tensor = batch[MASK].counts() if MASK in batch else batch["response_ids"].lengths
-    return counts
-
-
-def response_positions(micro: Packed) -> Tensor:
+def response_positions(micro: MicroBatch) -> Tensor:
     """Return the packed token whose hidden state predicts each response token of the model, int64 [response tokens] on the CPU."""
     if not len(micro.lengths):
         return torch.empty(0, dtype=torch.int64)
-    responses: Tensor = micro.extra["response_ids"].lengths
+    responses: Tensor = micro.fields["response_ids"].lengths
     ends = micro.lengths.cumsum(0)
     first = ends - responses - 1
     within = torch.arange(int(responses.sum())) - torch.repeat_interleave(responses.cumsum(0) - responses, responses)
     positions = torch.repeat_interleave(first, responses) + within
-    positions = positions[micro.extra[MASK].values] if MASK in micro.extra else positions
+    positions = positions[micro.fields[MASK].values] if MASK in micro.fields else positions
     return positions if micro.token_index is None else micro.token_index[positions]
 
 
 def response_log_probs(
-    decoder: Decoder, hidden: Tensor, micro: Packed, temperature: float, entropy: bool = False
+    decoder: Decoder, hidden: Tensor, micro: MicroBatch, temperature: float, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-prob of every response token of the model, and the entropy of its distribution: [response tokens] each."""
-    labels = on_device(drawn(micro.extra, "response_ids").long(), hidden.device)
+    labels = on_device(model_token_values(micro.fields, "response_ids").long(), hidden.device)
 
     def compute(states: Tensor, index: Tensor) -> list[Tensor]:
         results = token_log_probs(decoder, states, labels[index], temperature, entropy)
@@ -261,12 +287,12 @@ def response_log_probs(
     return log_probs, entropies[0] if entropy else None
 
 
-def response_values(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
+def response_values(decoder: Decoder, hidden: Tensor, micro: MicroBatch) -> Tensor:
     """Return the value of the state before each response token of the model, [response tokens]."""
     return _values_of(decoder, hidden, response_positions(micro))
 
 
-def last_token_value(decoder: Decoder, hidden: Tensor, micro: Packed) -> Tensor:
+def last_token_value(decoder: Decoder, hidden: Tensor, micro: MicroBatch) -> Tensor:
     """Return the value head on each row's last token, [rows]."""
     ends = micro.lengths.cumsum(0) - 1
     return _values_of(decoder, hidden, ends if micro.token_index is None else micro.token_index[ends])
@@ -277,15 +303,7 @@ def _values_of(decoder: Decoder, hidden: Tensor, positions: Tensor) -> Tensor:
     return values_of_positions
 
 
-def drawn(batch: Batch, name: str) -> Tensor:
-    """Return the entries of a ragged field for the model's response tokens, packed; empty without rows."""
-    if not len(batch):
-        return torch.empty(0)
-    field: Ragged = batch[name]
-    return (field.where(batch[MASK]) if MASK in batch else field).values
-
-
-def log_prob_differences(difference: Tensor) -> dict[str, Any]:
+def log_prob_metrics(difference: Tensor) -> dict[str, Any]:
     """Return metrics of |generation's log-prob - training's log-prob| [tokens] of this rank's rows."""
     if not len(difference):
         return {}

@@ -67,11 +67,9 @@ class OptimConfig:
 
 def with_role_rates(config: OptimConfig, lr: float, head_lr: float | None) -> OptimConfig:
     """Return the settings with ``lr``, and this ``head_lr``, where they leave ``lr`` to the role."""
-    return (
-        config
-        if config.lr is not None
-        else replace(config, lr=lr, head_lr=head_lr if config.head_lr is None else config.head_lr)
-    )
+    if config.lr is not None:
+        return config
+    return replace(config, lr=lr, head_lr=head_lr if config.head_lr is None else config.head_lr)
 
 
 def warmup_steps(config: OptimConfig, total: int) -> int:
@@ -90,8 +88,8 @@ def learning_rate(config: OptimConfig, step: int, total: int) -> float:
     if step < warmup:
         return config.lr * (step + 1) / warmup
     progress = min((step - warmup) / max(total - warmup, 1), 1.0)
-    left = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left[config.lr_scheduler_type])
+    remaining = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining[config.lr_scheduler_type])
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -83,24 +83,26 @@ class EightBit:
             assert param.is_contiguous(), "bitsandbytes reads memory as it lies"
             self._maps = {key: table.to(param.device) for key, table in self._maps.items()}
             flat = [grad.reshape(-1), param.view(-1), *(state[key].view(-1) for key in SIGNED)]
-            maps, scales = self._maps.values(), [state[key + SCALE] for key in SIGNED]
             numbers = (*config.betas, 0.0, 0.0, config.eps, step + 1, lr)
-            self._functional.optimizer_update_8bit_blockwise("adam", *flat, *numbers, *maps, *scales, config.weight_decay)
+            scales = [state[key + SCALE] for key in SIGNED]
+            quantization = (*self._maps.values(), *scales)
+            self._functional.optimizer_update_8bit_blockwise("adam", *flat, *numbers, *quantization, config.weight_decay)
 
-    def widen(self, state: Tensors) -> dict[str, Tensor]:
+    def to_float32(self, state: Tensors) -> dict[str, Tensor]:
         """Return the state with its moments in float32 on the host; other entries unchanged."""
         wide = {key: x for key, x in state.items() if not key.endswith(SCALE)}
-        for key in self._narrow(state):
+        for key in self._quantized(state):
             table = self._table(key, state[key].device)
             wide[key] = self._functional.dequantize_blockwise(
                 state[key], absmax=state[key + SCALE], code=table, blocksize=BLOCK
             ).cpu()
         return wide
 
-    def narrow(self, wide: Tensors, state: Tensors) -> None:
-        """Write the inverse of :meth:`widen` into ``state``, with the same bits as before it."""
-        for key in self._narrow(state):
-            values, table = wide[key].to(state[key].device).flatten(), self._table(key, state[key].device)
+    def from_float32(self, wide: Tensors, state: Tensors) -> None:
+        """Write the inverse of :meth:`to_float32` into ``state``, with the same bits as before it."""
+        for key in self._quantized(state):
+            values = wide[key].to(state[key].device).flatten()
+            table = self._table(key, state[key].device)
             blocks = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
             scales = blocks.abs().amax(1)
             between = (table[1:] + table[:-1]) / 2  # nearest value; bitsandbytes' own search on CPUs misses some small ones
@@ -108,7 +110,7 @@ class EightBit:
             state[key].copy_(codes.view(-1)[: len(values)].view_as(state[key]))
             state[key + SCALE].copy_(scales)
 
-    def _narrow(self, state: Tensors) -> list[str]:
+    def _quantized(self, state: Tensors) -> list[str]:
         return [key for key in SIGNED if key + SCALE in state and state[key].numel()]
 
     def _table(self, key: str, device: torch.device) -> Tensor:
@@ -128,8 +130,11 @@ UpdateRule = AdamW | EightBit | Muon
 class Optimizer:
     """AdamW, EightBit and Muon over named local tensors, each over its own parameters.
 
-    It holds states, not parameters: these are passed at every step, since resharding may move their storage. ``step_count``: steps
-    of the schedule so far. ``skipped``: those of them that changed nothing. ``total_steps``: the length of the schedule.
+    It holds states, not parameters: these are passed at every step, since resharding may move their storage.
+
+    - step_count: steps of the schedule so far
+    - skipped: the number of these steps that changed nothing
+    - total_steps: the length of the schedule
 
     A step goes bucket by bucket. States on the host come to the device and go back in stream order, so the arithmetic
     is the same as without ``offload``, and the device holds the states of one bucket.
@@ -140,13 +145,14 @@ class Optimizer:
     ) -> None:
         """``params``: this rank's local shards, of any shape (even 0 rows), all of one dtype and device.
 
-        ``heads``: names of those that learn with ``head_lr``. ``muons``: each updates the parameters in its ``sizes``.
+        ``heads``: names of the parameters that learn with ``head_lr``. ``muons``: each updates the parameters in its ``sizes``.
         """
         self.config = config
         self.total_steps = total_steps
         self.step_count = 0
         self.skipped = 0
-        self._adamw, self._eight_bit = AdamW(), EightBit() if config.name == "adamw_8bit" else None
+        self._adamw = AdamW()
+        self._eight_bit = EightBit() if config.name == "adamw_8bit" else None
         # (rule, whether it is a head) -> name -> elements in its buckets
         self._groups: dict[tuple[UpdateRule, bool], dict[str, int]] = {}
         forms_by_name: dict[str, StateForms] = {}
@@ -155,7 +161,8 @@ class Optimizer:
             size = param.numel()
             for muon in muons:
                 if name in muon.sizes:
-                    rule, size = muon, muon.sizes[name]
+                    rule = muon
+                    size = muon.sizes[name]
             if size:
                 self._groups.setdefault((rule, name in heads), {})[name] = size
             dtype = accumulation_dtype(param.dtype) if config.master_weights else param.dtype
@@ -182,8 +189,9 @@ class Optimizer:
 
         With Muon: collective over the mesh's dp and tp: every rank of them must call, in program order.
         """
-        lr, head_lr = self.lr, self.config.lr if self.config.head_lr is None else self.config.head_lr
-        head_lr = learning_rate(replace(self.config, lr=head_lr), self.step_count, self.total_steps)
+        lr = self.lr
+        peak_head_lr = self.config.lr if self.config.head_lr is None else self.config.head_lr
+        head_lr = learning_rate(replace(self.config, lr=peak_head_lr), self.step_count, self.total_steps)
         for (rule, is_head), sizes in self._groups.items():
             for names in buckets(sizes, rule.bucket):
                 RECORDER.tick()
@@ -208,7 +216,8 @@ class Optimizer:
     def skip(self) -> float:
         """Go on in the schedule and leave parameters and states as they are. Return the learning rate of the step that it skips."""
         lr = self.lr
-        self.step_count, self.skipped = self.step_count + 1, self.skipped + 1
+        self.step_count += 1
+        self.skipped += 1
         return lr
 
     @torch.no_grad()
@@ -227,10 +236,10 @@ class Optimizer:
         """
         if self._eight_bit is None:
             return self._states
-        return {name: self._eight_bit.widen(state) for name, state in self._states.items()}
+        return {name: self._eight_bit.to_float32(state) for name, state in self._states.items()}
 
     def take_states(self, states: Mapping[str, Tensors]) -> None:
         """Store what was written into :meth:`state_tensors`. In the layout that saved it, the bits are the same again."""
         if self._eight_bit is not None:
             for name, state in self._states.items():
-                self._eight_bit.narrow(states[name], state)
+                self._eight_bit.from_float32(states[name], state)

@@ -16,10 +16,11 @@ A step moves them in this order. ``InFlightStream.next`` fills up with new promp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.data.batch import Batch, Field, Ragged, concat, ragged
@@ -32,6 +33,23 @@ from rlhf_spmd.generation.sequence import Completion, Request, SequenceState, To
 
 REASONS: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length")
 TOKEN_FIELDS = ("log_probs", "log_probs_t1", "versions")
+
+
+class SavedRow(NamedTuple):
+    """A row in flight, as a checkpoint has it.
+
+    - step: the step of its first call; 0 for rows that have ended
+    - reason: why it ended, as an index in ``REASONS``
+    - experts: see ``Completion``; None if they are not recorded
+    """
+
+    step: int
+    reason: int
+    token_ids: list[int]
+    experts: Tensor | None
+    log_probs: Tensor
+    log_probs_t1: Tensor
+    versions: Tensor
 
 
 class PartialRollouts:
@@ -60,7 +78,7 @@ class PartialRollouts:
         """Generate until ``num_groups`` complete groups have ended. Return the completions of the oldest such groups, and their ids.
 
         - requests: all rows in flight on this replica, new ones among them
-        - version: of this rank's weights, the step that started with them
+        - version: the version of this rank's weights: the step that started with them
 
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
@@ -94,29 +112,29 @@ class PartialRollouts:
         """
         if self.saved is not None:
             return self.saved
-        none = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64)
-        rows = dict[int, tuple[Any, ...]]()
+        no_tokens = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64)
+        rows: dict[int, SavedRow] = {}
         for row in self.generator.kept:
-            columns_of_row = (row.token_logprobs or none)[:3]
-            rows[row.request.row_id] = row.step, 0, row.token_ids, row.experts, *columns_of_row
+            columns = (row.token_logprobs or no_tokens)[:3]
+            rows[row.request.row_id] = SavedRow(row.step, 0, row.token_ids, row.experts, *columns)
         for row_id, c in self.ended.items():
-            columns_of_row = c.log_probs, c.log_probs_t1, c.versions
-            rows[row_id] = 0, REASONS.index(c.finish_reason), c.token_ids, c.experts, *columns_of_row
+            reason = REASONS.index(c.finish_reason)
+            rows[row_id] = SavedRow(0, reason, c.token_ids, c.experts, c.log_probs, c.log_probs_t1, c.versions)
         row_ids = torch.tensor(sorted(rows), dtype=torch.int64)
-        steps, reasons, tokens, experts, *columns = zip(*(rows[row] for row in sorted(rows)), strict=True) if rows else [()] * 7
-        fields: dict[str, Field] = {"step": torch.tensor(steps, dtype=torch.int64)}
-        fields |= {"reason": torch.tensor(reasons, dtype=torch.int64), "token_ids": ragged(tokens, torch.int64)}
+        saved = [rows[row_id] for row_id in row_ids.tolist()]
+        fields: dict[str, Field] = {
+            "step": torch.tensor([row.step for row in saved], dtype=torch.int64),
+            "reason": torch.tensor([row.reason for row in saved], dtype=torch.int64),
+            "token_ids": ragged([row.token_ids for row in saved], torch.int64),
+        }
         if self.generator.records_experts:
             placeholder = no_experts(self.generator.decoder.spec)
-            parts = [placeholder if row_experts is None else row_experts for row_experts in experts]
+            parts = [placeholder if row.experts is None else row.experts for row in saved]
             lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
             fields["experts"] = Ragged(torch.cat([placeholder, *parts]), lengths)
-        kinds = None, None, torch.int64
-        return Batch(
-            row_ids,
-            row_ids,
-            fields | {name: ragged(column, kind) for name, column, kind in zip(TOKEN_FIELDS, columns, kinds, strict=True)},
-        )
+        for name, dtype in zip(TOKEN_FIELDS, (None, None, torch.int64), strict=True):
+            fields[name] = ragged([getattr(row, name) for row in saved], dtype)
+        return Batch(row_ids, row_ids, fields)
 
     def restore(self, states: Sequence[Batch]) -> None:
         """Restore the rows that all replicas saved. Several replicas may have saved the same rows."""
@@ -131,23 +149,25 @@ class PartialRollouts:
         """
         if self.saved is None:
             return list(requests)
-        saved, self.saved = self.saved, None
+        saved = self.saved
+        self.saved = None
         index_of = {row: i for i, row in enumerate(saved.row_ids.tolist())}
         columns = {name: saved[name].rows() for name in ("token_ids", *TOKEN_FIELDS)}
-        records = self.generator.records_experts
-        experts: list[Any] = saved["experts"].rows() if records and "experts" in saved else [None] * len(saved)
+        records_experts = self.generator.records_experts
+        experts: list[Any] = saved["experts"].rows() if records_experts and "experts" in saved else [None] * len(saved)
         for request in requests:
             if request.row_id not in index_of:
                 continue
             i = index_of[request.row_id]
-            tokens, reason = columns["token_ids"][i].tolist(), REASONS[int(saved["reason"][i])]
+            tokens = columns["token_ids"][i].tolist()
+            reason = REASONS[int(saved["reason"][i])]
             log_probs, log_probs_t1, versions = (columns[name][i] for name in TOKEN_FIELDS)
             if len(tokens) >= request.max_new_tokens + (reason is not None):
                 raise CheckpointError(
                     f"the checkpoint has row {request.row_id} in flight with {len(tokens)} tokens, and max_response_length is "
                     f"{request.max_new_tokens} now; give the limits that the run was started with"
                 )
-            if records and reason is not None and experts[i] is None:
+            if records_experts and reason is not None and experts[i] is None:
                 raise CheckpointError(
                     f"the checkpoint has row {request.row_id} in flight without its experts; resume with the router_replay that the "
                     "run was started with"

@@ -33,9 +33,9 @@ def chunk_shards(
 
     That is before ZeRO cuts out the rank's rows and ep its experts.
     """
-    num_stages, stages = layout.pp * layout.vpp, layout.stages(pp_rank)
+    num_stages = layout.pp * layout.vpp
     plan = partial(plan_params, lora=lora, expert_parallel_generation=layout.expert_parallel_generation)
-    return [plan(spec, head, stage, num_stages, tp_rank, layout.tp) for stage in stages]
+    return [plan(spec, head, stage, num_stages, tp_rank, layout.tp) for stage in layout.stages(pp_rank)]
 
 
 def rank_shards(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_spmd.controller import ONE_TO_ALL, THREE_D, CallRecord, register
 from rlhf_spmd.data.batch import Batch
-from rlhf_spmd.models.weights import keep_start
+from rlhf_spmd.models.weights import keep_initial_adapter
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import ROW_INPUTS
 from rlhf_spmd.workers.train_engine import TrainEngine
@@ -23,7 +23,7 @@ def as_training_began(engine: TrainEngine) -> Iterator[None]:
     path = engine.lora.path if engine.lora is not None else None
     for chunk in engine.chunks:
         if path is not None and any(adapter.start is None for adapter in chunk.adapters.values()):
-            keep_start(chunk, path)
+            keep_initial_adapter(chunk, path)
         chunk.enable_adapters(False)
     try:
         yield
@@ -41,7 +41,7 @@ class ReferenceWorker(ModelWorker):
         if call.spec.name != "follow":
             return
         if self._from_actor is None:
-            self._from_actor = WeightSync(call.args[0].owned, self.weights, "follow")
+            self._from_actor = WeightSync(call.args[0].owned_weights, self.weights, "follow")
         self._arrived = {}
         if self.member:
             self._arrived = {name: torch.empty_like(shard) for name, shard in self.engine.local_tensors().items()}

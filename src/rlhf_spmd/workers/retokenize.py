@@ -10,22 +10,25 @@ from typing import Any
 import torch
 
 from rlhf_spmd.data.batch import Batch, decode_json, ragged
-from rlhf_spmd.data.conversations import conversation
+from rlhf_spmd.data.conversations import build_conversation
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import named_row
 from rlhf_spmd.data.messages import check_messages
 from rlhf_spmd.data.reasoning import strip_reasoning
 from rlhf_spmd.data.tokenizer import Decoding, decode, end_token_ids, load_tokenizer
-from rlhf_spmd.rewards.binding import chat_messages
 from rlhf_spmd.rewards.config import RewardConfig
+from rlhf_spmd.rewards.row_values import chat_messages
 
 
 class Retokenizer:
     """Turns rows of the actor's tokens into tokens of another model.
 
-    ``tokenizer``: that model's. ``actor``: the tokenizer of the responses. ``limit``: the most tokens of a row that the model can
-    read. ``vocab_size``: the model's. ``where``: the key of the reward's configuration, for messages. ``encoding``: how the actor's
-    prompts were rendered.
+    - tokenizer: the tokenizer of that model
+    - actor: the tokenizer of the responses
+    - limit: the most tokens of a row that the model can read
+    - vocab_size: the size of the model's vocabulary
+    - where: the key of the reward's configuration, for messages
+    - encoding: how the actor's prompts were rendered
     """
 
     def __init__(
@@ -38,15 +41,20 @@ class Retokenizer:
         where: str,
         encoding: EncodingConfig | None = None,
     ) -> None:
-        self.tokenizer, self.actor, self.limit, self.vocab_size, self.where = tokenizer, actor, limit, vocab_size, where
+        self.tokenizer = tokenizer
+        self.actor = actor
+        self.limit = limit
+        self.vocab_size = vocab_size
+        self.where = where
         rendering = EncodingConfig(config.apply_chat_template, config.chat_template, config.chat_template_kwargs)
         if encoding is not None:
             rendering = replace(rendering, template_date=encoding.template_date)
         rendering.check(where)
         self.encoder = PromptEncoder(tokenizer, rendering, where)
         self.tags = config.reasoning_tags if config.strip_reasoning else None
-        of_actor = PromptEncoder(actor, encoding or EncodingConfig())
-        self.opening, self.actor_ends = of_actor.frame.opening, end_token_ids(actor, of_actor.template)
+        actor_encoder = PromptEncoder(actor, encoding or EncodingConfig())
+        self.opening = actor_encoder.frame.opening
+        self.actor_ends = end_token_ids(actor, actor_encoder.template)
 
     def encode(self, row: Mapping[str, Any], response: str, ended: bool) -> list[int]:
         """Return the tokens of a row's prompt and ``response``.
@@ -63,25 +71,30 @@ class Retokenizer:
             prompt = row["prompt"]
         if prompt is not None:
             with named_row(f"{self.where}.model, row {row.get('id')}"):
-                chat = conversation(prompt, response.removeprefix(self.opening)).messages
+                chat = build_conversation(prompt, response.removeprefix(self.opening)).messages
                 text = self.encoder.apply_template(chat, add_generation_prompt=False)
-            return next(self.encoder.tokenize([text.removesuffix(self.encoder.frame.rest)], special_tokens=False))
+            return next(self.encoder.tokenize([text.removesuffix(self.encoder.frame.after_closing)], special_tokens=False))
         ids = next(self.encoder.tokenize([row["prompt"] + response], special_tokens=True))
         end = self.tokenizer.eos_token_id
         return [*ids, end] if ended and end is not None and ids[-1:] != [end] else ids
 
     def __call__(self, batch: Batch) -> tuple[Batch, dict[int, str]]:
-        """Return ``batch`` with the model's ``prompt_ids`` and ``response_ids`` (the last token), and refusals as :meth:`read`."""
+        """Return ``batch`` with the model's ``prompt_ids`` and ``response_ids`` (the last token), and refusals as :meth:`read` does."""
         if not len(batch):
             return batch, {}
-        sequences, refused = self.read(batch)
-        first, last = [ids[:-1] for ids in sequences], [ids[-1:] for ids in sequences]
-        return batch.with_fields(prompt_ids=ragged(first, torch.int64), response_ids=ragged(last, torch.int64)), refused
+        sequences, unreadable_rows = self.read(batch)
+        prompts = ragged([ids[:-1] for ids in sequences], torch.int64)
+        responses = ragged([ids[-1:] for ids in sequences], torch.int64)
+        return batch.with_fields(prompt_ids=prompts, response_ids=responses), unreadable_rows
 
     def read(self, batch: Batch) -> tuple[list[list[int]], dict[int, str]]:
-        """Return the model's tokens of each row, and why it cannot read some rows, which are replaced. The same on all ranks."""
+        """Return the model's tokens of each row, and position of a row -> why the model cannot read it. The same on all ranks.
+
+        One token stands in place of a row that it cannot read.
+        """
         responses = [ids.tolist() for ids in batch["response_ids"].rows()]
-        sequences, refused = [], {}
+        sequences = []
+        unreadable_rows = {}
         texts = decode(self.actor, responses)
         if self.tags is not None:
             prompts = [ids.tolist() for ids in batch["prompt_ids"].rows()]
@@ -90,11 +103,11 @@ class Retokenizer:
         rows = zip(decode_json(batch["row"]), responses, texts, strict=True)
         for index, (row, response_ids, text) in enumerate(rows):
             ids = self.encode(row, text, bool(response_ids) and response_ids[-1] in self.actor_ends)
-            why = self.refusal(ids)
-            if why is not None:
-                refused[index], ids = why, [0]
-            sequences.append(ids)
-        return sequences, refused
+            reason = self.refusal(ids)
+            if reason is not None:
+                unreadable_rows[index] = reason
+            sequences.append(ids if reason is None else [0])
+        return sequences, unreadable_rows
 
     def refusal(self, ids: Sequence[int]) -> str | None:
         """Return why the model cannot read these tokens; None if it can."""
@@ -110,7 +123,7 @@ class Retokenizer:
 class JudgePrompts(Retokenizer):
     """The question to a judge about a row: the judge template's text, as a user's message if the judge has a chat template.
 
-    ``apply_chat_template`` decides otherwise. ``limit``: of the tokens of question and verdict together.
+    ``apply_chat_template`` decides otherwise. ``limit``: the most tokens of question and verdict together.
     """
 
     def __init__(self, tokenizer: Any, actor: Any, config: RewardConfig, limit: int, vocab_size: int, where: str) -> None:
@@ -143,8 +156,8 @@ class JudgePrompts(Retokenizer):
 
     def _without_special_names(self, text: str) -> str:
         """Return ``text`` without the names of the judge's special tokens, with which a policy could end its message."""
-        while (less := self._special_names.sub("", text)) != text:
-            text = less
+        while (shorter := self._special_names.sub("", text)) != text:
+            text = shorter
         return text
 
 

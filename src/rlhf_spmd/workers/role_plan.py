@@ -24,13 +24,13 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class RolePlan:
-    """A role, decided.
+    """A role with all that is decided about it.
 
-    - spec: None for roles without a model
-    - calls: methods that run on other ranks, or in another layout, than the role
-    - is_added: the configuration names the role, not the algorithm
-    - reads_text: it reads text through its own tokenizer, not the rows' tokens
-    - serves: roles of the algorithm that are this role's model as training began, and the same object
+    - spec: the model; None for roles without a model
+    - calls: the methods that run on other ranks, or in another layout, than the role
+    - is_added: the configuration adds the role to those of the algorithm
+    - reads_text: the role reads text through a tokenizer of its own, not the tokens of the rows
+    - serves: roles of the algorithm that are this role's model as training began; they are the same object
     """
 
     worker: RoleClass
@@ -60,7 +60,7 @@ class RolePlan:
     @property
     def pools(self) -> list[ResourcePool]:
         """Return the role's pool, and those of its methods that run elsewhere."""
-        return [self.pool, *(call.pool for call in self.calls.values())]
+        return [self.pool, *(call_plan.pool for call_plan in self.calls.values())]
 
     @property
     def directory(self) -> Path:
@@ -69,6 +69,9 @@ class RolePlan:
         return Path(self.config.path)
 
 
-def generating_roles(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
+RolePlans = Mapping[str, RolePlan]  # by role
+
+
+def generating_roles(role_plans: RolePlans) -> dict[str, RolePlan]:
     """Return the roles that generate."""
-    return {role: plan for role, plan in roles.items() if plan.generation is not None}
+    return {role: role_plan for role, role_plan in role_plans.items() if role_plan.generation is not None}

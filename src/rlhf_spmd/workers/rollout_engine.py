@@ -20,9 +20,11 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.lora import is_adapter
 from rlhf_spmd.models.sharding import plan_params
 from rlhf_spmd.parallel.boxes import zero_rows
+from rlhf_spmd.parallel.collectives import Group
 from rlhf_spmd.parallel.data_parallel import sum_in_buckets
-from rlhf_spmd.parallel.mesh import build_mesh
+from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.reshard import HybridWeights, choose_method
+from rlhf_spmd.reshard.reshard_methods import Method
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.rank_shards import named_by_chunk, rank_shards
 from rlhf_spmd.workers.train_engine import TrainEngine
@@ -54,11 +56,13 @@ class RolloutEngine:
         yield
         with timeline.span(f"{self.worker.name}.to_training", category="reshard"):
             self.hybrid.to_training()
-        if not (self.hybrid.keep and self.hybrid.shared):  # else they are the generation parameters, at fixed addresses
+        if not (
+            self.hybrid.keeps_buffers and self.hybrid.shared
+        ):  # else they are the generation parameters, at fixed addresses
             self.merged.clear()
 
     def tick_together(self) -> None:
-        """Tick, and receive weights that arrive: for callers that call it equally often on all ranks of a replica.
+        """Tick, and receive weights that arrive. All ranks of a replica must call it equally often.
 
         Collective over the replica: every rank of it must call, in program order.
         """
@@ -69,7 +73,7 @@ class RolloutEngine:
     def report(self) -> dict[str, Any]:
         """Return metrics of the generator's last call.
 
-        Adds its busy and idle seconds (waits for other stages and replicas) to the trace.
+        Add its busy and idle seconds (waits for other stages and replicas) to the trace.
         """
         stats = self.generator.stats
         span = self.worker.controller.span
@@ -90,61 +94,83 @@ class RolloutEngine:
         }
 
 
-def build_generating(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | None:
-    """Return a new rollout engine of a worker; None on ranks outside the pool. ``tokenizer``: of its model, for stop strings.
+def build_rollout_engine(worker: ModelWorker, tokenizer: Any) -> RolloutEngine | None:
+    """Return a new rollout engine of a worker; None on ranks outside the pool.
+
+    ``tokenizer``: the tokenizer of the worker's model, for stop strings.
 
     Collective over the pool: every rank of it must call, in program order.
     """
-    context = worker.context
-    pool = worker.pool
-    layout = worker.shape.generating
-    spec = worker.spec
-    mesh = build_mesh(context.world, pool.ranks, layout)
+    world = worker.context.world
+    mesh = build_mesh(world, worker.pool.ranks, worker.shape.generating)
     # a replica generates in the layout in which it receives its weights, so there is nothing to choose
     name = "zero_redundancy" if worker.method else worker.config.generation.reshard_method
-    method = choose_method(name, layout)
+    method = choose_method(name, worker.shape.generating)
     if not worker.member:
         return None
     # a channel of its own: its messages go from rank to rank
-    gather = context.world.group([pool.ranks[i] for i in method.gather_ranks(layout, mesh.index)], "gather", channel="gather")
-    assert spec is not None and gather is not None
+    gather_ranks = [worker.pool.ranks[i] for i in method.gather_ranks(worker.shape.generating, mesh.index)]
+    gather = world.group(gather_ranks, "gather", channel="gather")
+    assert gather is not None
     gather.connect(worker.device)
-    mesh.tp.meet(worker.device)
+    mesh.tp.connect_nccl(worker.device)
     connect_channels(mesh, worker.device)
-    dtype = worker.engine.dtype
-    fused_slices = layout.fused_slices
-    ops = worker.engine.ops
-    options: dict[str, Any] = {"expert_parallel_generation": layout.expert_parallel_generation}
-    decoder = Decoder(spec, "lm", mesh.pp_rank, layout.pp, mesh.tp, dtype, "meta", fused_slices, ops=ops, **options)
-    decoder.requires_grad_(False)
-    shards = partial(rank_shards, spec, "lm", worker.shape.layout)  # generation has no use for a second head
-    rank_plan = shards(worker.mesh.pp_rank, worker.mesh.tp_rank)
+    decoder = _build_decoder(worker, mesh)
     merged: dict[str, Tensor] = {}
-    planned, parameters = worker.engine.param_shards(), worker.engine.parameters()
+    hybrid = _build_hybrid(worker, mesh, decoder, method, gather, merged)
+    return RolloutEngine(worker, hybrid, _build_generator(worker, mesh, decoder, tokenizer), merged)
+
+
+def _build_decoder(worker: ModelWorker, mesh: Mesh) -> Decoder:
+    """Return the decoder in the generation layout, without storage. Generation has no use for a second head."""
+    engine = worker.engine
+    layout = worker.shape.generating
+    options: dict[str, Any] = {"ops": engine.ops, "expert_parallel_generation": layout.expert_parallel_generation}
+    stage = mesh.pp_rank, layout.pp, mesh.tp
+    decoder = Decoder(engine.spec, "lm", *stage, engine.dtype, "meta", layout.fused_slices, **options)
+    decoder.requires_grad_(False)
+    return decoder
+
+
+def _build_hybrid(
+    worker: ModelWorker, mesh: Mesh, decoder: Decoder, method: Method, gather: Group, merged: dict[str, Tensor]
+) -> HybridWeights:
+    """Return what moves the engine's weights into ``decoder`` and back. ``merged``: see :class:`RolloutEngine`."""
+    engine = worker.engine
+    layout = worker.shape.generating
+    options: dict[str, Any] = {"expert_parallel_generation": layout.expert_parallel_generation}
+    train_shards = partial(rank_shards, engine.spec, "lm", worker.shape.layout)
+    rank_plan = train_shards(worker.mesh.pp_rank, worker.mesh.tp_rank)
+    parameters = engine.parameters()
     # quantized matrices are only shapes until they are merged
-    absent = {
-        name: torch.empty(planned[name].shape, dtype=dtype, device="meta") for name in rank_plan if name not in parameters
-    }
-    hybrid = HybridWeights(
-        shards,
-        lambda: {name: tensor for name, tensor in {**parameters, **absent, **merged}.items() if name in rank_plan},
+    shapes = {name: shard.shape for name, shard in engine.param_shards().items() if name not in parameters}
+    quantized = {name: torch.empty(shape, dtype=engine.dtype, device="meta") for name, shape in shapes.items()}
+    local_size = worker.context.world.launch.local_size
+    return HybridWeights(
+        train_shards,
+        lambda: {name: tensor for name, tensor in {**parameters, **quantized, **merged}.items() if name in rank_plan},
         decoder,
-        lambda pp, tp: plan_params(spec, "lm", pp, layout.pp, tp, layout.tp, fused_slices, **options),
+        lambda pp, tp: plan_params(engine.spec, "lm", pp, layout.pp, tp, layout.tp, layout.fused_slices, **options),
         gather,
         method,
         layout,
         mesh.index,
         worker.config.generation.buffers,
-        host_of=lambda i: pool.ranks[i] // context.world.launch.local_size,
-        temporary=frozenset(merged_names(worker.engine)),
+        host_of=lambda i: worker.pool.ranks[i] // local_size,
+        temporary=frozenset(merged_names(engine)),
     )
-    config, where = worker.config.generation, f"models.{worker.name}.generation.attention"
-    backend = choose_backend(config.attention, worker.engine.attention.name, worker.engine.dtype, worker.device, where)
+
+
+def _build_generator(worker: ModelWorker, mesh: Mesh, decoder: Decoder, tokenizer: Any) -> Generator:
+    """Return the generator, with the attention backend that suits it."""
+    engine = worker.engine
+    config = worker.config.generation
+    where = f"models.{worker.name}.generation.attention"
+    backend = choose_backend(config.attention, engine.attention.name, engine.dtype, worker.device, where)
     config = replace(config, attention=backend)
-    records = worker.config.router_replay == "R3"
-    size = context.world.launch.local_size
-    generator = Generator(decoder, mesh, config, spec.eos_token_ids, decoding(tokenizer), size, records)
-    return RolloutEngine(worker, hybrid, generator, merged)
+    records_experts = worker.config.router_replay == "R3"
+    local_size = worker.context.world.launch.local_size
+    return Generator(decoder, mesh, config, engine.spec.eos_token_ids, decoding(tokenizer), local_size, records_experts)
 
 
 def merged_names(engine: TrainEngine) -> list[str]:
@@ -157,13 +183,16 @@ def merged_names(engine: TrainEngine) -> list[str]:
 def merge_adapters(engine: TrainEngine, into: dict[str, Tensor]) -> None:
     """Store in ``into``, by name, the local shards of the matrices that have adapters, with the adapters added.
 
-    The weights themselves do not change. On batch-invariant devices a forward pass multiplies by the same bits. Under ZeRO collective
-    over dp_shard: every rank of it must call, in program order.
+    The weights themselves do not change. On batch-invariant devices a forward pass multiplies by the same bits.
+
+    Under ZeRO collective over dp_shard: every rank of it must call, in program order.
     """
     if engine.lora is None:
         return
-    local, shapes = engine.local_tensors(), named_by_chunk([chunk.shards for chunk in engine.chunks])
-    halves, group = {name: local[name] for name in local if is_adapter(name)}, engine.mesh.dp_shard
+    group = engine.mesh.dp_shard
+    local = engine.local_tensors()
+    shapes = named_by_chunk([chunk.shards for chunk in engine.chunks])
+    halves = {name: local[name] for name in local if is_adapter(name)}
     if engine.zero:  # each rank's rows beside zeros: the sum is exact
         for name, rows in halves.items():
             halves[name] = rows.new_zeros(shapes[name].shape)

@@ -1,8 +1,8 @@
 """Router replay: updates take the experts of an earlier forward pass.
 
-- R2 (Zheng et al., arXiv 2507.18071): of the pass of the old log-probs, which this module records
-- R3 (Ma et al., arXiv 2510.11370): of generation, which ``generation.routed_experts`` records; the pass of the old log-probs takes them
-  too
+- R2 (Zheng et al., arXiv 2507.18071): the experts of the pass of the old log-probs, which this module records
+- R3 (Ma et al., arXiv 2510.11370): the experts of generation, which ``generation.routed_experts`` records; the pass of the old
+  log-probs takes them too
 
 Without it an update may choose other experts for a token than the pass before: its weights have changed, or on GPUs its batch, and the
 ratio of the log-probs jumps. Only the choice is kept; the weights of the chosen experts are those of the current router.
@@ -21,12 +21,12 @@ from torch import Tensor
 from rlhf_spmd.data.batch import Batch, Ragged
 from rlhf_spmd.kernels import Ops, RoutingRule
 from rlhf_spmd.models.spec import ModelSpec
-from rlhf_spmd.workers.objective import ROUTED_EXPERTS, Packed
+from rlhf_spmd.workers.objective import ROUTED_EXPERTS, MicroBatch
 from rlhf_spmd.workers.train_engine import TrainEngine
 
 
 def check_replay(spec: ModelSpec, is_actor: bool, where: str) -> None:
-    """Raise ValueError if a role cannot replay. ``is_actor``: it may train on rows that it generates. ``where`` names the setting."""
+    """Raise ValueError if a role cannot replay. ``is_actor``: it may train on rows that it generates. ``where``: the setting."""
     if spec.experts is None:
         raise ValueError(f"{where}: models of {spec.family} have no experts; leave it out")
     if not is_actor:
@@ -53,15 +53,17 @@ class ExpertRecords:
     """The experts of all rows of one call."""
 
     def __init__(self, engine: TrainEngine) -> None:
-        self._mesh, self._balance = engine.mesh, engine.balance
+        self._mesh = engine.mesh
+        self._balance = engine.balance
         assert engine.spec.experts is not None, f"models of {engine.spec.family} have no experts"
         self._dtype = engine.spec.experts.number_dtype
-        self._packed: Sequence[Packed] = ()
+        self._packed: Sequence[MicroBatch] = ()
         self._records: list[RouterRecord] = []
 
-    def begin(self, packed: Sequence[Packed]) -> list[RouterRecord]:
+    def begin(self, packed: Sequence[MicroBatch]) -> list[RouterRecord]:
         """Return what the routers of each micro-batch report to."""
-        self._packed, self._records = packed, [RouterRecord(self._dtype) for _ in packed]
+        self._packed = packed
+        self._records = [RouterRecord(self._dtype) for _ in packed]
         return self._records
 
     def field(self, batch: Batch) -> Ragged:
@@ -69,10 +71,9 @@ class ExpertRecords:
 
         Collective over pp and cp: every rank of them must call, in program order.
         """
-        mesh = self._mesh
-        balance = self._balance
+        mesh, balance = self._mesh, self._balance
         sizes = [len(micro.tokens) for micro in self._packed]
-        experts = torch.zeros(sum(sizes), len(balance.numbers), balance.per_token, dtype=self._dtype)
+        experts = torch.zeros(sum(sizes), len(balance.numbers), balance.experts_per_token, dtype=self._dtype)
         parts = experts.split(sizes) if sizes else ()
         for part, record in zip(parts, self._records, strict=True):
             local = part[mesh.cp.rank :: mesh.cp.size]
@@ -87,7 +88,7 @@ class ExpertRecords:
         ]
         lengths = [micro.lengths for micro in self._packed]
         fields = {ROUTED_EXPERTS: Ragged(torch.cat([experts[:0], *rows]), torch.cat([batch.row_ids[:0], *lengths]))}
-        ids = torch.cat([batch.row_ids[:0], *(micro.extra.row_ids for micro in self._packed)])
+        ids = torch.cat([batch.row_ids[:0], *(micro.fields.row_ids for micro in self._packed)])
         rows_of_call = Batch(ids, ids, fields).reorder(batch.row_ids) if len(batch) else Batch(ids, ids, fields)
         field: Ragged = rows_of_call[ROUTED_EXPERTS]
         return field

@@ -6,7 +6,12 @@ a rank that only sends goes on while it sends. After the call the parameters los
 elements that have changed are sent.
 
 If generation runs ahead of training, the replica is an :class:`AsyncWeightReplica` and keeps its weights. Each version is sent when
-the first generate call after its update is reached, which on the training ranks is at once. A call that takes it loads it.
+the first generate call after its update is reached, which on the training ranks is at once. A call that takes it loads it. So goes
+version v, made in step k, with generation one step ahead::
+
+                        step k                  step k + 1                                        step k + 2
+    owner, trains       update: v exists        generate: sends notice and v; update: settles     ...
+    replica, generates  generate                generate with v - 1, receives v (poll or leave)   generate: loads v
 """
 
 from __future__ import annotations
@@ -45,15 +50,18 @@ class WeightSync:
     """
 
     def __init__(self, source: OwnedWeights, target: ModelWeights, name: str, delta: bool = False) -> None:
-        world, spec = source.context.world, source.spec
+        world = source.context.world
+        spec = source.spec
         assert spec is not None, f"{source.name} has no weights to send"
-        self.source, self.target, self._rank = source, target, world.rank
+        self.source = source
+        self.target = target
+        self._rank = world.rank
         ranks = sorted({*source.pool.ranks, *target.pool.ranks})
         # a channel of its own: weights may be in flight while the same ranks compute, or send others
         self.group = world.group(ranks, WEIGHT_SYNC_LABEL, channel=f"{source.name}.{name}")
         self.delta = Delta() if delta else None
         self._transfer: Transfer | None = None
-        self._steps: list[TransferStep] | None = None  # of every transfer; made for the first
+        self._steps: list[TransferStep] | None = None  # the same for every transfer; planned for the first
         if self.group is not None:
             if capabilities(source.device).nccl:  # before any transfer is open
                 self.group.connect(source.device)
@@ -67,10 +75,12 @@ class WeightSync:
     def copy(self, targets: Mapping[str, Tensor]) -> None:
         """Fill ``targets``: on the target's ranks tensors like its local shards, on others {}.
 
-        A rank that receives returns when it has them; a rank that only sends returns at once, and its weights must not change
-        before :meth:`settle`. Collective over both pools: every rank of them must call, in program order.
+        A rank that receives returns when it has them. A rank that only sends returns at once, and its weights must not change before
+        :meth:`settle`.
+
+        Collective over both pools: every rank of them must call, in program order.
         """
-        self.get_ready()
+        self.prepare()
         if self.group is not None:
             self.send(targets)
 
@@ -80,8 +90,8 @@ class WeightSync:
             self._transfer.wait()
             self._transfer = None
 
-    def get_ready(self) -> None:
-        """Finish the last transfer and note the current call, for errors: the main thread may be in another one by then."""
+    def prepare(self) -> None:
+        """Finish the last transfer, and note the current call for errors: the main thread may be in another call by then."""
         self.settle()
         if self.group is not None:
             self.group.connect(self.source.device)
@@ -90,7 +100,8 @@ class WeightSync:
 
     def send(self, targets: Mapping[str, Tensor]) -> None:
         """Start a transfer. Waits for it on ranks that receive, and on ranks whose weights go back to host memory."""
-        source, offloaded = self.source, self.source.offloaded
+        source = self.source
+        offloaded = source.offloaded
         if offloaded is not None:
             offloaded.reload()
         self._transfer = self.start(source.local_tensors(), targets)
@@ -144,7 +155,7 @@ class WeightReplica(ModelWeights):
 
     def receive(self, version: int) -> None:
         """Fill the parameters. Collective over both pools: every rank of them must call, in program order."""
-        if self.member and not (self.sync.delta and self.sync.delta.begun):
+        if self.member and not (self.sync.delta and self.sync.delta.has_sent):
             self.engine.storages.allocate()
         self.sync.copy(self.local_tensors())
 
@@ -152,14 +163,15 @@ class WeightReplica(ModelWeights):
 class AsyncWeightReplica(WeightReplica):
     """A replica whose pool lies apart from the owner's and generates, possibly some steps ahead of training.
 
-    ``loaded``: the version in its parameters. ``kept``: received or in-flight versions, except the loaded one; other ranks keep only
-    version numbers. All ranks of both pools have the same versions.
+    - loaded: the version in its parameters
+    - versions: version -> its weights, received or in flight, without the loaded one; {} for weights on ranks outside the replica's
+      pool. All ranks of both pools have the same versions
     """
 
     def __init__(self, owner: OwnedWeights, method: str, pool: ResourcePool, shape: GroupShape) -> None:
         super().__init__(owner, method, pool, shape)
         self.loaded: int | None = None
-        self.kept: dict[int, dict[str, Tensor]] = {}
+        self.versions: dict[int, dict[str, Tensor]] = {}
         self._arrivals: dict[int, _Arrival] = {}  # by version, in the order in which they come
         self._last: _Arrival | None = None
         self._polls = 0  # since the newest version was sent
@@ -171,16 +183,16 @@ class AsyncWeightReplica(WeightReplica):
 
         Collective over both pools: every rank of them must call, in program order.
         """
-        versions = self.context.controller.versions
         if self.sync.group is None:
             return
-        needed_later, newest = versions.needed_later(self.name), versions.newest(self.name)
-        if version in self.kept:  # before a new version comes, so that there is room for it
+        needed_later = self.context.controller.versions.needed_later(self.name)
+        newest = self.context.controller.versions.newest(self.name)
+        if version in self.versions:  # before a new version comes, so that there is room for it
             self._load(version, needed_later)
-        for old in self.kept.keys() - needed_later:
+        for old in self.versions.keys() - needed_later:
             self._arrive(old)
-            del self.kept[old]
-        if newest not in (self.loaded, *self.kept):
+            del self.versions[old]
+        if newest not in (self.loaded, *self.versions):
             self._send(newest)
         if version != self.loaded:
             self._load(version, needed_later)
@@ -188,10 +200,10 @@ class AsyncWeightReplica(WeightReplica):
     def leave(self, call: CallRecord) -> None:
         """Keep the weights, and start to receive what is missing: no other call may do so, and the owner's next update waits for it.
 
-        The owner may not have come so far yet; it needs nothing from this rank for that.
+        The owner may not have reached that send yet. It needs nothing from this rank before.
         """
         for arrival in self._arrivals.values():
-            arrival.begin()
+            arrival.start_receiving()
 
     def poll(self, replica: Group) -> None:
         """Start to receive the next version, if it has been sent.
@@ -199,28 +211,31 @@ class AsyncWeightReplica(WeightReplica):
         Collective over ``replica``, the ranks of one generation replica: every rank of it must call, in program order, as often as
         the others between two calls of :meth:`receive`.
         """
-        waiting = next((arrival for arrival in self._arrivals.values() if arrival.to_begin), None)
-        if waiting is None:
+        arrival = next((arrival for arrival in self._arrivals.values() if arrival.must_be_started), None)
+        if arrival is None:
             return
         self._polls += 1
-        if self._polls % POLL_INTERVAL == 0 and bool(replica.broadcast(torch.tensor([waiting.was_sent]), 0, "control")):
-            waiting.begin()
+        if self._polls % POLL_INTERVAL == 0 and bool(replica.broadcast(torch.tensor([arrival.was_sent]), 0, "control")):
+            arrival.start_receiving()
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
         """Return the stream on GPUs on which versions arrive, one after the other."""
         return torch.cuda.Stream(self.device)
 
-    def needed(self) -> dict[int, Mapping[str, Tensor]]:
-        """Return the versions that later steps take and the owner no longer has, on the replica's ranks. Waits for them to arrive."""
+    def older_versions(self) -> dict[int, Mapping[str, Tensor]]:
+        """Return version -> weights, for versions that later steps take and the owner no longer has. Wait for them to arrive.
+
+        Only for ranks of the replica's pool.
+        """
         versions = self.context.controller.versions
         later = sorted(versions.needed_later(self.name) - {versions.newest(self.name)})
         return {version: self._values(version) for version in later}
 
-    def keep(self, version: int) -> dict[str, Tensor]:
+    def allocate_version(self, version: int) -> dict[str, Tensor]:
         """Return empty tensors for a version that comes from a checkpoint. Call it on all ranks of both pools."""
-        self.kept[version] = self._empty()
-        return self.kept[version]
+        self.versions[version] = self._empty()
+        return self.versions[version]
 
     def transfer_target(self, targets: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that a transfer fills. With ``delta``: the last transfer's, which are copied to ``targets`` later."""
@@ -238,41 +253,42 @@ class AsyncWeightReplica(WeightReplica):
         if version == self.loaded:
             return self.local_tensors()
         self._arrive(version)
-        return self.kept[version]
+        return self.versions[version]
 
     @torch.no_grad()
     def _load(self, version: int, needed_later: set[int]) -> None:
         """Replace the loaded version, and keep that one if a later step takes it."""
         self._arrive(version)
-        before: dict[str, Tensor] = {}
+        previous: dict[str, Tensor] = {}
         if self.member:
             if self.loaded is None:
                 self.engine.storages.allocate()
             parameters = self.engine.local_tensors()
             if self.loaded in needed_later:
-                before = {name: tensor.clone() for name, tensor in parameters.items()}
-            for name, tensor in self.kept[version].items():
+                previous = {name: tensor.clone() for name, tensor in parameters.items()}
+            for name, tensor in self.versions[version].items():
                 parameters[name].copy_(tensor)
-        del self.kept[version]
+        del self.versions[version]
         if self.loaded is not None and self.loaded in needed_later:
-            self.kept[self.loaded] = before
+            self.versions[self.loaded] = previous
         self.loaded = version
 
     def _send(self, version: int) -> None:
         """Start to send a version. On the owner's ranks the weights must not change before :meth:`settle`."""
-        owner, group = self.owner, self.sync.group
+        group = self.sync.group
         assert group is not None
         self.settle()
-        self.sync.get_ready()
-        self.kept[version], self._polls = self._empty(), 0
-        first = group.ranks.index(owner.pool.ranks[0])
-        if not owner.member:
-            self._last = self._arrivals[version] = _Arrival(self, self.kept[version], group, first, self._last)
+        self.sync.prepare()
+        self.versions[version] = self._empty()
+        self._polls = 0
+        notifier = group.ranks.index(self.owner.pool.ranks[0])
+        if not self.owner.member:
+            self._last = self._arrivals[version] = _Arrival(self, self.versions[version], group, notifier, self._last)
             return
-        if group.rank == first:
+        if group.rank == notifier:
             notice = torch.tensor([version])
             receivers = [group.ranks.index(rank) for rank in self.pool.ranks]
-            self._notices = [(group.isend(notice, member, "control", NOTICE), notice) for member in receivers]
+            self._notices = [(group.isend(notice, receiver, "control", NOTICE), notice) for receiver in receivers]
         self.sync.send({})
 
     def _empty(self) -> dict[str, Tensor]:
@@ -284,41 +300,48 @@ class AsyncWeightReplica(WeightReplica):
 
 
 class _Arrival:
-    """A version on its way into ``targets``, received after ``before`` while this rank generates or waits for others.
+    """A version on its way into ``targets``, received after ``previous`` while this rank generates or waits for others.
 
-    A thread waits for the notice, from group index ``first``, that the version was sent: on GPUs a kernel that receives would
+    A thread waits for the notice, from group index ``notifier``, that the version was sent: on GPUs a kernel that receives would
     otherwise wait beside the whole generation. Over gloo that thread also receives. NCCL's kernels are started by the main thread
-    (:meth:`begin`), where all ranks of the replica agree. Threads would start them in a different order on each rank, beside the
-    kernels that generate. When the allocator then frees memory, which waits for the device, two ranks could each wait for the other's
-    receive.
+    (:meth:`start_receiving`), where all ranks of the replica agree. Threads would start them in a different order on each rank, beside
+    the kernels that generate. When the allocator then frees memory, which waits for the device, two ranks could each wait for the
+    other's receive.
+
+    ``must_be_started``: the main thread has to call :meth:`start_receiving`.
     """
 
     def __init__(
-        self, replica: AsyncWeightReplica, targets: dict[str, Tensor], group: Group, first: int, before: _Arrival | None
+        self, replica: AsyncWeightReplica, targets: dict[str, Tensor], group: Group, notifier: int, previous: _Arrival | None
     ) -> None:
-        self._replica, self._targets, self._before = replica, targets, before
+        self._replica = replica
+        self._targets = targets
+        self._previous_arrival = previous
         notice = torch.zeros(1, dtype=torch.int64)
-        self._notice = notice, group.irecv(notice, first, "control", NOTICE)
-        can = capabilities(replica.device)
-        self._free = torch.cuda.current_stream().record_event() if can.streams else None  # from then on ``targets`` are free
+        self._notice = notice, group.irecv(notice, notifier, "control", NOTICE)
+        device = capabilities(replica.device)
+        self._free = torch.cuda.current_stream().record_event() if device.streams else None  # from then on ``targets`` are free
         self._arrived: torch.cuda.Event | None = None
-        self.to_begin = can.nccl
-        self._thread = BackgroundTask(self._hear if self.to_begin else self._receive, "weights", replica.sync.fail)
+        self.must_be_started = device.nccl
+        body = self._await_notice if self.must_be_started else self._receive
+        self._thread = BackgroundTask(body, "weights", replica.sync.fail)
 
     @property
     def was_sent(self) -> bool:
         """Return True if the notice has arrived, and without NCCL the version itself."""
         return not self._thread.is_alive()
 
-    def begin(self) -> None:
+    def start_receiving(self) -> None:
         """Start all transfers and copies, unless the thread does.
 
-        On GPUs the host waits for none of them; with ``delta`` it waits for the counts that come first. Collective over both pools:
-        every rank of the replica must call at the same point of its program.
+        On GPUs the host waits for none of them; with ``delta`` it waits for the counts that come first.
+
+        Collective over both pools: every rank of the replica must call at the same point of its program.
         """
-        if not self.to_begin:
+        if not self.must_be_started:
             return
-        self.to_begin, self._before = False, None
+        self.must_be_started = False
+        self._previous_arrival = None
         if self._free is None:
             self._fill()
             return
@@ -329,20 +352,21 @@ class _Arrival:
         self._arrived = stream.record_event()
 
     def wait(self) -> None:
-        self.begin()
+        """Return when the version is in its targets, or on GPUs when the current stream waits for that."""
+        self.start_receiving()
         self._thread.wait()
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
         self._targets = {}  # the next arrival holds this one
 
-    def _hear(self) -> None:
+    def _await_notice(self) -> None:
         wait_all([self._notice[1]])
 
     def _receive(self) -> None:
-        self._hear()
-        if self._before is not None:
-            self._before._thread.join()
-        self._before = None
+        self._await_notice()
+        if self._previous_arrival is not None:
+            self._previous_arrival._thread.join()
+        self._previous_arrival = None
         self._fill()
 
     @torch.no_grad()

@@ -1,6 +1,10 @@
 """Model families as descriptions: from a config.json to a ``ModelSpec``, one function for each ``model_type``.
 
-``llama`` has the dense families of its kin, ``qwen``, ``gemma`` and ``deepseek`` (with GLM) theirs, ``mixtures`` the rest.
+- ``llama``: Llama and dense families of its shape
+- ``qwen``: Qwen 2 to 3.5
+- ``gemma``: Gemma 2 to 4
+- ``deepseek``: DeepSeek and GLM
+- ``mixtures``: other mixtures of experts
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_spmd.config.schema import nearest
+from rlhf_spmd.config.words import nearest
 from rlhf_spmd.models.families import deepseek, gemma, llama, mixtures, qwen
 from rlhf_spmd.models.keys import check_fp8, read_text_config, reject_unless
 from rlhf_spmd.models.spec import ModelSpec
@@ -20,7 +24,8 @@ BuildSpec = Callable[[Mapping[str, Any], str], ModelSpec]
 def language_model(*text_types: str, **defaults: Any) -> BuildSpec:
     """Return the builder of a family with a vision tower: its language model, for text. Exports are of the text-only class.
 
-    ``text_types``: the model types that ``text_config`` may have; where it has none, the first. ``defaults``: of its keys.
+    ``text_types``: the model types that ``text_config`` may have; where it has none, the first. ``defaults``: values
+    for keys that ``text_config`` lacks.
     """
 
     def build(config: Mapping[str, Any], source: str) -> ModelSpec:
@@ -70,16 +75,16 @@ FAMILIES: dict[str, BuildSpec] = {
     "seed_oss": llama.seed_oss,
     "smollm3": llama.smollm3,
 }
-# Keys that nobody checks: the code of these families came with their first files, and transformers has since taken it in.
+# Keys that are not checked here: the code of these families came with their first files, and transformers has since taken it in.
 # gpt-oss checks its quantization itself.
-UNCHECKED = {
+IGNORED_KEYS = {
     "deepseek_v2": ("auto_map",),
     "deepseek_v3": ("auto_map",),
     "gpt_oss": ("quantization_config",),
     "phi3": ("auto_map",),
 }
-# families that the decoder cannot be, why, and the nearest that it can
-UNFIT = {
+# families that the decoder cannot compute: why, and the nearest family that it can
+UNSUPPORTED = {
     "llama4": ("its attention is in chunks, and its experts take weighted tokens", "llama"),
 }
 
@@ -89,16 +94,17 @@ def spec_from_config(config: Mapping[str, Any], source: str, eos_token_ids: tupl
     family = config.get("model_type")
     if not isinstance(family, str):
         raise ValueError(f"{source}: 'model_type' is {family!r}; it must name a model family")
-    if unfit := UNFIT.get(family.removesuffix("_text")):
-        raise ValueError(f"{source}: model_type {family!r} is not supported: {unfit[0]}; the nearest that is: {unfit[1]!r}")
+    if unsupported := UNSUPPORTED.get(family.removesuffix("_text")):
+        reason, nearest_family = unsupported
+        raise ValueError(f"{source}: model_type {family!r} is not supported: {reason}; the nearest that is: {nearest_family!r}")
     if family not in FAMILIES:
         hint = nearest(family.lower(), list(FAMILIES)) or ";"
         known = ", ".join(FAMILIES)
         raise ValueError(f"{source}: model_type: unknown model family '{family}'{hint} available: {known}")
-    unchecked = UNCHECKED.get(family, ())
-    if "quantization_config" not in unchecked:
+    ignored = IGNORED_KEYS.get(family, ())
+    if "quantization_config" not in ignored:
         check_fp8(config, source)
-    if "auto_map" not in unchecked:
+    if "auto_map" not in ignored:
         reject_unless(config, source, "auto_map", None)
     spec = FAMILIES[family](config, source)
     if not spec.text_prefix:

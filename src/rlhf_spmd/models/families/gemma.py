@@ -26,33 +26,33 @@ def gemma2(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' Gemma2Config, with its defaults; layers 0, 2, ... have the window unless ``layer_types`` says
     otherwise.
     """
-    full = {**_GEMMA2_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}
+    config = {**_GEMMA2_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}
     return gemma_spec(
-        full,
+        config,
         source,
-        windows=read_windows(full, source, pattern=2),
-        attention_softcap=read_cap(full, source, "attn_logit_softcapping"),
+        windows=read_windows(config, source, pattern=2),
+        attention_softcap=read_cap(config, source, "attn_logit_softcapping"),
     )
 
 
-def gemma_spec(full: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
-    """Return what Gemma 2 and 3 have in common. ``full``: config.json with the family's defaults."""
-    reject_unless(full, source, "hidden_activation", "gelu_pytorch_tanh")
-    reject_unless(full, source, "use_bidirectional_attention", False)
+def gemma_spec(config: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
+    """Return what Gemma 2 and 3 have in common. ``config``: config.json with the family's defaults."""
+    reject_unless(config, source, "hidden_activation", "gelu_pytorch_tanh")
+    reject_unless(config, source, "use_bidirectional_attention", False)
     common = {
-        **read_biases(full),
-        "attention_scale": read_positive(full.get("query_pre_attn_scalar"), source, "query_pre_attn_scalar") ** -0.5,
-        "logit_softcap": read_cap(full, source, "final_logit_softcapping"),
+        **read_biases(config),
+        "attention_scale": read_positive(config.get("query_pre_attn_scalar"), source, "query_pre_attn_scalar") ** -0.5,
+        "logit_softcap": read_cap(config, source, "final_logit_softcapping"),
         "norm_unit_offset": True,
-        "embed_scale": math.sqrt(read_size(full, source, "hidden_size")),
+        "embed_scale": math.sqrt(read_size(config, source, "hidden_size")),
         "hidden_act": "gelu_tanh",
         "names": _GEMMA2_NAMES,
     }
-    return standard_spec({"tie_word_embeddings": True, **full}, source, **common, **flags)
+    return standard_spec({"tie_word_embeddings": True, **config}, source, **common, **flags)
 
 
 def read_cap(config: Mapping[str, Any], source: str, key: str) -> float | None:
-    """A softcap, None where it is null."""
+    """Return a softcap; None where it is null."""
     return None if config.get(key) is None else read_positive(config[key], source, key)
 
 
@@ -69,12 +69,12 @@ def gemma3_text(config: Mapping[str, Any], source: str) -> ModelSpec:
     local = per_kind.get("sliding_attention") or {}
     reject_unless(local, source, "rope_type", "default")
     theta = local.get("rope_theta", config.get("rope_local_base_freq", 1e4))
-    full = {**_GEMMA2_DEFAULTS, "rope_theta": 1e6, **config, "rope_scaling": rope, "rope_parameters": None}
+    config = {**_GEMMA2_DEFAULTS, "rope_theta": 1e6, **config, "rope_scaling": rope, "rope_parameters": None}
     return gemma_spec(
-        full,
+        config,
         source,
         qk_norm=True,
-        windows=read_windows(full, source, read_size(full, source, "sliding_window_pattern", 6)),
+        windows=read_windows(config, source, read_size(config, source, "sliding_window_pattern", 6)),
         local_rope_theta=read_positive(theta, source, "rope_local_base_freq"),
     )
 
@@ -108,31 +108,31 @@ def gemma4_text(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' Gemma4TextConfig, with its defaults. Refused: inputs of each layer (E2B, E4B), keys and values of
     other layers, and experts (26B-A4B).
     """
-    full = {"tie_word_embeddings": True, "hidden_size_per_layer_input": 256, **_GEMMA4_DEFAULTS, **config}
-    reject_unless(full, source, "hidden_size_per_layer_input", 0)
-    reject_unless(full, source, "num_kv_shared_layers", 0)
-    reject_unless(full, source, "enable_moe_block", False)
-    reject_unless(full, source, "hidden_activation", "gelu_pytorch_tanh")
-    reject_unless(full, source, "use_bidirectional_attention", "vision")  # of images
-    windows = read_windows(full, source, pattern=6)
+    config = {"tie_word_embeddings": True, "hidden_size_per_layer_input": 256, **_GEMMA4_DEFAULTS, **config}
+    reject_unless(config, source, "hidden_size_per_layer_input", 0)
+    reject_unless(config, source, "num_kv_shared_layers", 0)
+    reject_unless(config, source, "enable_moe_block", False)
+    reject_unless(config, source, "hidden_activation", "gelu_pytorch_tanh")
+    reject_unless(config, source, "use_bidirectional_attention", "vision")  # of images
+    windows = read_windows(config, source, pattern=6)
     windows = (*windows[:-1], None)  # transformers makes the last layer one without a window
-    rope = {**_GEMMA4_ROPE, **(full.get("rope_parameters") or {})}
+    rope = {**_GEMMA4_ROPE, **(config.get("rope_parameters") or {})}
     local = rope["sliding_attention"]
     reject_unless(local, source, "rope_type", "default")
-    shared, heads = bool(full.get("attention_k_eq_v", False)), read_global_heads(full, source, windows)
+    heads = read_global_heads(config, source, windows)
     spec = standard_spec(
-        {**full, "rope_parameters": rope["full_attention"]},
+        {**config, "rope_parameters": rope["full_attention"]},
         source,
         windows=windows,
         global_heads=heads,
-        keys_as_values=shared,
+        keys_as_values=bool(config.get("attention_k_eq_v", False)),
         value_norm=True,
         qk_norm=True,
         attention_scale=1.0,
         local_rope_theta=read_positive(local.get("rope_theta"), source, "rope_theta"),
-        **read_biases(full),
-        logit_softcap=read_cap(full, source, "final_logit_softcapping"),
-        embed_scale=math.sqrt(read_size(full, source, "hidden_size")),
+        **read_biases(config),
+        logit_softcap=read_cap(config, source, "final_logit_softcapping"),
+        embed_scale=math.sqrt(read_size(config, source, "hidden_size")),
         hidden_act="gelu_tanh",
         names=_GEMMA4_NAMES,
         partial_rotary_factor=1.0,
@@ -142,20 +142,22 @@ def gemma4_text(config: Mapping[str, Any], source: str) -> ModelSpec:
     return replace(spec, num_key_value_heads=heads[0], head_dim=heads[1], global_heads=None)
 
 
-def read_global_heads(full: Mapping[str, Any], source: str, windows: Sequence[int | None]) -> tuple[int, int]:
-    """``ModelSpec.global_heads``, in both notations: ``per_layer_config`` of each layer without a window, or keys for
+def read_global_heads(config: Mapping[str, Any], source: str, windows: Sequence[int | None]) -> tuple[int, int]:
+    """Return ``ModelSpec.global_heads``, in both notations: ``per_layer_config`` of each layer without a window, or keys for
     all of them.
     """
-    usual, key = read_size(full, source, "num_key_value_heads"), "per_layer_config"
-    if full.get(key) is None:
-        shared = full.get("attention_k_eq_v", False)
-        kv_heads = read_size(full, source, "num_global_key_value_heads", usual) if shared else usual
-        return kv_heads, read_size(full, source, "global_head_dim", 512)
-    wanted = [str(layer) for layer, window in enumerate(windows) if window is None]
-    listed = full[key]
-    if sorted(listed) != sorted(wanted) or any(listed[layer] != listed[wanted[0]] for layer in wanted):
+    num_kv_heads = read_size(config, source, "num_key_value_heads")
+    sizes_by_layer = config.get("per_layer_config")
+    if sizes_by_layer is None:
+        if config.get("attention_k_eq_v", False):
+            num_kv_heads = read_size(config, source, "num_global_key_value_heads", num_kv_heads)
+        return num_kv_heads, read_size(config, source, "global_head_dim", 512)
+    layers = [str(layer) for layer, window in enumerate(windows) if window is None]
+    if sorted(sizes_by_layer) != sorted(layers) or any(sizes_by_layer[layer] != sizes_by_layer[layers[0]] for layer in layers):
         raise ValueError(
-            f"{source}: '{key}' is {listed!r}; it must give the same for layers {', '.join(wanted)}, which have no window"
+            f"{source}: 'per_layer_config' is {sizes_by_layer!r}; it must give the same for layers {', '.join(layers)}, which have "
+            "no window"
         )
-    sizes, where = listed[wanted[0]], f"{source}: {key}"
-    return read_size(sizes, where, "num_key_value_heads", usual), read_size(sizes, where, "head_dim")
+    sizes = sizes_by_layer[layers[0]]
+    where = f"{source}: per_layer_config"
+    return read_size(sizes, where, "num_key_value_heads", num_kv_heads), read_size(sizes, where, "head_dim")

@@ -1,4 +1,4 @@
-"""Dense families: Llama and its kin. Each function is named after its ``model_type``."""
+"""Llama and dense families of its shape. Each function is named after its ``model_type``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def mistral(config: Mapping[str, Any], source: str) -> ModelSpec:
 
     transformers' MistralConfig: without ``sliding_window`` it is 4096, with null there is none.
     """
-    full = {"sliding_window": 4096, "num_key_value_heads": 8, **config}
-    return standard_spec(full, source, windows=read_windows(full, source))
+    config = {"sliding_window": 4096, "num_key_value_heads": 8, **config}
+    return standard_spec(config, source, windows=read_windows(config, source))
 
 
 _MINISTRAL3_DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144}
@@ -47,10 +47,10 @@ def ministral3(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' Ministral3Config, with its defaults.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or _MINISTRAL3_ROPE
-    full = {**_MINISTRAL3_DEFAULTS, **config, "rope_parameters": rope}
+    config = {**_MINISTRAL3_DEFAULTS, **config, "rope_parameters": rope}
     beta = read_positive(rope.get("llama_4_scaling_beta"), source, "rope_parameters.llama_4_scaling_beta")
     growth = beta, read_size(rope, f"{source}: rope_parameters", "original_max_position_embeddings")
-    return standard_spec(full, source, query_growth=growth, windows=read_windows(full, source))
+    return standard_spec(config, source, query_growth=growth, windows=read_windows(config, source))
 
 
 _PHI3_QKV = "model.layers.{layer}.self_attn.qkv_proj"
@@ -66,13 +66,13 @@ def phi3(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' Phi3Config, with its defaults. Its dropouts are not applied. Rows of models with long-rope scaling end
     where transformers would change the frequencies, at ``original_max_position_embeddings``.
     """
-    full = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, **config}
+    config = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, **config}
     for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(rope := full.get(key), Mapping):
+        if isinstance(rope := config.get(key), Mapping):
             kind = rope.get("rope_type", rope.get("type"))
-            full[key] = {**rope, "rope_type": _PHI3_OLD.get(str(kind), kind or "default")}
-    flags = {"names": _PHI3_NAMES, "windows": read_windows(full, source)}
-    return standard_spec(full, source, partial_rotary_factor=read_rotary_factor(full, source, 1.0), **flags)
+            config = {**config, key: {**rope, "rope_type": _PHI3_OLD.get(str(kind), kind or "default")}}
+    flags = {"names": _PHI3_NAMES, "windows": read_windows(config, source)}
+    return standard_spec(config, source, partial_rotary_factor=read_rotary_factor(config, source, 1.0), **flags)
 
 
 def granite(config: Mapping[str, Any], source: str) -> ModelSpec:
@@ -95,19 +95,15 @@ def smollm3(config: Mapping[str, Any], source: str) -> ModelSpec:
     """
     for key in ("mlp_bias", "use_sliding_window"):
         reject_unless(config, source, key, False)
-    layers, interval = read_size(config, source, "num_hidden_layers"), read_size(config, source, "no_rope_layer_interval", 4)
+    layers = read_size(config, source, "num_hidden_layers")
+    interval = read_size(config, source, "no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(layers)]
     if len(rotated) < layers or not set(rotated) <= {0, 1}:
         raise ValueError(f"{source}: 'no_rope_layers' is {rotated!r}; it must have a 0 or 1 for each of {layers} layers")
-    full = {
-        "num_key_value_heads": 4,
-        "rope_theta": 2e6,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-        **config,
-    }
+    defaults = {"num_key_value_heads": 4, "rope_theta": 2e6, "max_position_embeddings": 32768, "tie_word_embeddings": True}
+    config = {**defaults, **config}
     unrotated = tuple(layer for layer in range(layers) if not rotated[layer])
-    return standard_spec(full, source, unrotated=unrotated, **read_biases(config))
+    return standard_spec(config, source, unrotated=unrotated, **read_biases(config))
 
 
 def seed_oss(config: Mapping[str, Any], source: str) -> ModelSpec:
@@ -116,9 +112,9 @@ def seed_oss(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' SeedOssConfig, with its defaults. Its dropouts are not applied.
     """
     reject_unless(config, source, "mlp_bias", False)
-    full = {"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True, "max_position_embeddings": 524288, **config}
-    flags = {"attention_bias": bool(full["attention_bias"]), "attention_out_bias": bool(full.get("attention_out_bias"))}
-    return standard_spec(full, source, **flags)
+    config = {"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True, "max_position_embeddings": 524288, **config}
+    flags = {"attention_bias": bool(config["attention_bias"]), "attention_out_bias": bool(config.get("attention_out_bias"))}
+    return standard_spec(config, source, **flags)
 
 
 _NORMS_BEHIND = replace(
@@ -136,13 +132,13 @@ def exaone4(config: Mapping[str, Any], source: str) -> ModelSpec:
 
     transformers' Exaone4Config, with its defaults. A pattern of letters needs ``layer_types``, as in transformers.
     """
-    usual = {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4}
-    full = {**usual, **config}
-    is_listed = full["sliding_window"] is None or full.get("layer_types")
-    windows = read_windows(full, source, 1 if is_listed else read_size(full, source, "sliding_window_pattern"))
-    unrotated = () if full["sliding_window"] is None else tuple(i for i, window in enumerate(windows) if window is None)
+    defaults = {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4}
+    config = {**defaults, **config}
+    is_listed = config["sliding_window"] is None or config.get("layer_types")
+    windows = read_windows(config, source, 1 if is_listed else read_size(config, source, "sliding_window_pattern"))
+    unrotated = () if config["sliding_window"] is None else tuple(i for i, window in enumerate(windows) if window is None)
     flags = {"qk_norm": True, "windows": windows, "unrotated": unrotated, "names": _NORMS_BEHIND}
-    return standard_spec(full, source, **flags)
+    return standard_spec(config, source, **flags)
 
 
 def olmo2(config: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
@@ -150,9 +146,9 @@ def olmo2(config: Mapping[str, Any], source: str, **flags: Any) -> ModelSpec:
 
     transformers' Olmo2Config, with its defaults. ``flags``: what Olmo 3 has besides.
     """
-    full = {"rms_norm_eps": 1e-5, **config}
+    config = {"rms_norm_eps": 1e-5, **config}
     norms = {"names": _NORMS_BEHIND, "qk_norm": True, "qk_norm_over_all_heads": True}
-    return standard_spec(full, source, **norms, **read_biases(full), **flags)
+    return standard_spec(config, source, **norms, **read_biases(config), **flags)
 
 
 _OLMO3_THETA = 5e5
@@ -168,7 +164,7 @@ def olmo3(config: Mapping[str, Any], source: str) -> ModelSpec:
     local = per_kind.get("sliding_attention") or {}
     reject_unless(local, source, "rope_type", "default")
     rope = {**(per_kind.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
-    full = {"sliding_window": 4096, "rope_theta": _OLMO3_THETA, **config, "rope_scaling": rope, "rope_parameters": None}
+    config = {"sliding_window": 4096, "rope_theta": _OLMO3_THETA, **config, "rope_scaling": rope, "rope_parameters": None}
     theta = read_positive(local.get("rope_theta", _OLMO3_THETA), source, "rope_parameters.sliding_attention.rope_theta")
-    windows = read_windows(full, source, pattern=4)
-    return olmo2(full, source, windows=windows, local_rope_theta=theta)
+    windows = read_windows(config, source, pattern=4)
+    return olmo2(config, source, windows=windows, local_rope_theta=theta)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_spmd.models.keys import read_biases, read_positive, read_size, reject_unless
 from rlhf_spmd.models.layer_kinds import Experts
-from rlhf_spmd.models.spec import ModelSpec, Names, read_choice, read_windows, standard_spec
+from rlhf_spmd.models.spec import ModelSpec, Names, read_expert_counts, read_windows, standard_spec
 
 _MIXTRAL_MIXTURE = "model.layers.{layer}.block_sparse_moe."
 _MIXTRAL_NAMES = replace(
@@ -26,10 +26,10 @@ def mixtral(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' MixtralConfig, with its defaults. The noise of its router in training (``router_jitter_noise``) is not
     applied.
     """
-    full = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6, **config}
-    count, per_token = read_choice(full, source, "num_local_experts", 8, 2)
-    experts = Experts(count, per_token, read_size(full, source, "intermediate_size"), normalise=True)
-    return standard_spec(full, source, names=_MIXTRAL_NAMES, windows=read_windows(full, source), experts=experts)
+    config = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6, **config}
+    num_experts, experts_per_token = read_expert_counts(config, source, "num_local_experts", 8, 2)
+    experts = Experts(num_experts, experts_per_token, read_size(config, source, "intermediate_size"), normalise=True)
+    return standard_spec(config, source, names=_MIXTRAL_NAMES, windows=read_windows(config, source), experts=experts)
 
 
 def olmoe(config: Mapping[str, Any], source: str) -> ModelSpec:
@@ -38,10 +38,11 @@ def olmoe(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' OlmoeConfig, with its defaults.
     """
     reject_unless(config, source, "clip_qkv")
-    full = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **config}
-    count, per_token = read_choice(full, source, "num_experts", 64, 8)
-    experts = Experts(count, per_token, read_size(full, source, "intermediate_size"), bool(full.get("norm_topk_prob")))
-    return standard_spec(full, source, qk_norm=True, qk_norm_over_all_heads=True, experts=experts, **read_biases(full))
+    config = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **config}
+    num_experts, experts_per_token = read_expert_counts(config, source, "num_experts", 64, 8)
+    normalise = bool(config.get("norm_topk_prob"))
+    experts = Experts(num_experts, experts_per_token, read_size(config, source, "intermediate_size"), normalise=normalise)
+    return standard_spec(config, source, qk_norm=True, qk_norm_over_all_heads=True, experts=experts, **read_biases(config))
 
 
 _GPT_OSS_NAMES = replace(Names(), router="model.layers.{layer}.mlp.router.weight", sinks="model.layers.{layer}.self_attn.sinks")
@@ -62,16 +63,26 @@ def gpt_oss(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' GptOssConfig, with its defaults; layers 0, 2, ... have the window unless ``layer_types`` says
     otherwise. The published weights of the experts are MXFP4, see ``file_forms``; exports are not.
     """
-    full = {**_GPT_OSS_DEFAULTS, "max_position_embeddings": 131072, **config}
-    if full.get("rope_parameters") is None and full.get("rope_scaling") is None:
-        full["rope_parameters"] = {**_GPT_OSS_YARN, "original_max_position_embeddings": 4096, "rope_theta": full["rope_theta"]}
-    reject_unless(full.get("quantization_config") or {}, f"{source}: quantization_config", "quant_method", "mxfp4")
-    count, per_token = read_choice(full, source, "num_local_experts", 128, 4)
-    usual = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-    alpha, limit = (read_positive(full.get(key, value), source, key) for key, value in usual.items())
-    width = read_size(full, source, "intermediate_size")
-    experts = Experts(count, per_token, width, False, scoring="chosen", biased=True, clamp=(alpha, limit), fused=True)
-    windows = read_windows(full, source, pattern=2)
+    config = {**_GPT_OSS_DEFAULTS, "max_position_embeddings": 131072, **config}
+    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+        rope = {**_GPT_OSS_YARN, "original_max_position_embeddings": 4096, "rope_theta": config["rope_theta"]}
+        config = {**config, "rope_parameters": rope}
+    reject_unless(config.get("quantization_config") or {}, f"{source}: quantization_config", "quant_method", "mxfp4")
+    num_experts, experts_per_token = read_expert_counts(config, source, "num_local_experts", 128, 4)
+    alpha = read_positive(config.get("swiglu_alpha", 1.702), source, "swiglu_alpha")
+    limit = read_positive(config.get("swiglu_limit", 7.0), source, "swiglu_limit")
+    width = read_size(config, source, "intermediate_size")
+    experts = Experts(
+        num_experts,
+        experts_per_token,
+        width,
+        normalise=False,
+        scoring="chosen",
+        has_biases=True,
+        clamp=(alpha, limit),
+        files_are_transposed=True,
+    )
+    windows = read_windows(config, source, pattern=2)
     return standard_spec(
-        full, source, names=_GPT_OSS_NAMES, experts=experts, windows=windows, **read_biases(full, default=True)
+        config, source, names=_GPT_OSS_NAMES, experts=experts, windows=windows, **read_biases(config, default=True)
     )

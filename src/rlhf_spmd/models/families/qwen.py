@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_spmd.models.keys import read_biases, read_rotary_factor, read_size, reject_unless
 from rlhf_spmd.models.layer_kinds import DeltaRule, Experts
-from rlhf_spmd.models.spec import ModelSpec, read_choice, standard_spec
+from rlhf_spmd.models.spec import ModelSpec, read_expert_counts, standard_spec
 
 
 def qwen2(config: Mapping[str, Any], source: str) -> ModelSpec:
@@ -34,19 +34,19 @@ def qwen2_moe(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' Qwen2MoeConfig, with its defaults.
     """
     reject_unless(config, source, "use_sliding_window", False)
-    count, per_token = read_experts(config, source, 60, 4)
+    num_experts, experts_per_token = read_experts(config, source, 60, 4)
     experts = Experts(
-        count,
-        per_token,
+        num_experts,
+        experts_per_token,
         read_size(config, source, "moe_intermediate_size", 1408),
-        bool(config.get("norm_topk_prob", False)),
-        read_dense_layers(config, source),
+        normalise=bool(config.get("norm_topk_prob", False)),
+        dense_layers=read_dense_layers(config, source),
         shared_size=read_size(config, source, "shared_expert_intermediate_size", 5632),
         shared_gate=True,
     )
     bias = bool(config.get("qkv_bias", True))
-    full = {"num_key_value_heads": 16, **config}
-    return standard_spec(full, source, attention_bias=bias, experts=experts)
+    config = {"num_key_value_heads": 16, **config}
+    return standard_spec(config, source, attention_bias=bias, experts=experts)
 
 
 def qwen3_moe(config: Mapping[str, Any], source: str) -> ModelSpec:
@@ -56,24 +56,28 @@ def qwen3_moe(config: Mapping[str, Any], source: str) -> ModelSpec:
     number, counted from 1, and ``mlp_only_layers`` does not name it, counted from 0.
     """
     reject_unless(config, source, "use_sliding_window", False)
-    count, per_token = read_experts(config, source, 128, 8)
-    dense, width = read_dense_layers(config, source), read_size(config, source, "moe_intermediate_size", 768)
-    experts = Experts(count, per_token, width, bool(config.get("norm_topk_prob", False)), dense)
-    full = {"num_key_value_heads": 4, **config}
-    return standard_spec(full, source, qk_norm=True, experts=experts, **read_biases(config))
+    experts = Experts(
+        *read_experts(config, source, 128, 8),
+        read_size(config, source, "moe_intermediate_size", 768),
+        normalise=bool(config.get("norm_topk_prob", False)),
+        dense_layers=read_dense_layers(config, source),
+    )
+    config = {"num_key_value_heads": 4, **config}
+    return standard_spec(config, source, qk_norm=True, experts=experts, **read_biases(config))
 
 
-def read_experts(config: Mapping[str, Any], source: str, count: int, per_token: int) -> tuple[int, int]:
-    """Return :func:`read_choice` under either name of the number of experts, of which transformers 5 writes the first."""
+def read_experts(config: Mapping[str, Any], source: str, num_experts: int, experts_per_token: int) -> tuple[int, int]:
+    """Return :func:`read_expert_counts` under either name of the number of experts, of which transformers 5 writes the first."""
     name = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    return read_choice(config, source, name, count, per_token)
+    return read_expert_counts(config, source, name, num_experts, experts_per_token)
 
 
 def read_dense_layers(config: Mapping[str, Any], source: str) -> tuple[int, ...]:
-    """The layers without experts."""
-    step, layers = read_size(config, source, "decoder_sparse_step", 1), read_size(config, source, "num_hidden_layers")
-    named = config.get("mlp_only_layers") or ()
-    return tuple(layer for layer in range(layers) if layer in named or (layer + 1) % step)
+    """Return the layers without experts."""
+    step = read_size(config, source, "decoder_sparse_step", 1)
+    listed = config.get("mlp_only_layers") or ()
+    layers = range(read_size(config, source, "num_hidden_layers"))
+    return tuple(layer for layer in layers if layer in listed or (layer + 1) % step)
 
 
 _QWEN3_5_DEFAULTS = {"num_attention_heads": 16, "head_dim": 256, "max_position_embeddings": 32768}
@@ -93,22 +97,20 @@ def qwen3_5_text(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' Qwen3_5TextConfig, with its defaults. Layers that predict further tokens (``mtp``) are not read, and
     not exported.
     """
-    return hybrid_spec({**_QWEN3_5_DEFAULTS, **_QWEN3_5_DENSE, **config}, config, source)
+    return hybrid_spec({**_QWEN3_5_DEFAULTS, **_QWEN3_5_DENSE, **config}, source)
 
 
-def hybrid_spec(
-    full: Mapping[str, Any], config: Mapping[str, Any], source: str, fused: bool = False, **flags: Any
-) -> ModelSpec:
-    """Return what Qwen3.5 and Qwen3-Next have in common. ``full``: the configuration with its defaults."""
+def hybrid_spec(config: Mapping[str, Any], source: str, files_are_fused: bool = False, **flags: Any) -> ModelSpec:
+    """Return what Qwen3.5 and Qwen3-Next have in common. ``config``: the configuration with its defaults."""
     return standard_spec(
-        full,
+        config,
         source,
-        delta=read_delta(full, source, fused),
-        **read_biases(full),
+        delta_rule=read_delta(config, source, files_are_fused),
+        **read_biases(config),
         attention_gate=True,
         qk_norm=True,
         norm_unit_offset=True,
-        partial_rotary_factor=read_rotary_factor(full, source, 0.25),
+        partial_rotary_factor=read_rotary_factor(config, source, 0.25),
         **flags,
     )
 
@@ -122,36 +124,36 @@ def qwen3_5_moe_text(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' Qwen3_5MoeTextConfig, with its defaults. Files on the hub have the matrices of all experts in one
     tensor; transformers writes one for each expert, as exports do.
     """
-    full = {**_QWEN3_5_DEFAULTS, **_QWEN3_5_MOE_SIZES, **config}
-    experts = shared_mixture(full, source, (256, 8), True, stacked=True)
-    return hybrid_spec({**full, "intermediate_size": experts.intermediate_size}, config, source, experts=experts)
+    config = {**_QWEN3_5_DEFAULTS, **_QWEN3_5_MOE_SIZES, **config}
+    experts = shared_mixture(config, source, 256, 8, normalise=True, files_are_stacked=True)
+    return hybrid_spec({**config, "intermediate_size": experts.intermediate_size}, source, experts=experts)
 
 
 KINDS = ("linear_attention", "full_attention")
 
 
-def read_delta(full: Mapping[str, Any], source: str, fused: bool) -> DeltaRule:
+def read_delta(config: Mapping[str, Any], source: str, files_are_fused: bool) -> DeltaRule:
     """Return linear attention from transformers' keys. Raises ValueError naming the key."""
-    layers = read_size(full, source, "num_hidden_layers")
-    interval = read_size(full, source, "full_attention_interval", 4)
-    types = full.get("layer_types") or [KINDS[layer % interval == 0] for layer in range(1, layers + 1)]
+    layers = read_size(config, source, "num_hidden_layers")
+    interval = read_size(config, source, "full_attention_interval", 4)
+    types = config.get("layer_types") or [KINDS[layer % interval == 0] for layer in range(1, layers + 1)]
     if len(types) != layers or not set(types) <= set(KINDS):
         raise ValueError(
             f"{source}: 'layer_types' is {types!r}; it must call each of the num_hidden_layers={layers} layers "
             f"{KINDS[0]!r} or {KINDS[1]!r}"
         )
-    keys = read_size(full, source, "linear_num_key_heads", 16)
-    values = read_size(full, source, "linear_num_value_heads", 32)
+    keys = read_size(config, source, "linear_num_key_heads", 16)
+    values = read_size(config, source, "linear_num_value_heads", 32)
     if values % keys:
         raise ValueError(f"{source}: linear_num_value_heads={values} is not divisible by linear_num_key_heads={keys}")
     return DeltaRule(
-        frozenset(layer for layer, kind in enumerate(types) if kind == KINDS[0]),
-        keys,
-        values,
-        read_size(full, source, "linear_key_head_dim", 128),
-        read_size(full, source, "linear_value_head_dim", 128),
-        read_size(full, source, "linear_conv_kernel_dim", 4),
-        fused,
+        layers=frozenset(layer for layer, kind in enumerate(types) if kind == KINDS[0]),
+        key_heads=keys,
+        value_heads=values,
+        key_dim=read_size(config, source, "linear_key_head_dim", 128),
+        value_dim=read_size(config, source, "linear_value_head_dim", 128),
+        kernel=read_size(config, source, "linear_conv_kernel_dim", 4),
+        files_are_fused=files_are_fused,
     )
 
 
@@ -171,30 +173,20 @@ def qwen3_next(config: Mapping[str, Any], source: str) -> ModelSpec:
     transformers' Qwen3NextConfig, with its defaults. Layers that predict further tokens (``mtp``) are not read, and not
     exported.
     """
-    full = {**_QWEN3_5_DEFAULTS, **_QWEN3_NEXT_SIZES, **config}
-    dense, normalise = read_dense_layers(full, source), bool(full.get("norm_topk_prob", True))
-    return hybrid_spec(full, config, source, fused=True, experts=shared_mixture(full, source, (512, 10), normalise, dense))
+    config = {**_QWEN3_5_DEFAULTS, **_QWEN3_NEXT_SIZES, **config}
+    options = {"normalise": bool(config.get("norm_topk_prob", True)), "dense_layers": read_dense_layers(config, source)}
+    experts = shared_mixture(config, source, 512, 10, **options)
+    return hybrid_spec(config, source, files_are_fused=True, experts=experts)
 
 
-def shared_mixture(
-    full: Mapping[str, Any],
-    source: str,
-    sizes: tuple[int, int],
-    normalise: bool,
-    dense: tuple[int, ...] = (),
-    stacked: bool = False,
-) -> Experts:
-    """The mixture of Qwen3-Next and Qwen3.5. ``sizes``: of experts, and of those that a token takes, where the
-    configuration does not say.
+def shared_mixture(config: Mapping[str, Any], source: str, num_experts: int, experts_per_token: int, **options: Any) -> Experts:
+    """Return the mixture of Qwen3-Next and Qwen3.5. ``num_experts`` and ``experts_per_token``: values where the configuration
+    lacks them. ``options``: other fields of Experts.
     """
-    count, per_token = read_experts(full, source, *sizes)
     return Experts(
-        count,
-        per_token,
-        read_size(full, source, "moe_intermediate_size", 512),
-        normalise,
-        dense,
-        shared_size=read_size(full, source, "shared_expert_intermediate_size", 512),
+        *read_experts(config, source, num_experts, experts_per_token),
+        read_size(config, source, "moe_intermediate_size", 512),
+        shared_size=read_size(config, source, "shared_expert_intermediate_size", 512),
         shared_gate=True,
-        stacked=stacked,
+        **options,
     )

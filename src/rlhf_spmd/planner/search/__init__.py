@@ -1,8 +1,13 @@
-"""The searches for the fastest plan that fits into memory.
+"""The searches for the fastest plan that fits into memory. Terms are those of ``planner/problem.py``. Pure.
 
-Four modules are one function ``search(problem, limit, seed)`` each, which returns a :class:`SearchResult`: ``exact`` (proves
-its result), ``mcmc`` (ReaL), ``enumerate`` (HybridFlow) and ``grid`` (APP). They share ``candidates`` (ranges of ranks, options of a
-call) and ``phase_scheduling`` (calls of a phase onto ranks).
+Each search is one function ``search(problem, limit, seed)``, which returns a :class:`SearchResult`. Read in this order:
+
+- ``mcmc``: ReaL's Markov chain, the simplest
+- ``candidates``: what the other searches share: ranges of ranks, and the fastest options of a call
+- ``grid``: APP's ratios
+- ``enumerate``: HybridFlow's partitions of the roles
+- ``phase_scheduling``: gives the calls of a phase their ranks, for ``exact`` (``enumerate`` reads the phases)
+- ``exact``: branch and bound, which proves its result
 """
 
 from __future__ import annotations
@@ -18,8 +23,8 @@ class SearchResult:
     """A plan, and what is known about it.
 
     - seconds: of a step
-    - lower_bound: no plan takes fewer seconds; 0 if the search proves nothing
-    - optimal: the bound is ``seconds``
+    - lower_bound: seconds; no plan takes fewer; 0 if the search proves nothing
+    - optimal: the lower bound is ``seconds``
     - evaluations: schedules that were computed
     - search_seconds: duration of the search
     """
@@ -36,12 +41,13 @@ class NoPlanError(ValueError):
     """No plan fits into the ranks' memory; the message says what is missing."""
 
 
-def no_plan(problem: Problem, searched: str) -> NoPlanError:
+def no_plan_error(problem: Problem, scope: str) -> NoPlanError:
     """Return the error for a problem without a plan: it names a call that fits nowhere alone, or what the roles hold together.
 
-    ``searched``: words that limit what was tried; empty if all plans were.
+    ``scope``: words that limit what was tried; empty if all plans were.
     """
-    size, limit = problem.size, max(problem.memory)
+    size = problem.size
+    limit = max(problem.memory)
     needs = (  # (bytes on each rank, ranks) of each call's smallest option
         (
             min((option.call_bytes + option.resident * call.home, option.size) for option in call.options),
@@ -56,7 +62,8 @@ def no_plan(problem: Problem, searched: str) -> NoPlanError:
             f"{_remedy(need * ranks, limit)}"
         )
     resident = problem.least_resident
-    role, total = max(resident, key=lambda name: resident[name]), sum(resident.values())
+    role = max(resident, key=lambda name: resident[name])
+    total = sum(resident.values())
     hold = (
         f"the roles hold at least {total / size / GIB:.1f} GiB on each of {size} ranks, {role} most of it "
         f"({resident[role] / size / GIB:.1f})"
@@ -64,7 +71,7 @@ def no_plan(problem: Problem, searched: str) -> NoPlanError:
     if total > sum(problem.memory):
         return NoPlanError(f"no plan fits: {hold}, and a rank has {limit / GIB:.1f}; {_remedy(total, limit)}")
     return NoPlanError(
-        f"no plan fits{searched}: {name} needs at least {need / GIB:.1f} of the {limit / GIB:.1f} GiB of a rank, and {hold}; "
+        f"no plan fits{scope}: {name} needs at least {need / GIB:.1f} of the {limit / GIB:.1f} GiB of a rank, and {hold}; "
         f"{_remedy(total + need * ranks, limit)}"
     )
 

@@ -15,15 +15,17 @@ ResidentBytes = tuple[tuple[RankRange, float], ...]  # bytes of homes between ca
 
 
 def halves(ranks: RankRange, local_size: int) -> tuple[RankRange, RankRange]:
-    """Return two halves, of whole hosts if there are several, the larger first. Halves of equal size are halved alike."""
-    hosts = -(-ranks.end // local_size) - ranks.first // local_size
-    cut = (ranks.first // local_size + -(-hosts // 2)) * local_size if hosts > 1 else ranks.first + -(-ranks.count // 2)
+    """Return two halves, of complete hosts if there are several, the larger first. Halves of equal size are halved alike."""
+    first_host = ranks.first // local_size
+    num_hosts = -(-ranks.end // local_size) - first_host
+    cut = (first_host + -(-num_hosts // 2)) * local_size if num_hosts > 1 else ranks.first + -(-ranks.count // 2)
     return RankRange(ranks.first, cut - ranks.first), RankRange(cut, ranks.end - cut)
 
 
 def all_ranges(size: int, local_size: int) -> tuple[set[RankRange], set[RankRange]]:
-    """Return the cluster, its halves, their halves and so on; and the rest of the cluster beside one of these at its edge."""
-    rank_ranges, todo = set(), [RankRange(0, size)]
+    """Return the repeated halves of the cluster, itself included; and the rest of the cluster beside each of them at its edge."""
+    rank_ranges = set()
+    todo = [RankRange(0, size)]
     while todo:
         rank_range = todo.pop()
         rank_ranges.add(rank_range)
@@ -38,7 +40,7 @@ def all_ranges(size: int, local_size: int) -> tuple[set[RankRange], set[RankRang
 
 
 def range_sizes(size: int, local_size: int) -> list[int]:
-    """Return the indices of ranks that a search may give a call."""
+    """Return the numbers of ranks that a search may give a call, without duplicates."""
     return list(dict.fromkeys(ranks.count for ranks in sorted(set.union(*all_ranges(size, local_size)))))
 
 
@@ -46,7 +48,7 @@ class RankRanges:
     """The ranges of ranks that a plan may give a call: those of :func:`all_ranges`, of sizes for which some call has an option.
 
     - by_size: size -> its ranges, ascending
-    - rests: those of the second kind
+    - rests: the ranges beside a repeated half
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -60,15 +62,15 @@ class RankRanges:
             if ranks.count in sizes:
                 self.by_size.setdefault(ranks.count, []).append(ranks)
         self._memory = problem.memory_runs
-        self.distinct = cache(self._distinct)
+        self.ranges_up_to_symmetry = cache(self._ranges_up_to_symmetry)  # the cache lives as long as this object
 
-    def _distinct(self, size: int, occupied: frozenset[RankRange]) -> tuple[RankRange, ...]:
-        """Return the ranges of this size, one of all that differ only by a symmetry of what is ``occupied``.
+    def _ranges_up_to_symmetry(self, size: int, occupied: frozenset[RankRange]) -> tuple[RankRange, ...]:
+        """Return ranges of this size. Of those that differ only by a symmetry, one is returned.
 
-        Two halves can be exchanged if they are equal in size, memory and what of each occupied range lies in them. All that any
-        later call gets in them is exchanged, too: hosts and halves become hosts and halves, and each occupied range becomes
-        itself. For ranges that are no halves this holds only as long as halves at the edges of the cluster stay, so these count
-        as different where such ranges exist.
+        Two halves can be exchanged if they have the same size, memory, and parts of each ``occupied`` range. An exchange maps
+        hosts to hosts, halves to halves, and each occupied range to itself. So a plan stays a plan if all that it has in the one
+        half and in the other is exchanged. An exchange need not map a range of :attr:`rests` to such a range. It does if it keeps
+        the halves at the edges of the cluster; where there are such ranges, these halves therefore count as different.
         """
         ranges = [ranks for ranks in self.rests if ranks.count == size]
         todo = [self.all_ranks]
@@ -79,12 +81,12 @@ class RankRanges:
             elif rank_range.count > size:
                 first, second = halves(rank_range, self.local_size)
                 todo.append(first)
-                if self._inside(first, occupied) != self._inside(second, occupied):
+                if self._half_signature(first, occupied) != self._half_signature(second, occupied):
                     todo.append(second)
         return tuple(sorted(ranges))
 
-    def _inside(self, rank_range: RankRange, occupied: frozenset[RankRange]) -> tuple[object, ...]:
-        """Return what distinguishes a half from the other."""
+    def _half_signature(self, rank_range: RankRange, occupied: frozenset[RankRange]) -> tuple[object, ...]:
+        """Return what two halves must have in common to be exchanged."""
         edges = (rank_range.first == 0, rank_range.end == self.all_ranks.end) if self.rests else ()
         clips = {(ranks, *_clip(ranks, rank_range)) for ranks in occupied if ranks.overlaps(rank_range)}
         memory = [(*_clip(ranks, rank_range), amount) for ranks, amount in self._memory if ranks.overlaps(rank_range)]
@@ -92,46 +94,50 @@ class RankRanges:
 
 
 def _clip(ranks: RankRange, rank_range: RankRange) -> tuple[int, int]:
+    """Return first and end of the part of ``ranks`` in ``rank_range``, counted from its first rank."""
     return max(ranks.first - rank_range.first, 0), min(ranks.end - rank_range.first, rank_range.count)
 
 
 class FastestWithin:
-    """The fastest option within a number of bytes, from (bytes, seconds, option) of each."""
+    """A table of the fastest option within a number of bytes, built from (bytes, seconds, option) of each option."""
 
     def __init__(self, options: Iterable[tuple[float, float, int]]) -> None:
-        self._needs: list[float] = []
-        self._best: list[tuple[float, int]] = []
-        for need, seconds, option in sorted(options):
-            if not self._best or seconds < self._best[-1][0]:
-                self._needs.append(need)
-                self._best.append((seconds, option))
+        self._bytes: list[float] = []  # ascending
+        self._fastest: list[tuple[float, int]] = []
+        for amount, seconds, option in sorted(options):
+            if not self._fastest or seconds < self._fastest[-1][0]:
+                self._bytes.append(amount)
+                self._fastest.append((seconds, option))
 
     def within(self, room: float) -> tuple[float, int]:
-        """Return (seconds, option), or (inf, -1) if nothing fits."""
-        index = bisect_right(self._needs, room) - 1
-        return self._best[index] if index >= 0 else (float("inf"), -1)
+        """Return (seconds, option) of the fastest option within ``room`` bytes, or (inf, -1) if none fits."""
+        index = bisect_right(self._bytes, room) - 1
+        return self._fastest[index] if index >= 0 else (float("inf"), -1)
 
 
 class CandidateTables:
-    """Tables of a problem's options, each built at its first use."""
+    """Tables of a problem's options, each built at its first use.
+
+    A cached method is a field, so that its cache lives as long as the object.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.rooms = lru_cache(maxsize=256)(self._rooms)
-        self.needs = cache(self._needs)
-        self.tied = cache(self._tied)
-        self.homes = cache(self._homes)
-        self.useful = cache(self._useful)
-        self._tables = cache(self._movable)
+        self.home_bytes = cache(self._home_bytes)
+        self.tied_table = cache(self._tied_table)
+        self.home_options = cache(self._home_options)
+        self._undominated_options = cache(self._find_undominated_options)
+        self._movable_table = cache(self._build_movable_table)
 
     def _rooms(self, resident: ResidentBytes) -> list[tuple[RankRange, float]]:
         """Return bytes left on each rank, by ranges of equal ranks."""
-        memory, ranges = self.problem.memory, [ranks for ranks, _ in (*self.problem.memory_runs, *resident)]
-        cuts = sorted({edge for ranks in ranges for edge in (ranks.first, ranks.end)})
-        resident_bytes = [sum(amount for ranks, amount in resident if ranks.first <= first < ranks.end) for first in cuts]
-        return [
-            (RankRange(a, b - a), memory[a] - amount) for (a, b), amount in zip(pairwise(cuts), resident_bytes, strict=False)
-        ]
+        cuts = sorted({edge for ranks, _ in (*self.problem.memory_runs, *resident) for edge in (ranks.first, ranks.end)})
+        rooms = []
+        for first, end in pairwise(cuts):
+            resident_bytes = sum(amount for ranks, amount in resident if ranks.first <= first < ranks.end)
+            rooms.append((RankRange(first, end - first), self.problem.memory[first] - resident_bytes))
+        return rooms
 
     def room(self, resident: ResidentBytes, ranks: RankRange) -> float:
         """Return bytes left on the fullest of these ranks."""
@@ -139,132 +145,162 @@ class CandidateTables:
 
     def largest_room(self, resident: ResidentBytes, ranges: RankRanges) -> dict[int, float]:
         """Return, by size, bytes left in the emptiest range of this size; for sizes with many ranges, on the emptiest rank."""
-        runs, rooms = self.rooms(resident), {}
-        emptiest = max(left for _, left in runs)
-        for size, among in ranges.by_size.items():
-            fullest = (min(left for run, left in runs if run.overlaps(ranks)) for ranks in among)
-            rooms[size] = max(fullest) if len(among) <= 8 else emptiest
-        return rooms
+        rooms = self.rooms(resident)
+        emptiest = max(left for _, left in rooms)
+        by_size = {}
+        for size, same_size in ranges.by_size.items():
+            fullest = (min(left for run, left in rooms if run.overlaps(ranks)) for ranks in same_size)
+            by_size[size] = max(fullest) if len(same_size) <= 8 else emptiest
+        return by_size
 
-    def _needs(self, role: str, option: int) -> tuple[float, float]:
+    def _home_bytes(self, role: str, option: int) -> tuple[float, float]:
         """Return bytes on each rank of the role's home: resident bytes, and the largest call bytes of the tied calls."""
-        calls = [self.problem.calls[call_index] for call_index in self.problem.tied[role]]
-        return self.problem.calls[self.problem.homes[role]].options[option].resident, max(
-            c.options[option].call_bytes for c in calls
-        )
+        problem = self.problem
+        resident = problem.calls[problem.homes[role]].options[option].resident
+        return resident, max(problem.calls[call_index].options[option].call_bytes for call_index in problem.tied[role])
 
-    def _tied(self, call_index: int, size: int) -> FastestWithin:
+    def _tied_table(self, call_index: int, size: int) -> FastestWithin:
         """Return the table of a tied call."""
         call = self.problem.calls[call_index]
         indices = self.problem.options_by_size[call_index].get(size, ())
-        return FastestWithin((sum(self.needs(call.role, index)), call.options[index].seconds, index) for index in indices)
+        return FastestWithin((sum(self.home_bytes(call.role, index)), call.options[index].seconds, index) for index in indices)
 
-    def _homes(self, role: str, size: int) -> list[int]:
+    def _home_options(self, role: str, size: int) -> list[int]:
         """Return options of a role's home, the fastest first, without dominated ones.
 
         An option dominates another of its size if it takes no longer in any tied call, needs no more bytes, and has the same
         layout in case the role has movable calls. Then it is as good in every plan: no schedule is later, no rank fuller, and
         copies of weights cost the same.
         """
-        problem, tied = self.problem, self.problem.tied[role]
-        indices = self.problem.options_by_size[problem.homes[role]].get(size, [])
-        rows = [[*(problem.calls[call_index].options[o].seconds for call_index in tied), *self.needs(role, o)] for o in indices]
-        moves = any(problem.calls[call_index].role == role for call_index in problem.movable)
-        options = [problem.calls[problem.homes[role]].options[o] for o in indices]
-        return [indices[i] for i in best_of(rows, [option.layout if moves else None for option in options])]
+        problem = self.problem
+        indices = problem.options_by_size[problem.homes[role]].get(size, [])
+        tied_calls = [problem.calls[call_index] for call_index in problem.tied[role]]
+        rows = [[*(call.options[i].seconds for call in tied_calls), *self.home_bytes(role, i)] for i in indices]
+        has_movable = any(problem.calls[call_index].role == role for call_index in problem.movable)
+        home = problem.calls[problem.homes[role]]
+        kinds = [home.options[i].layout if has_movable else None for i in indices]
+        return [indices[i] for i in undominated(rows, kinds)]
 
-    def _movable(self, call_index: int, size: int, holders: int, layout: WeightLayout | None, near: bool) -> FastestWithin:
-        """Return the table of a movable call on ``size`` ranks.
+    def _build_movable_table(
+        self, call_index: int, size: int, num_home_ranks: int, layout: WeightLayout | None, on_one_host: bool
+    ) -> FastestWithin:
+        """Return the table of a movable call on ``size`` ranks; see :meth:`Problem.weight_copy_cost_between`.
 
-        ``layout``: the home's layout if the ranks are the home's, else None. ``holders``: number of the home's ranks; 0: copying
-        the weights costs nothing.
+        ``num_home_ranks`` 0: copying the weights costs nothing.
         """
-        call, rows = self.problem.calls[call_index], []
-        for index in self.useful(call_index, size):
+        call = self.problem.calls[call_index]
+        rows = []
+        for index in self._undominated_options(call_index, size):
             option = call.options[index]
-            seconds, copied = (
-                self.problem.weight_copy_cost_between(call.role, layout, holders, option, near) if holders else (0.0, 0.0)
-            )
-            rows.append((option.call_bytes + copied, option.seconds + seconds, index))
+            copy_seconds, copy_bytes = 0.0, 0.0
+            if num_home_ranks:
+                cost = self.problem.weight_copy_cost_between(call.role, layout, num_home_ranks, option, on_one_host)
+                copy_seconds, copy_bytes = cost
+            rows.append((option.call_bytes + copy_bytes, option.seconds + copy_seconds, index))
         return FastestWithin(rows)
 
-    def _useful(self, call_index: int, size: int) -> list[int]:
+    def _find_undominated_options(self, call_index: int, size: int) -> list[int]:
         """Return options of a movable call, without those that another one with the same layout beats."""
-        call, indices = self.problem.calls[call_index], self.problem.options_by_size[call_index].get(size, [])
-        options = [call.options[index] for index in indices]
-        return [indices[i] for i in best_of([[o.seconds, o.call_bytes] for o in options], [o.layout for o in options])]
+        indices = self.problem.options_by_size[call_index].get(size, [])
+        options = [self.problem.calls[call_index].options[index] for index in indices]
+        rows = [[option.seconds, option.call_bytes] for option in options]
+        return [indices[i] for i in undominated(rows, [option.layout for option in options])]
 
-    def movable(self, call_index: int, home: Choice, ranks: RankRange) -> FastestWithin:
+    def movable_table(self, call_index: int, home: Choice, ranks: RankRange) -> FastestWithin:
         """Return the table of a movable call on ``ranks``, copies of the weights from ``home`` included."""
-        same, near = home.rank_range == ranks, self.problem.on_one_host(home.rank_range, ranks)
-        layout = self.problem.home_layout(self.problem.calls[call_index].role, home) if same else None
-        return self._tables(call_index, ranks.count, home.rank_range.count, layout, near)
+        on_one_host = self.problem.on_one_host(home.rank_range, ranks)
+        role = self.problem.calls[call_index].role
+        layout = self.problem.home_layout(role, home) if home.rank_range == ranks else None
+        return self._movable_table(call_index, ranks.count, home.rank_range.count, layout, on_one_host)
 
-    def movable_anywhere(self, call_index: int, home: Choice | None, size: int) -> Sequence[FastestWithin]:
+    def movable_tables(self, call_index: int, home: Choice | None, size: int) -> Sequence[FastestWithin]:
         """Return a table for each relation of ``size`` ranks to the home's. Without a home, copying costs nothing."""
         if home is None:
-            return [self._tables(call_index, size, 0, None, False)]
-        holders, inside = home.rank_range.count, self.problem.on_one_host(home.rank_range)
-        tables = [self._tables(call_index, size, holders, None, inside and size <= self.problem.local_size)]
-        if size == holders:
+            return [self._movable_table(call_index, size, 0, None, False)]
+        num_home_ranks = home.rank_range.count
+        on_one_host = self.problem.on_one_host(home.rank_range)
+        other_ranks_near = on_one_host and size <= self.problem.local_size
+        tables = [self._movable_table(call_index, size, num_home_ranks, None, other_ranks_near)]
+        if size == num_home_ranks:
             layout = self.problem.home_layout(self.problem.calls[call_index].role, home)
-            tables.append(self._tables(call_index, size, holders, layout, inside))
+            tables.append(self._movable_table(call_index, size, num_home_ranks, layout, on_one_host))
         return tables
 
 
-def best_of(rows: Sequence[list[float]], kinds: Sequence[Hashable]) -> list[int]:
-    """Return indices of the rows that no other row of the same kind dominates (of equal rows the first), by the first column."""
-    best: list[int] = []
-    rivals: dict[Hashable, list[list[float]]] = {}
-    for index in sorted(range(len(rows)), key=lambda index: rows[index]):
-        # one that is as good in all columns comes before
-        undominated = rivals.setdefault(kinds[index], [])
-        if not any(all(map(le, rival, rows[index])) for rival in undominated):
-            undominated.append(rows[index])
-            best.append(index)
-    return best
+def undominated(rows: Sequence[list[float]], kinds: Sequence[Hashable]) -> list[int]:
+    """Return the indices of undominated rows, ordered by the first column.
+
+    A row dominates another of the same kind if no column of it is larger. Of equal rows the first stays.
+    """
+    indices: list[int] = []
+    rows_of_kind: dict[Hashable, list[list[float]]] = {}
+    for index in sorted(range(len(rows)), key=lambda index: rows[index]):  # a row comes after those that dominate it
+        rivals = rows_of_kind.setdefault(kinds[index], [])
+        if not any(all(map(le, rival, rows[index])) for rival in rivals):
+            rivals.append(rows[index])
+            indices.append(index)
+    return indices
 
 
-def fill(
+def greedy_choices(
     tables: CandidateTables,
     homes: Mapping[str, RankRange],
     movable: Mapping[int, RankRange],
-    chosen: Mapping[str, int] = MappingProxyType({}),
+    decided_options: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[int, Choice] | None:
     """Return a choice for each call whose ranks are decided, greedily; None if none fit.
 
-    ``homes``: ranks of each role's home. ``movable``: ranks of the movable calls. ``chosen``: options of some homes. Roles are
-    treated one by one, the one whose calls take longest first. Each gets the fastest option that fits if later roles hold as
-    little as they can.
+    ``homes``: ranks of each role's home. ``movable``: ranks of the movable calls. ``decided_options``: options of some homes.
     """
-    calls = tables.problem.calls
+    choices = _choose_homes(tables, homes, decided_options)
+    return None if choices is None else _choose_movable(tables, choices, movable)
+
+
+def _choose_homes(
+    tables: CandidateTables, homes: Mapping[str, RankRange], decided_options: Mapping[str, int]
+) -> dict[int, Choice] | None:
+    """Return a choice for each home and the calls that share it; None if none fit.
+
+    Roles are treated one by one, the one whose home takes longest first. Each gets the fastest option that fits if later roles
+    hold as little as they can.
+    """
+    problem = tables.problem
     options: dict[str, list[int]] = {}
     least_resident: dict[str, float] = {}
     seconds: dict[str, float] = {}
     for role, ranks in homes.items():
-        options[role] = [chosen[role]] if role in chosen else tables.homes(role, ranks.count)
+        options[role] = [decided_options[role]] if role in decided_options else tables.home_options(role, ranks.count)
         if not options[role]:
             return None
-        seconds[role] = calls[tables.problem.homes[role]].options[options[role][0]].seconds
-        least_resident[role] = min(tables.needs(role, option)[0] for option in options[role])
-    order = sorted(homes, key=lambda role: (role not in chosen, -seconds[role], least_resident[role]))
+        seconds[role] = problem.calls[problem.homes[role]].options[options[role][0]].seconds
+        least_resident[role] = min(tables.home_bytes(role, option)[0] for option in options[role])
+    order = sorted(homes, key=lambda role: (role not in decided_options, -seconds[role], least_resident[role]))
     resident: list[tuple[RankRange, float]] = []
     call_bytes: dict[str, float] = {}
     choices: dict[int, Choice] = {}
     for index, role in enumerate(order):
         later = [(homes[other], least_resident[other]) for other in order[index + 1 :]]
         for option in options[role]:
-            home_bytes, call_bytes[role] = tables.needs(role, option)
+            home_bytes, call_bytes[role] = tables.home_bytes(role, option)
             all_resident = (*resident, (homes[role], home_bytes), *later)
-            if all(need <= tables.room(all_resident, homes[other]) for other, need in call_bytes.items()):
+            if all(amount <= tables.room(all_resident, homes[other]) for other, amount in call_bytes.items()):
                 break
         else:
             return None
         resident.append((homes[role], home_bytes))
-        choices |= {call_index: Choice(homes[role], option) for call_index in tables.problem.tied[role]}
+        choices |= {call_index: Choice(homes[role], option) for call_index in problem.tied[role]}
+    return choices
+
+
+def _choose_movable(
+    tables: CandidateTables, choices: dict[int, Choice], movable: Mapping[int, RankRange]
+) -> dict[int, Choice] | None:
+    """Return ``choices``, those of homes, with the fastest choice that fits for each movable call; None if none fits."""
+    homes = {tables.problem.calls[call_index].role: choice for call_index, choice in choices.items()}
+    resident = tuple((home.rank_range, tables.home_bytes(role, home.option)[0]) for role, home in homes.items())
     for call_index, ranks in movable.items():
-        home = choices[tables.problem.homes[calls[call_index].role]]
-        option = tables.movable(call_index, home, ranks).within(tables.room(tuple(resident), ranks))[1]
+        home = homes[tables.problem.calls[call_index].role]
+        _, option = tables.movable_table(call_index, home, ranks).within(tables.room(resident, ranks))
         if option < 0:
             return None
         choices[call_index] = Choice(ranks, option)
@@ -272,5 +308,5 @@ def fill(
 
 
 def plan_of(choices: Mapping[int, Choice]) -> Plan:
-    """Return the plan of these choices by index of the call."""
+    """Return the plan of ``choices``: index of the call -> its choice."""
     return tuple(choices[call_index] for call_index in sorted(choices))

@@ -8,69 +8,68 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from rlhf_spmd.planner.problem import Choice, Problem, RankRange, simulate
-from rlhf_spmd.planner.search import SearchResult, no_plan
-from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, fill, plan_of
+from rlhf_spmd.planner.search import SearchResult, no_plan_error
+from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, greedy_choices, plan_of
 from rlhf_spmd.planner.search.phase_scheduling import phases
 
 Group = tuple[str, ...]  # roles that share ranks
 
 
 def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult:
-    """Return the best plan in which every call runs on its role's ranks. For each partition of the roles, all allocations are tried in
-    which no set could get more ranks.
+    """Return the best plan in which every call runs on its role's ranks.
 
-    Layouts come from a cache by (set, number of ranks). An allocation takes as long as the slowest set in each stage (phase of
-    the step), since a set's calls take turns. The best one is simulated. Stops after ``limit`` seconds; ``seed`` is not read.
-    Raises NoPlanError if nothing fits.
+    For each partition of the roles, all allocations of ranks are tried in which no set could get more. In each phase of the step
+    an allocation takes as long as its slowest set, since the calls of a set take turns. The best allocation is simulated. Stops
+    after ``limit`` seconds; ``seed`` is not read. Raises NoPlanError if nothing fits.
     """
     started = time.perf_counter()
     ranges = RankRanges(problem)
     tables = CandidateTables(problem)
-    stages, roles = phases(problem), list(problem.homes)
+    step_phases = phases(problem)
 
     @cache
-    def auto_parallel(group: Group, size: int) -> tuple[dict[int, Choice], list[float]] | None:
-        """Return the choices of these roles' calls on the first ``size`` ranks, and seconds of each stage; None if they do not fit."""
+    def group_choices(group: Group, size: int) -> tuple[dict[int, Choice], list[float]] | None:
+        """Return the choices of these roles' calls on the first ``size`` ranks, and their seconds in each phase; None if they do not
+        fit (HybridFlow's auto_parallel)."""
         ranks = ranges.by_size[size][0]
         movable = {call_index: ranks for call_index in problem.movable if problem.calls[call_index].role in group}
-        choices = fill(tables, dict.fromkeys(group, ranks), movable)
+        choices = greedy_choices(tables, dict.fromkeys(group, ranks), movable)
         if choices is None:
             return None
-        seconds = {
-            call_index: problem.calls[call_index].options[choice.option].seconds for call_index, choice in choices.items()
-        }
+        seconds = {i: problem.calls[i].options[choice.option].seconds for i, choice in choices.items()}
         for call_index in movable:
             home = choices[problem.homes[problem.calls[call_index].role]]
-            seconds[call_index] = tables.movable(call_index, home, ranks).within(float("inf"))[0]
-        return choices, [sum(seconds.get(call_index, 0.0) for call_index in stage) for stage in stages]
+            seconds[call_index] = tables.movable_table(call_index, home, ranks).within(float("inf"))[0]
+        return choices, [sum(seconds.get(i, 0.0) for i in phase) for phase in step_phases]
 
     best: tuple[float, Sequence[Group], tuple[int, ...]] | None = None
     evaluations = 0
-    for groups in _partitions(roles):
-        sizes = [[size for size in ranges.by_size if auto_parallel(group, size)] for group in groups]
+    for groups in _partitions(list(problem.homes)):
+        sizes = [[size for size in ranges.by_size if group_choices(group, size)] for group in groups]
         for allocation in _allocations(sizes, problem.size):
-            parts = [part for group, size in zip(groups, allocation, strict=True) if (part := auto_parallel(group, size))]
-            seconds = sum(map(max, zip(*(stage_seconds for _, stage_seconds in parts), strict=True)))
+            parts = [part for group, size in zip(groups, allocation, strict=True) if (part := group_choices(group, size))]
+            seconds = sum(map(max, zip(*(phase_seconds for _, phase_seconds in parts), strict=True)))
             evaluations += 1
             if (best is None or seconds < best[0]) and _disjoint(ranges, allocation):
                 best = seconds, groups, allocation
         if best and time.perf_counter() - started > limit:
             break
     if best is None:
-        raise no_plan(problem, " where every call runs on its role's ranks")
+        raise no_plan_error(problem, " where every call runs on its role's ranks")
     choices: dict[int, Choice] = {}
     for group, ranks in zip(best[1], _disjoint(ranges, best[2]), strict=True):
-        part = auto_parallel(group, ranks.count)
+        part = group_choices(group, ranks.count)
         assert part
         choices |= {call_index: Choice(ranks, choice.option) for call_index, choice in part[0].items()}
     plan = plan_of(choices)
     schedule = simulate(problem, plan)
     if not schedule.fits:  # ranks with unequal memory
-        raise no_plan(problem, " on the ranks that enumerate gives it")
+        raise no_plan_error(problem, " on the ranks that enumerate gives it")
     return SearchResult(plan, schedule.seconds, 0.0, False, evaluations, time.perf_counter() - started)
 
 
 def _partitions(roles: Sequence[str]) -> Iterator[list[Group]]:
+    """Yield all partitions of the roles into sets."""
     if not roles:
         yield []
         return
@@ -83,7 +82,7 @@ def _partitions(roles: Sequence[str]) -> Iterator[list[Group]]:
 def _allocations(sizes: Sequence[Sequence[int]], ranks: int) -> Iterator[tuple[int, ...]]:
     """Return all picks of one size for each set, at most ``ranks`` together, in which no size could be the next larger one."""
 
-    def grow(chosen: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
+    def extend(chosen: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
         if len(chosen) == len(sizes):
             if all(
                 min((n - size for n in choices if n > size), default=ranks) > left
@@ -94,9 +93,9 @@ def _allocations(sizes: Sequence[Sequence[int]], ranks: int) -> Iterator[tuple[i
         least = sum(min(choices, default=ranks + 1) for choices in sizes[len(chosen) + 1 :])
         for size in sizes[len(chosen)]:
             if size + least <= left:
-                yield from grow((*chosen, size), left - size)
+                yield from extend((*chosen, size), left - size)
 
-    return grow((), ranks)
+    return extend((), ranks)
 
 
 def _disjoint(ranges: RankRanges, allocation: tuple[int, ...]) -> list[RankRange]:

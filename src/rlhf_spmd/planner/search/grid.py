@@ -7,44 +7,44 @@ from collections.abc import Sequence
 from itertools import product
 
 from rlhf_spmd.planner.problem import Plan, Problem, RankRange, simulate
-from rlhf_spmd.planner.search import SearchResult, no_plan
-from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, fill, plan_of
+from rlhf_spmd.planner.search import SearchResult, no_plan_error
+from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, greedy_choices, plan_of
 
 RATIOS = (1.0, 0.5, 0.25, 0.125)
 
 
 def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult:
-    """Return the best of the plans in which each role gets a ratio of the ranks. So does the copy of a role that has calls which may
-    run elsewhere (APP's Pred Actor), or it uses the role's own ranks.
+    """Return the best of the plans in which each role gets a ratio of the ranks.
 
-    Roles stand behind one another, from the first rank again when the ranks end. Ratios with which a role does not fit by
-    itself are left out (APP's MinResourceChecker). Stops after ``limit`` seconds; ``seed`` is not read. Raises NoPlanError if
-    nothing fits.
+    The movable calls of a role get a ratio, too (APP's Pred Actor), or the role's own ranks. Ranges of ranks follow one another,
+    from the first rank again when the ranks end. Ratios with which a role does not fit by itself are left out (APP's
+    MinResourceChecker). Stops after ``limit`` seconds; ``seed`` is not read. Raises NoPlanError if nothing fits.
     """
     started = time.perf_counter()
     ranges = RankRanges(problem)
     tables = CandidateTables(problem)
     roles = list(problem.homes)
-    copies = sorted({problem.calls[call_index].role for call_index in problem.movable}, key=roles.index)
-    sizes = {size for ratio in RATIOS if (size := max(int(ratio * problem.size), 1)) in ranges.by_size}
-    fitting = {role: [size for size in sorted(sizes) if fill(tables, {role: ranges.by_size[size][0]}, {})] for role in roles}
+    movable = {call_index: problem.calls[call_index].role for call_index in problem.movable}
+    copied_roles = sorted(set(movable.values()), key=roles.index)
+    sizes = sorted({size for ratio in RATIOS if (size := max(int(ratio * problem.size), 1)) in ranges.by_size})
+    candidates: list[list[int]] = []
+    for role in roles:
+        candidates.append([size for size in sizes if greedy_choices(tables, {role: ranges.by_size[size][0]}, {})])
+    candidates += [[0, *sizes] for _ in copied_roles]  # 0: the role's own ranks
     best: tuple[float, Plan] | None = None
     evaluations = 0
-    candidates = [*(fitting[role] for role in roles), *([0, *sorted(sizes)] for _ in copies)]
-    for chosen in product(*(reversed(sizes_of_part) for sizes_of_part in candidates)):
+    for chosen_sizes in product(*(reversed(part_sizes) for part_sizes in candidates)):
         if best and time.perf_counter() - started > limit:
             break
-        first, placed = 0, list[RankRange | None]()
-        for size in chosen:
+        first = 0
+        placed: list[RankRange | None] = []
+        for size in chosen_sizes:
             ranks = _next_to(ranges.by_size[size], first % problem.size) if size else None
             placed.append(ranks)
             first = ranks.end if ranks else first
         homes = {role: ranks for role, ranks in zip(roles, placed, strict=False) if ranks}
-        ranges_of_copies = dict(zip(copies, placed[len(roles) :], strict=True))
-        movable = {call_index: problem.calls[call_index].role for call_index in problem.movable}
-        choices = fill(
-            tables, homes, {call_index: ranges_of_copies[role] or homes[role] for call_index, role in movable.items()}
-        )
+        copies = dict(zip(copied_roles, placed[len(roles) :], strict=True))
+        choices = greedy_choices(tables, homes, {i: copies[role] or homes[role] for i, role in movable.items()})
         if choices:
             evaluations += 1
             plan = plan_of(choices)
@@ -52,7 +52,7 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult
             if schedule.fits and (best is None or schedule.seconds < best[0]):
                 best = schedule.seconds, plan
     if best is None:
-        raise no_plan(problem, f" with ratios of {', '.join(map(str, RATIOS))}")
+        raise no_plan_error(problem, f" with ratios of {', '.join(map(str, RATIOS))}")
     return SearchResult(best[1], best[0], 0.0, False, evaluations, time.perf_counter() - started)
 
 

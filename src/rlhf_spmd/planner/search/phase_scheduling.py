@@ -32,8 +32,11 @@ import numpy as np
 from rlhf_spmd.planner.problem import Problem, RankRange, start_times
 from rlhf_spmd.planner.search.candidates import RankRanges, halves
 
-Table = tuple[tuple[int, float], ...]  # (size, the fewest seconds on as many ranks)
-Fixed = Mapping[int, tuple[RankRange, float]]
+Table = tuple[tuple[int, float], ...]  # of a free call: (number of ranks, the fewest seconds on that number)
+Free = Mapping[int, Table]  # by index of the call
+Fixed = Mapping[int, tuple[RankRange, float]]  # index of the call -> its ranks and seconds
+Occupied = frozenset[RankRange]
+SecondsOn = Callable[[int, RankRange], float]  # seconds of a call on a range
 T = TypeVar("T")
 NEVER = 1e300  # seconds of a call without an option: finite, so that sums stay numbers
 
@@ -43,11 +46,11 @@ def phases(problem: Problem) -> list[range]:
 
     If generation runs ahead, steps overlap and there is one phase.
     """
-    closure: list[set[int]] = []
+    earlier: list[set[int]] = []  # by call: the calls that it waits for, directly or not
     for call in problem.calls:
-        closure.append(set(call.after).union(*(closure[before] for before in call.after)))
+        earlier.append(set(call.after).union(*(earlier[before] for before in call.after)))
     size = len(problem.calls)
-    cuts = [cut for cut in range(1, size) if all(closure[call_index] >= set(range(cut)) for call_index in range(cut, size))]
+    cuts = [cut for cut in range(1, size) if all(earlier[call_index] >= set(range(cut)) for call_index in range(cut, size))]
     edges = [0, *([] if problem.ahead else cuts), size]
     return [range(first, end) for first, end in pairwise(edges)]
 
@@ -56,18 +59,23 @@ class OutOfTimeError(Exception):
     """The search's time is up."""
 
 
-class _OutOfPatienceError(Exception):
+class _OutOfSchedulesError(Exception):
     """A bound is not worth more schedules."""
 
 
 @dataclass
 class SearchBudget:
-    """Counts schedules that were computed, and says when to stop."""
+    """Counts schedules that were computed, and stops the search in time.
+
+    - until: value of ``time.perf_counter`` at which the time is up
+    - evaluations: schedules that were computed
+    """
 
     until: float
     evaluations: int = 0
 
     def spend(self) -> None:
+        """Count a schedule. Raises OutOfTimeError."""
         self.evaluations += 1
         if self.evaluations % 256 == 0 and time.perf_counter() > self.until:
             raise OutOfTimeError
@@ -76,78 +84,84 @@ class SearchBudget:
 class Phase:
     """One of :func:`phases`. Its methods take all calls and look at the phase's own."""
 
-    def __init__(self, problem: Problem, call_indices: range, ranges: RankRanges, effort: SearchBudget) -> None:
-        self.problem, self.call_indices = problem, call_indices
-        self.ranges, self._effort = ranges, effort
-        self._limits: dict[object, tuple[float, float]] = {}  # by calls: a lower bound, and the seconds of a packing
-        self._packings: dict[tuple[int, ...], list[dict[int, RankRange]]] = {}  # by free calls: the last that were good
-        self.patience = 0 if problem.ahead else 20_000  # schedules for a bound
+    def __init__(self, problem: Problem, call_indices: range, ranges: RankRanges, budget: SearchBudget) -> None:
+        self.problem = problem
+        self.call_indices = call_indices
+        self.ranges = ranges
+        self._budget = budget
+        self._bounds_by_calls: dict[object, tuple[float, float]] = {}  # a lower bound, and the seconds of a packing
+        self._packings: dict[tuple[int, ...], list[dict[int, RankRange]]] = {}  # by free calls: the last good ones
+        self._max_schedules_per_bound = 0 if problem.ahead else 20_000
 
-    def bound(self, fixed: Fixed, free: Mapping[int, Table], floor: float, budget: float) -> float:
-        """Return a lower bound of the phase's seconds, limited to ``floor`` .. ``budget``: free calls may take any range of a size.
+    def bound(self, fixed: Fixed, free: Free, floor: float, limit: float) -> float:
+        """Return a lower bound of the phase's seconds, clipped to ``floor`` .. ``limit``: free calls may take any range of a size.
 
-        The bound is the least time in which the ranks can do the work, raised to the seconds of the best packing by
-        :class:`_Packing`'s search if that ends within ``patience`` schedules. A known packing that ends by ``floor`` saves the
-        search, because nothing above ``floor`` could be proved.
+        The bound is the least time in which the ranks can do the work, raised by :meth:`_search_bound` to the seconds of the best
+        packing. A known packing that ends by ``floor`` saves the search, because nothing above ``floor`` could be proved.
         """
-        fixed, free = self._of_phase(fixed), self._of_phase(free)
+        fixed = self._of_phase(fixed)
+        free = self._of_phase(free)
         key = (tuple(fixed.items()), tuple(free.items()))
-        lower, upper = self._limits.get(key, (-1.0, math.inf))
-        if lower >= 0 and max(lower, floor) >= min(budget, upper):
-            return min(max(lower, floor), budget)
-        packing = _Packing(self, fixed, free, budget)
-        packings = self._packings.setdefault(tuple(free), [])
-        if lower < 0:
-            lower = packing.least_seconds()
-            if free and not fixed and not self.problem.ahead and max(lower, floor) < budget:
-                packings[:] = [*self._onto_halves(free), *packings[:5]]
-        if max(lower, floor) < min(budget, upper):
-            upper = min([upper, *(packing.ends(ranges) for ranges in packings)])
-        is_worth = budget < math.inf or not packings  # before there is a plan any packing will do
-        if is_worth and max(lower, floor) < min(budget, upper):
-            try:
-                seconds, ranges = packing.run(max(lower, floor), self._effort.evaluations + self.patience)
-                if ranges is not None:
-                    upper = min(upper, seconds)
-                    packings[:] = [ranges, *packings[:5]]
-                lower = max(lower, seconds) if seconds > max(lower, floor) else lower
-            except _OutOfPatienceError:
-                upper = lower
-        self._limits[key] = lower, upper
-        return min(max(lower, floor), budget)
+        lower, upper = self._bounds_by_calls.get(key, (None, math.inf))
+        if lower is None or max(lower, floor) < min(limit, upper):
+            packing = _Packing(self, fixed, free, limit)
+            packings = self._packings.setdefault(tuple(free), [])
+            if lower is None:
+                lower = packing.least_seconds()
+                if free and not fixed and not self.problem.ahead and max(lower, floor) < limit:
+                    packings[:] = [*self._onto_halves(free), *packings[:5]]
+            if max(lower, floor) < min(limit, upper):
+                upper = min([upper, *(packing.ends(ranges) for ranges in packings)])
+            is_worth = limit < math.inf or not packings  # before there is a plan any packing will do
+            if is_worth and max(lower, floor) < min(limit, upper):
+                lower, upper = self._search_bound(packing, packings, lower, upper, floor)
+            self._bounds_by_calls[key] = lower, upper
+        return min(max(lower, floor), limit)
 
-    def _onto_halves(self, free: Mapping[int, Table]) -> list[dict[int, RankRange]]:
+    def _search_bound(
+        self, packing: _Packing, packings: list[dict[int, RankRange]], lower: float, upper: float, floor: float
+    ) -> tuple[float, float]:
+        """Return the bounds after a search for the best packing, which is added to ``packings``.
+
+        If the search needs too many schedules, the lower bound counts as the best that can be proved.
+        """
+        try:
+            seconds, ranges = packing.run(max(lower, floor), self._budget.evaluations + self._max_schedules_per_bound)
+        except _OutOfSchedulesError:
+            return lower, lower
+        if ranges is not None:
+            upper = min(upper, seconds)
+            packings[:] = [ranges, *packings[:5]]
+        return (seconds if seconds > max(lower, floor) else lower), upper
+
+    def _onto_halves(self, free: Free) -> list[dict[int, RankRange]]:
         """Return the best packing of the free calls onto repeated halves of the ranks, if there is one."""
         packing = HalvesPacking(self.ranges, [dict(table) for table in free.values()]).packing()
         return [{call_index: packing[index] for index, call_index in enumerate(free)}] if packing else []
 
-    def packed(self, fixed: Fixed, free: Mapping[int, Table]) -> Mapping[int, RankRange]:
+    def packed(self, fixed: Fixed, free: Free) -> Mapping[int, RankRange]:
         """Return the best known packing of these calls; empty if none is known."""
         packing = _Packing(self, self._of_phase(fixed), self._of_phase(free), math.inf)
         return min(self._packings.get(tuple(self._of_phase(free)), ()), key=packing.ends, default={})
 
     def pack(
-        self,
-        fixed: Fixed,
-        free: Mapping[int, Table],
-        budget: float,
-        seconds_on: Callable[[int, RankRange], float],
-        occupied: frozenset[RankRange],
+        self, fixed: Fixed, free: Free, limit: float, seconds_on: SecondsOn, occupied: Occupied
     ) -> tuple[float, dict[int, RankRange] | None]:
-        """Return the fewest seconds below ``budget`` and the ranges of the free calls; or ``budget`` and None.
+        """Return the fewest seconds below ``limit`` and the ranges of the free calls; or ``limit`` and None.
 
         ``seconds_on``: seconds of a call on a range, never fewer than the table has. ``occupied``: ranges that it depends on.
         """
-        return _Packing(self, self._of_phase(fixed), self._of_phase(free), budget, seconds_on, occupied).run()
+        return _Packing(self, self._of_phase(fixed), self._of_phase(free), limit, seconds_on, occupied).run()
 
     def _of_phase(self, calls: Mapping[int, T]) -> dict[int, T]:
         return {call_index: calls[call_index] for call_index in self.call_indices if call_index in calls}
 
-    def end(self, ranges: Sequence[RankRange | None], seconds: Sequence[float], until: float = math.inf) -> float:
-        """Return when the phase ends. Raises OutOfTimeError, and _OutOfPatienceError after ``until`` schedules of the search."""
-        self._effort.spend()
-        if self._effort.evaluations > until:
-            raise _OutOfPatienceError
+    def end(self, ranges: Sequence[RankRange | None], seconds: Sequence[float], max_evaluations: float = math.inf) -> float:
+        """Return when the phase ends. Raises OutOfTimeError, and _OutOfSchedulesError when the search has computed more schedules than
+        ``max_evaluations``."""
+        self._budget.spend()
+        if self._budget.evaluations > max_evaluations:
+            raise _OutOfSchedulesError
         return start_times(self.problem, self.call_indices, ranges, seconds)[1]
 
 
@@ -164,24 +178,26 @@ class _Packing:
         self,
         phase: Phase,
         fixed: Fixed,
-        free: Mapping[int, Table],
-        budget: float,
-        seconds_on: Callable[[int, RankRange], float] | None = None,
-        occupied: frozenset[RankRange] = frozenset(),
+        free: Free,
+        limit: float,
+        seconds_on: SecondsOn | None = None,
+        occupied: Occupied = frozenset(),
     ) -> None:
-        self._phase, self._free = phase, free
-        self._seconds_on, self._occupied = seconds_on, occupied
+        self._phase = phase
+        self._free = free
+        self._seconds_on = seconds_on
+        self._occupied = occupied
         self._num_ranks = phase.problem.size
         self._ranges: list[RankRange | None] = [None] * len(phase.problem.calls)
         self._seconds = [0.0] * len(phase.problem.calls)
         for call_index, (ranks, seconds) in fixed.items():
-            self._ranges[call_index], self._seconds[call_index] = ranks, seconds
+            self._give(call_index, ranks, seconds)
         for call_index, table in free.items():
             self._seconds[call_index] = min((seconds for _, seconds in table), default=math.inf)
-        self._area = sum(ranks.count * seconds for ranks, seconds in fixed.values())
+        self._area = sum(ranks.count * seconds for ranks, seconds in fixed.values())  # rank-seconds of fixed calls
         self._order = sorted(free, key=lambda call_index: -self._least_area(call_index, math.inf))
-        self._best = budget
-        self._chosen: dict[int, RankRange] | None = None
+        self._best = limit
+        self._best_ranges: dict[int, RankRange] | None = None
 
     def _least_area(self, call_index: int, below: float) -> float:
         """Return the fewest rank-seconds of a call that takes less than ``below`` seconds."""
@@ -189,78 +205,94 @@ class _Packing:
 
     def least_seconds(self) -> float:
         """Return the fewest seconds T in which all ranks together have the rank-seconds that calls need to end within T."""
-        table_seconds = sorted({seconds for table in self._free.values() for _, seconds in table})
+        table_seconds = {seconds for table in self._free.values() for _, seconds in table}
         bound = max(self._seconds)
         if bound < self._best:
             bound = self._phase.end(self._ranges, self._seconds)
         while bound < self._best:
             within = math.nextafter(bound * (1 + 1e-12), math.inf)
-            need = (self._area + sum(self._least_area(call_index, within) for call_index in self._order)) / self._num_ranks
-            if need <= within:
+            area = self._area + sum(self._least_area(call_index, within) for call_index in self._order)
+            work_seconds = area / self._num_ranks
+            if work_seconds <= within:
                 break
-            bound = min([need, *(seconds for seconds in table_seconds if seconds > within)])
+            bound = min([work_seconds, *(seconds for seconds in table_seconds if seconds > within)])
         return bound
 
     def ends(self, packing: Mapping[int, RankRange]) -> float:
         """Return when a packing of the free calls ends."""
-        ranges, seconds = list(self._ranges), list(self._seconds)
+        ranges = list(self._ranges)
+        seconds = list(self._seconds)
         for call_index, ranks in packing.items():
-            ranges[call_index], seconds[call_index] = ranks, dict(self._free[call_index]).get(ranks.count, math.inf)
+            ranges[call_index] = ranks
+            seconds[call_index] = dict(self._free[call_index]).get(ranks.count, math.inf)
         return self._phase.end(ranges, seconds) if max(seconds) < self._best else math.inf
 
-    def run(self, floor: float = -1.0, until: float = math.inf) -> tuple[float, dict[int, RankRange] | None]:
-        """Return the best packing's end and ranges, or the budget and None. The first packing that ends by ``floor`` is good enough."""
-        self._until, self._floor = until, floor
+    def run(self, floor: float = -1.0, max_evaluations: float = math.inf) -> tuple[float, dict[int, RankRange] | None]:
+        """Return the best packing's end and ranges, or the limit and None. The first packing that ends by ``floor`` is good enough."""
+        self._floor = floor
+        self._max_evaluations = max_evaluations
         if max(self._seconds) < self._best:
-            end = self._phase.end(self._ranges, self._seconds, until)
+            end = self._phase.end(self._ranges, self._seconds, max_evaluations)
             if end < self._best:
                 self._descend(0, self._area, end)
-        return self._best, self._chosen
+        return self._best, self._best_ranges
 
     def _descend(self, depth: int, area: float, end: float) -> None:
         """Try all ranges of the call at ``depth`` of the order. ``area``: rank-seconds of the calls that have ranks."""
         if depth == len(self._order):
             self._best = end
-            self._chosen = {call_index: ranks for call_index in self._order if (ranks := self._ranges[call_index])}
+            self._best_ranges = {call_index: ranks for call_index in self._order if (ranks := self._ranges[call_index])}
             return
         call_index = self._order[depth]
-        without_ranks = self._seconds[call_index]
-        rest = area + sum(self._least_area(other, self._best) for other in self._order[depth + 1 :])
+        least_seconds = self._seconds[call_index]
+        other_area = area + sum(self._least_area(other, self._best) for other in self._order[depth + 1 :])
         occupied = self._occupied.union(ranks for ranks in self._ranges if ranks)
         branches = []
         for size, least in self._free[call_index]:
-            if least >= self._best or rest + size * least >= self._best * self._num_ranks:
+            if least >= self._best or other_area + size * least >= self._best * self._num_ranks:
                 continue
-            for ranks in self._phase.ranges.distinct(size, occupied):
+            for ranks in self._phase.ranges.ranges_up_to_symmetry(size, occupied):
                 seconds = self._seconds_on(call_index, ranks) if self._seconds_on else least
-                if seconds >= self._best or rest + size * seconds >= self._best * self._num_ranks:
+                if seconds >= self._best or other_area + size * seconds >= self._best * self._num_ranks:
                     continue
-                self._ranges[call_index], self._seconds[call_index] = ranks, seconds
-                branch_end = self._phase.end(self._ranges, self._seconds, self._until)
+                self._give(call_index, ranks, seconds)
+                branch_end = self._phase.end(self._ranges, self._seconds, self._max_evaluations)
                 if branch_end < self._best:
                     branches.append((branch_end, size * seconds, ranks, seconds))
         for branch_end, branch_area, ranks, seconds in sorted(branches):
             if branch_end >= self._best or self._best <= self._floor:
                 break
-            self._ranges[call_index], self._seconds[call_index] = ranks, seconds
+            self._give(call_index, ranks, seconds)
             self._descend(depth + 1, area + branch_area, branch_end)
-        self._ranges[call_index], self._seconds[call_index] = None, without_ranks
+        self._give(call_index, None, least_seconds)
+
+    def _give(self, call_index: int, ranks: RankRange | None, seconds: float) -> None:
+        """Set the ranks and seconds of a call; None takes its ranks away."""
+        self._ranges[call_index] = ranks
+        self._seconds[call_index] = seconds
 
 
 class HalvesPacking:
-    """The best packing of calls that wait only for ranks and for their order onto repeated halves of the ranks, by dynamic
-    programming.
+    """The best packing of calls onto repeated halves of the ranks, by dynamic programming.
 
-    The ranks are halved again and again. Ranges of equal size are alike.
+    Calls wait only for their ranks and their order. Let E(r, S) be when the calls S can end on the range r. A subset A of S runs on
+    the complete range, and splits the other calls of S, in program order, into runs R. Each run is dealt to the two halves h1 and
+    h2 of r:
 
-    ``tables``: the calls in program order, size -> seconds. E(range, S), when the calls S can end on a range, is the least over
-    subsets A that run on the complete range. Ranks run calls in program order, so a call on the range begins when both halves have
-    ended what came before it. E is therefore the seconds of A, plus for each run R of other calls between them the least
-    max(E(first half, .), E(second half, .)) over the ways to deal R to the halves. Sets of calls are bits of a number.
+        E(r, S) = min over A of [seconds of A on r + sum over R of min over B in R of max(E(h1, B), E(h2, R - B))]
+
+    Ranks run calls in program order, so a call of A begins when both halves have ended the run before it.
+
+    For example, calls 0 and 1 take 4 seconds on one rank and 3 on two. On two ranks the subset A = {0, 1} ends after 3 + 3 = 6 seconds;
+    A = {0} after 3 + max(4, 0) = 7; the empty A has one run {0, 1}, which ends after max(4, 4) = 4, the least.
+
+    ``tables``: for each call in program order: number of ranks -> seconds. Halves of equal size are alike. A set of calls is a
+    number, whose bits are its calls.
     """
 
     def __init__(self, ranges: RankRanges, tables: Sequence[Mapping[int, float]]) -> None:
-        self.ranges, self.tables = ranges, tables
+        self.ranges = ranges
+        self.tables = tables
         self.subsets, self.rests, self.starts = _splits(len(tables))
         self.ends = cache(self._ends)
 
@@ -277,29 +309,34 @@ class HalvesPacking:
         return self._place(self.ranges.all_ranks, (1 << len(self.tables)) - 1)
 
     def _ends(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return for a range of ``count`` ranks: the least end of each set of calls; and for each pair of a set and a subset the end if
-        the subset has the first half, and the end if the subset runs on the complete range."""
+        """Return E(r, S) for a range r of ``count`` ranks.
+
+        1. for each set of calls: the least end
+        2. for each pair of a set and a subset: the end if the halves take the subset and the other calls
+        3. for each pair: the end if the subset runs on the complete range
+        """
         alone = _members(len(self.tables)) @ np.array([table.get(count, NEVER) for table in self.tables])
         if count == 1:
             return alone, np.full(len(self.subsets), NEVER), alone[self.subsets] + NEVER * (self.rests > 0)
         first, second = (self.ends(half.count)[0] for half in halves(RankRange(0, count), self.ranges.local_size))
-        dealt = np.maximum(first[self.subsets], second[self.rests])
-        below = np.minimum.reduceat(dealt, self.starts)
-        together = alone[self.subsets] + below[_runs(len(self.tables))].sum(0)
-        return np.minimum.reduceat(together, self.starts), dealt, together
+        halved = np.maximum(first[self.subsets], second[self.rests])
+        least_halved = np.minimum.reduceat(halved, self.starts)
+        complete = alone[self.subsets] + least_halved[_runs(len(self.tables))].sum(0)
+        return np.minimum.reduceat(complete, self.starts), halved, complete
 
     def _place(self, ranks: RankRange, calls: int) -> dict[int, RankRange]:
         """Return the ranks of a set of calls on a range."""
-        _, dealt_ends, together = self.ends(ranks.count)
-        pair = self._best(together, calls)
+        _, halved, complete = self.ends(ranks.count)
+        pair = self._best_pair(complete, calls)
         places = {call: ranks for call in range(len(self.tables)) if self.subsets[pair] >> call & 1}
         for run in filter(None, _runs(len(self.tables))[:, pair]):
-            dealt = self._best(dealt_ends, run)
-            for half, part in zip(halves(ranks, self.ranges.local_size), (self.subsets[dealt], self.rests[dealt]), strict=True):
+            split = self._best_pair(halved, run)
+            parts = (self.subsets[split], self.rests[split])
+            for half, part in zip(halves(ranks, self.ranges.local_size), parts, strict=True):
                 places |= self._place(half, part) if part else {}
         return places
 
-    def _best(self, ends: np.ndarray, calls: int) -> int:
+    def _best_pair(self, ends: np.ndarray, calls: int) -> int:
         """Return the pair of a set and a subset that ends first, among those of ``calls``."""
         pairs = slice(self.starts[calls], [*self.starts, len(ends)][calls + 1])
         return int(self.starts[calls] + np.argmin(ends[pairs]))
@@ -313,17 +350,19 @@ def _members(calls: int) -> np.ndarray:
 
 @cache
 def _splits(calls: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return all subsets of each set of calls and what they leave, one set after the other; and where each set's subsets begin."""
+    """Return all pairs of a set of calls and a subset, one set after the other: the subsets, and the other calls of the sets; and
+    where each set's pairs begin."""
     sets = np.arange(1 << calls, dtype=np.int32)
-    wholes, rests = np.nonzero(sets & ~sets[:, None] == 0)
-    return wholes - rests, rests, np.searchsorted(wholes, sets)
+    set_of_pair, rests = np.nonzero(sets & ~sets[:, None] == 0)
+    return set_of_pair - rests, rests, np.searchsorted(set_of_pair, sets)
 
 
 @cache
 def _runs(calls: int) -> np.ndarray:
-    """Return [calls + 1, pairs]: what each subset of :func:`_splits` leaves, in runs between its calls."""
+    """Return [calls + 1, pairs]: the runs into which the subset of each pair of :func:`_splits` splits the other calls."""
     subsets, rests, _ = _splits(calls)
-    run, pairs = np.zeros(len(subsets), dtype=np.int64), np.arange(len(subsets))
+    run = np.zeros(len(subsets), dtype=np.int64)
+    pairs = np.arange(len(subsets))
     runs = np.zeros((calls + 1, len(subsets)), dtype=np.int64)
     for call in range(calls):
         runs[run, pairs] |= rests & 1 << call

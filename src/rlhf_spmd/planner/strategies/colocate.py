@@ -6,7 +6,7 @@ from rlhf_spmd.planner.cluster import Assignment, Cluster, Roles, Trace, unit_of
 
 
 def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
-    """Return all ranks for each role, and for roles and calls with a ratio that share of the ranks.
+    """Return all ranks for each role; roles and calls with a ratio get that share of the ranks.
 
     Shares follow each other, from the first rank again where the ranks end.
     """

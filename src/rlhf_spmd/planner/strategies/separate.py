@@ -6,10 +6,13 @@ from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, Roles
 
 
 def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
-    """Return half of the ranks each, or by ratio of the generating call or of a role. Raises PlacementError if nothing generates."""
-    traced = graph()
-    generating = generating_calls(traced, roles)
+    """Return ranks for the generating calls and other ranks for all roles: half each, or by ratio of a generating call or a role.
+
+    Raises PlacementError if no call generates.
+    """
+    step = graph()
+    generating = generating_calls(step, roles)
     if not generating:
         raise PlacementError("no call generates of a role that names no pool; use colocate, or placement.pools")
-    calls, rest = cluster.cut([share_of(generating, roles, graph=traced), share_of(roles, roles)])
-    return Assignment(dict.fromkeys(roles, rest), dict.fromkeys(generating, calls))
+    generating_ranks, role_ranks = cluster.cut([share_of(generating, roles, graph=step), share_of(roles, roles)])
+    return Assignment(dict.fromkeys(roles, role_ranks), dict.fromkeys(generating, generating_ranks))

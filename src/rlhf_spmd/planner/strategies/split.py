@@ -1,4 +1,4 @@
-"""HybridFlow's and NeMo-Aligner's split: the policy and roles that start from its weights on one side, the rest on the other."""
+"""HybridFlow's and NeMo-Aligner's split: the policy and roles that start from its weights on one side, all others on the other."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from rlhf_spmd.planner.cluster import Assignment, Cluster, PlacementError, Roles
 
 
 def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
-    """Return two sides. The first has the roles that generate (if none does, the first trained role) and the frozen roles
-    that start from the same weights. If the other roles have no model, these frozen roles go to the second side. Each
-    side gets half of the ranks, or its ratio.
+    """Return an assignment of roles to two sides, which get half of the ranks each, or by ratio.
 
-    Raises PlacementError if all models are on one side.
+    The first side has the policy (the roles that generate; if none does, the first trained role) and its followers (the frozen roles
+    that start from the same weights). If the other roles have no model, the followers are on the second side. Raises
+    PlacementError if all models are on one side.
     """
-    traced = graph()
-    policy = [call.split(".")[0] for call in generating_calls(traced, roles)]
+    step = graph()
+    policy = [call.split(".")[0] for call in generating_calls(step, roles)]
     policy = policy or [role for role, facts in roles.items() if facts.trained][:1]
     origins = {roles[role].origin for role in policy}
     followers = {role for role, facts in roles.items() if facts.weights and not facts.trained and facts.origin in origins}
@@ -25,5 +25,5 @@ def place(graph: Trace, cluster: Cluster, roles: Roles) -> Assignment:
         raise PlacementError(
             f"needs models for two sides, and those that name no pool are {', '.join(first) or 'none'}; use colocate or separate"
         )
-    sides = cluster.cut([share_of(side, roles, graph=traced) for side in (first, second)])
-    return Assignment({role: ranks for side, ranks in zip((first, second), sides, strict=True) for role in side})
+    first_ranks, second_ranks = cluster.cut([share_of(side, roles, graph=step) for side in (first, second)])
+    return Assignment(dict.fromkeys(first, first_ranks) | dict.fromkeys(second, second_ranks))

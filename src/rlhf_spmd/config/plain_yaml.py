@@ -1,7 +1,7 @@
-"""YAML as it was written: a plain value stays text until the type of its key says what it is.
+"""YAML whose plain values stay text: only the type of a key, which ``schema`` knows, says what its value is.
 
-YAML 1.1, which PyYAML speaks, makes ``false`` of ``No``, 750 of ``12:30``, 8 of ``010`` and 7 of ``007``. A text key must get the text
-that was written, and a numeric key the number that a person means. Only :mod:`rlhf_spmd.config.schema` knows which of the two a key is.
+YAML 1.1, which PyYAML reads, makes ``false`` of ``No``, 750 of ``12:30``, 8 of ``010`` and 7 of ``007``. A text key must get the text
+that was written, and a numeric key the number that a person means.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 import yaml
 from yaml import MappingNode, Node, ScalarNode, SequenceNode, YAMLError
 
-MOST_DEPTH, MOST_VALUES = 64, 100_000  # of a file, its aliases followed: no configuration has as many
-MOST_DIGITS = 4000  # of an integer
+MAX_DEPTH = 64  # levels of a file
+MAX_VALUES = 100_000  # values of a file, where each alias counts as a copy
+MAX_DIGITS = 4000  # of an integer
 NULLS = ("", "~", "null", "Null", "NULL")
 TRUTHS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 INTEGER = re.compile(r"[-+]?(0|[1-9]\d*)", re.ASCII)  # what begins with 0 is rather a name than a number
@@ -23,14 +24,15 @@ SPECIAL = re.compile(r"[-+]?\.(inf|nan)", re.ASCII | re.IGNORECASE)
 
 
 class Plain(str):
-    """A value that was written without quotes, and that is not null."""
+    """A value that was written without quotes and is not null."""
 
     __slots__ = ()
 
 
 def resolve(value: Any) -> Any:
-    """Return ``value`` for a key whose type is open: plain values become what YAML 1.2's core schema says, where integers are decimal
-    and have no leading zeros.
+    """Return ``value`` for a key of any type: plain values become what YAML 1.2's core schema makes of them.
+
+    Its integers are decimal and have no leading zeros.
     """
     if isinstance(value, dict):
         return {resolve(key): resolve(child) for key, child in value.items()}
@@ -41,7 +43,7 @@ def resolve(value: Any) -> Any:
     if value in TRUTHS:
         return TRUTHS[value]
     if INTEGER.fullmatch(value):
-        return int(value) if len(value) < MOST_DIGITS else float(value)  # infinite: Python refuses to read it
+        return int(value) if len(value) < MAX_DIGITS else float(value)  # infinite: Python refuses to read it
     if REAL.fullmatch(value):
         return float(value)
     return float(value.replace(".", "")) if SPECIAL.fullmatch(value) else str(value)
@@ -58,8 +60,9 @@ def parse(text: str) -> Any:
 
 
 def parse_value(text: str) -> Any:
-    """Return the value of an override. It is YAML if it begins as a list, a mapping or quoted text. Any other value is plain: none of
-    its characters means anything. Raises YAMLError.
+    """Return the value of an override. Raises YAMLError.
+
+    It is YAML if it begins as a list, a mapping or quoted text. Any other value is plain, whatever characters it has.
     """
     text = text.strip()
     if text[:1] in ("[", "{", "'", '"'):
@@ -68,8 +71,8 @@ def parse_value(text: str) -> Any:
 
 
 def to_plain(value: Any, depth: int = 0) -> Any:
-    """Return a copy in dicts and lists, for mappings and sequences of any kind. Raises ValueError for too deep nesting."""
-    if depth > MOST_DEPTH:
+    """Return a copy of mappings and sequences of any kind, in dicts and lists. Raises ValueError for too deep nesting."""
+    if depth > MAX_DEPTH:
         raise ValueError(_too_deep())
     if isinstance(value, Mapping):
         return {key: to_plain(child, depth + 1) for key, child in value.items()}
@@ -86,17 +89,17 @@ class _Loader(yaml.BaseLoader):
 
 
 class _Builder:
-    """Builds the values of nodes. The value of an alias is built anew wherever it stands, and counts there."""
+    """Builds the values of nodes. The value of an alias is built again, and counted again, wherever the alias stands."""
 
     def __init__(self) -> None:
         self._num_values = 0
 
     def value(self, node: Node, depth: int) -> Any:
         self._num_values += 1
-        if depth > MOST_DEPTH:
+        if depth > MAX_DEPTH:
             raise YAMLError(_too_deep())
-        if self._num_values > MOST_VALUES:
-            raise YAMLError(f"more than {MOST_VALUES} values, its aliases followed")
+        if self._num_values > MAX_VALUES:
+            raise YAMLError(f"more than {MAX_VALUES} values, its aliases followed")
         tag = node.tag.removeprefix("tag:yaml.org,2002:")
         if isinstance(node, MappingNode) and tag == "map":
             return self._mapping(node, depth)
@@ -116,7 +119,7 @@ class _Builder:
                 raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key.start_mark)
             if key.tag == "plain" and key.value == "<<":
                 for part in self._merged(child, depth):
-                    merged = {**part, **merged}  # the first of them counts
+                    merged = {**part, **merged}  # of a key in several mappings the first value counts
                 continue
             if key.value in values:
                 raise yaml.MarkedYAMLError(problem=f"found duplicate key {key.value}", problem_mark=key.start_mark)
@@ -124,7 +127,7 @@ class _Builder:
         return {**merged, **values}
 
     def _merged(self, node: Node, depth: int) -> Iterator[dict[str, Any]]:
-        """Yield what ``<<`` puts into a mapping."""
+        """Yield the mappings whose keys ``<<`` merges into another one."""
         for part in node.value if isinstance(node, SequenceNode) else [node]:
             if not isinstance(part, MappingNode):
                 raise yaml.MarkedYAMLError(problem="<< takes a mapping, or a list of them", problem_mark=part.start_mark)
@@ -132,4 +135,4 @@ class _Builder:
 
 
 def _too_deep() -> str:
-    return f"it is nested deeper than {MOST_DEPTH} levels"
+    return f"it is nested deeper than {MAX_DEPTH} levels"

@@ -1,12 +1,17 @@
-"""The program that ``sandbox`` starts: a judge that runs a row's tests, and the judged program in its own process.
+"""The program that ``sandbox`` starts: the tester, which runs a row's tests, and the program under test in its own process.
 
-Both are restrained first. The judge never runs the program, and the program's process never sees a test: it is forked before tests
-are read. Tests run in the judge, where proxies stand for the program's names. A call is sent to the program by value, and the
-result is compared in the judge. So a program can give wrong answers, but cannot claim that they are right.
+Both are restrained first. The tester never runs the program, and the program's process never sees a test: it is forked before tests
+are read. Tests run in the tester, where proxies (:class:`Remote`) stand for the program's names. A call is sent to the program by
+value, and the result is compared in the tester. So a program can give wrong answers, but cannot claim that they are right.
 
-Protocol, lines of JSON. To the program: ``[operation, target, arguments, keywords]``. Back: ``[error or null, result,
-arguments]``; the last for functions that change their arguments. An object that is no plain value stays with the
-program and has a number in the judge.
+The two processes exchange lines of JSON::
+
+    tester                                             program under test
+    Program.ask  -- [operation, target, arguments, keywords] -->  serve
+                 <-- [error or null, result, arguments] --
+
+The arguments come back for functions that change them. An object that is no plain value stays in the program's process; the tester
+has a number for it.
 
 This file imports nothing of the package: a program starts in some 40 ms.
 """
@@ -43,24 +48,24 @@ IO_URING_SETUP = 425  # io_uring can make sockets too
 
 
 def isolate() -> bool:
-    """Enter new namespaces; all mounts become read-only except this directory. Return False if that is refused."""
+    """Enter new namespaces, where all mounts but this directory are read-only. Return False if that is refused."""
     if _libc.unshare(NAMESPACES):
         return False
-    here = os.getcwd().encode()
+    directory = os.getcwd().encode()
     read_only, writable = struct.pack("=4Q", 1, 0, 0, 0), struct.pack("=4Q", 0, 1, 0, 0)  # struct mount_attr: set, clear
-    done = (
+    succeeded = (
         _libc.mount(None, b"/", None, ctypes.c_ulong(MS_PRIVATE | MS_REC), None) == 0
-        and _libc.mount(here, here, None, ctypes.c_ulong(MS_BIND), None) == 0
+        and _libc.mount(directory, directory, None, ctypes.c_ulong(MS_BIND), None) == 0
         and _libc.syscall(MOUNT_SETATTR, -100, b"/", AT_RECURSIVE, read_only, ctypes.c_size_t(32)) == 0
-        and _libc.syscall(MOUNT_SETATTR, -100, here, 0, writable, ctypes.c_size_t(32)) == 0
+        and _libc.syscall(MOUNT_SETATTR, -100, directory, 0, writable, ctypes.c_size_t(32)) == 0
     )
-    os.chdir(here)  # into the mount
-    return bool(done)
+    os.chdir(directory)  # into the mount
+    return bool(succeeded)
 
 
 def limit(limits: dict[str, Any], isolated: bool) -> None:
-    """Limit the resources of this process and all that it starts; take away the rights of root."""
-    wanted = {
+    """Limit the resources of this process and of all that it starts, and drop the rights of root."""
+    limits_by_resource = {
         resource.RLIMIT_CPU: int(limits["time_s"]) + 1,
         resource.RLIMIT_AS: limits["memory_mb"] << 20,
         resource.RLIMIT_FSIZE: limits["file_mb"] << 20,
@@ -68,15 +73,18 @@ def limit(limits: dict[str, Any], isolated: bool) -> None:
         resource.RLIMIT_CORE: 0,
     }
     if isolated:  # else all of the user's processes count, and there may be more already
-        wanted[resource.RLIMIT_NPROC] = limits["processes"]
-    for kind, value in wanted.items():
+        limits_by_resource[resource.RLIMIT_NPROC] = limits["processes"]
+    for kind, value in limits_by_resource.items():
         resource.setrlimit(kind, (value, value))
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # no new rights by what it executes
     _libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))
 
 
 def forbid_writing() -> None:
-    """Allow writes below this directory only (Landlock). A process that is restrained twice cannot inspect one that is once."""
+    """Allow writes below this directory only (Landlock).
+
+    A process that has called this twice cannot inspect a process that has called it once.
+    """
     version = _libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     rights = MAY_WRITE | (MAY_TRUNCATE if version >= 3 else 0)
     ruleset = _libc.syscall(LANDLOCK_CREATE, ctypes.byref(ctypes.c_uint64(rights)), ctypes.c_size_t(8), 0)
@@ -91,9 +99,9 @@ def forbid_writing() -> None:
 
 
 def forbid_sockets() -> bool:
-    """Forbid sockets to this process and all it starts, except stream pairs, whose ends reach only each other.
+    """Forbid sockets to this process and all that it starts, except stream pairs, whose ends reach only each other.
 
-    Returns False if seccomp is refused. Needs no new rights, see :func:`limit`.
+    Return False if seccomp is refused. :func:`limit` must have been called.
     """
     if os.uname().machine not in SOCKET_CALLS:
         return False
@@ -150,16 +158,16 @@ def encode(value: Any, keep: Any) -> Any:
 
 
 def decode(value: Any, find: Any) -> Any:
-    """Inverse of :func:`encode`. ``find(number)`` returns the object."""
+    """Return the value that :func:`encode` made JSON of. ``find(number)`` returns an object that is no plain value."""
     if isinstance(value, list):
         return [decode(entry, find) for entry in value]
     if not isinstance(value, dict):
         return value
-    ((kind, inside),) = value.items()
-    return find(inside) if kind == "object" else DECODERS[kind](decode(inside, find))
+    ((kind, content),) = value.items()
+    return find(content) if kind == "object" else DECODERS[kind](decode(content, find))
 
 
-# -- the judge
+# -- the tester
 
 
 class Remote:
@@ -191,30 +199,31 @@ class Remote:
 
 
 class Program:
-    """The connection to the program."""
+    """The connection to the program under test."""
 
     def __init__(self, calls: BinaryIO, answers: BinaryIO) -> None:
-        self.calls, self.answers = calls, answers
+        self.calls = calls
+        self.answers = answers
 
     def ask(
         self, operation: str, target: object, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
         """Return the program's answer. Raises the exception that it reports, and EOFError if it has ended."""
-        sent = [operation, target, encode(list(arguments), self._number), encode(keywords or {}, self._number)]
-        self.calls.write(json.dumps(sent).encode() + b"\n")
+        request = [operation, target, encode(list(arguments), self._number), encode(keywords or {}, self._number)]
+        self.calls.write(json.dumps(request).encode() + b"\n")
         line = self.answers.readline()
         if not line:
             raise EOFError("the program has ended")
-        error, result, after = json.loads(line)
+        error, result, changed_arguments = json.loads(line)
         if error is not None:
             kind = getattr(builtins, str(error[0]), RuntimeError)
             raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError)(str(error[1]))
-        for mine, changed in zip(arguments, decode(after, self._object), strict=False):
-            if isinstance(mine, list) and isinstance(changed, list):
-                mine[:] = changed
-            elif isinstance(mine, dict | set) and isinstance(changed, type(mine)):
-                mine.clear()
-                mine.update(changed)
+        for argument, changed in zip(arguments, decode(changed_arguments, self._object), strict=False):
+            if isinstance(argument, list) and isinstance(changed, list):
+                argument[:] = changed
+            elif isinstance(argument, dict | set) and isinstance(changed, type(argument)):
+                argument.clear()
+                argument.update(changed)
         return decode(result, self._object)
 
     def _object(self, number: int) -> Remote:
@@ -234,7 +243,9 @@ class Scope(dict[str, Any]):
 
     def __init__(self, program: Program, tests: list[str], program_names: list[str]) -> None:
         super().__init__(__name__="tests")
-        self.program, self.program_names, self.modules = program, set(program_names), set[str]()
+        self.program = program
+        self.program_names = set(program_names)
+        self.modules = set[str]()
         for test in tests:
             nodes = list(ast.walk(ast.parse(test)))
             names = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -253,8 +264,8 @@ class Scope(dict[str, Any]):
         return self.program.ask("name", name)
 
 
-def judge(program: Program, task: dict[str, Any], verdict_fd: int) -> None:
-    """Run each test once and write the number of each that passes; 0 is the set-up."""
+def run_tests(program: Program, task: dict[str, Any], verdict_fd: int) -> None:
+    """Run each test once, and write the number of each test that passes to ``verdict_fd``; 0 is the set-up."""
     scope = Scope(program, task["tests"], task["names"])
     for number, test in enumerate([task["set_up"], *task["tests"]]):
         try:
@@ -270,7 +281,7 @@ def judge(program: Program, task: dict[str, Any], verdict_fd: int) -> None:
 
 
 def serve(scope: dict[str, Any], calls: BinaryIO, answers: BinaryIO) -> None:
-    """Answer what the judge asks."""
+    """Answer the requests of the tester. ``scope``: the program's names."""
     objects: list[Any] = []
 
     def keep(value: object) -> int:
@@ -315,9 +326,9 @@ def run_program(name: str, parts: list[str]) -> dict[str, Any]:
 
 
 def main(job_fd: int, tests_fd: int, verdict_fd: int) -> None:
-    """Restrain this process, fork the program, judge it. The exit code is the program's.
+    """Restrain this process, fork the program, and test it. End with the program's exit code.
 
-    The first line of the verdict says that the judge has started: ``[isolated, without sockets]``.
+    The first line of the verdict says that the tester has started: ``[isolated, without sockets]``.
     """
     with os.fdopen(job_fd) as file:
         job = json.load(file)
@@ -326,13 +337,13 @@ def main(job_fd: int, tests_fd: int, verdict_fd: int) -> None:
     limit(job["limits"], isolated)
     forbid_writing()
     without_sockets = forbid_sockets()
-    _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process of this user may look into the judge
+    _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process of this user may look into the tester
     (calls_out, calls_in), (answers_out, answers_in) = os.pipe(), os.pipe()
     start_out, start_in = os.pipe()
     program = os.fork()
     if program == 0:
         os.close(start_in)
-        os.read(start_out, 1)  # the program may end the judge, but only after the judge has reported its start
+        os.read(start_out, 1)  # the program may kill the tester, but only after the tester has reported its start
         for number in (tests_fd, verdict_fd, calls_in, answers_out, start_out):
             os.close(number)
         _libc.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0)
@@ -346,7 +357,7 @@ def main(job_fd: int, tests_fd: int, verdict_fd: int) -> None:
     for number in (calls_out, answers_in, start_out, start_in):
         os.close(number)
     with os.fdopen(tests_fd) as file, os.fdopen(calls_in, "wb", 0) as calls, os.fdopen(answers_out, "rb") as answers:
-        judge(Program(calls, answers), json.load(file), verdict_fd)
+        run_tests(Program(calls, answers), json.load(file), verdict_fd)
     os._exit(os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]) & 255)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_spmd.config.json_input import MOST_LEVELS, parse_json
+from rlhf_spmd.config.json_input import MAX_LEVELS, parse_json
 from rlhf_spmd.config.load import load, to_yaml
-from rlhf_spmd.config.schema import PART, ConfigError
-from rlhf_spmd.config.written import parse, resolve
+from rlhf_spmd.config.plain_yaml import parse, resolve
+from rlhf_spmd.config.schema import PART_OF, ConfigError
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Keys:
     keep: str | int = "all"
     ids: dict[int, float] = field(default_factory=dict)
     args: dict[str, Any] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict, metadata={PART: Sampling})
+    own: dict[str, Any] = field(default_factory=dict, metadata={PART_OF: Sampling})
     path: str | list[str] | dict[str, float] = ""
 
 
@@ -201,10 +201,10 @@ def test_hostile_overrides_are_one_line() -> None:
 
 @pytest.mark.parametrize("kind", [str, str.encode])
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a": ', "}"), ('[{"a": 1}, ', "]")])
-@pytest.mark.parametrize("levels", [MOST_LEVELS - 1, MOST_LEVELS + 1, 900, 100_000])
+@pytest.mark.parametrize("levels", [MAX_LEVELS - 1, MAX_LEVELS + 1, 900, 100_000])
 def test_depth(kind: type, opening: str, closing: str, levels: int) -> None:
     text = kind(opening * levels + "1" + closing * levels)
-    if levels < MOST_LEVELS:
+    if levels < MAX_LEVELS:
         assert parse_json(text) == json.loads(text)
         return
     with pytest.raises(ValueError, match=r"^nested more than 100 levels deep$"):

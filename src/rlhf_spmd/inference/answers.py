@@ -1,0 +1,211 @@
+"""Answers in OpenAI's form, whole or in parts, from the responses so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import isnan, nan
+from typing import Any
+
+from rlhf_spmd.data.reasoning import begins_reasoning, split_reasoning
+from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, prompt_texts, token_bytes
+from rlhf_spmd.generation import Completion, NotFinite
+from rlhf_spmd.generation.sequence import SequenceState
+from rlhf_spmd.inference.inference_engine import Entries
+from rlhf_spmd.inference.openai_forms import AnswerFormat, Entry, TextDelta, TextOffsets, choice_of
+from rlhf_spmd.inference.outputs import OutputBuilder, response_entries
+from rlhf_spmd.inference.requests import PromptRequest
+from rlhf_spmd.inference.sampling_params import CompletionOutput
+
+
+@dataclass
+class ResponseProgress:
+    """The part of one response that its client has.
+
+    - offsets: finds where its tokens begin, after ``start`` characters of the answer; None if the answer does not say
+    - tags: separate reasoning from content; None: they are not separated. in_reasoning: the prompt ends with the opening tag
+    - text: the text so far, of which reasoning and content were sent. num_tokens: tokens whose log-probs were sent
+    - has_begun, has_ended: whether its beginning and its end were sent
+    """
+
+    offsets: TextOffsets | None
+    start: int
+    tags: Sequence[str] | None
+    in_reasoning: bool
+    text: str = ""
+    reasoning: str = ""
+    content: str = ""
+    num_tokens: int = 0
+    has_begun: bool = False
+    has_ended: bool = False
+
+    def advance(self, text: str, entries: Sequence[Entry] | None, output: CompletionOutput | None) -> TextDelta:
+        """Return what is new in the response, which the client has from now on.
+
+        ``text``: the whole text so far; ``entries``: the log-probs of the new tokens; ``output``: the response if it has ended.
+        """
+        reasoning, content = "", text
+        if self.tags is not None:
+            reasoning, content = split_reasoning(text, self.in_reasoning, self.tags, output is not None)
+        offsets: list[int] = []
+        if entries is not None and self.offsets is not None:
+            offsets = self.offsets.add([next(iter(entry)) for entry in entries])
+            offsets = [min(offset, self.start + len(text)) for offset in offsets]
+        finish_reason, stop_reason = (None, None) if output is None else (output.finish_reason, output.stop_reason)
+        new_reasoning = None if self.tags is None else reasoning[len(self.reasoning) :]
+        delta = TextDelta(content[len(self.content) :], entries, offsets, finish_reason, stop_reason, new_reasoning)
+        self.text = text
+        self.reasoning, self.content = reasoning, content
+        self.num_tokens += len(entries or ())
+        self.has_begun = True
+        self.has_ended = output is not None
+        return delta
+
+
+@dataclass
+class ClientAnswer:
+    """The answer to a client's request, while its responses are generated.
+
+    - model: the model's name
+    - reasoning_tags: between which a chat's answer has reasoning; None: it is not separated
+    - responses: those that have ended, by row id; progress: what was streamed of each, by row id
+    - prompt_logprobs: of the prompts' tokens, by number of the prompt, once they are computed
+    - rows: by row id of each response, the number of its prompt
+    """
+
+    number: int
+    chat: bool
+    format: AnswerFormat
+    prompt_requests: Sequence[PromptRequest]
+    output_builder: OutputBuilder
+    model: str
+    reasoning_tags: Sequence[str] | None
+    responses: dict[int, CompletionOutput] = field(default_factory=dict)
+    progress: dict[int, ResponseProgress] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[Entry]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rows = {
+            row.row_id: number for number, prompt_request in enumerate(self.prompt_requests) for row in prompt_request.rows
+        }
+
+    def add_response(self, completion: Completion) -> None:
+        """Keep a response that has ended."""
+        prompt_request = self.prompt_requests[self.rows[completion.row_id]]
+        record = self.output_builder.record(prompt_request, completion)
+        self.responses[completion.row_id] = self.output_builder.output(prompt_request, [record]).outputs[0]
+
+    def add_prompt_entries(self, number: int, entries: Entries) -> None:
+        """Keep the log-probs of a prompt's tokens. ``entries``: of all but the first. Raises NotFinite."""
+        prompt_request = self.prompt_requests[number]
+        if any(isnan(value) for entry in entries for _, value in entry):
+            raise NotFinite(prompt_request.rows[0].row_id)
+        self.prompt_logprobs[number] = self.output_builder.logprobs([[(prompt_request.prompt_ids[0], nan)], *entries])
+
+    def new_chunks(self, states: Mapping[int, SequenceState]) -> Iterator[dict[str, Any]]:
+        """Yield what a stream has not sent yet, of responses that have ended or whose text has grown.
+
+        ``states``: the rows in flight, by row id.
+        """
+        for index, row in enumerate(self.rows if self.format.stream else ()):
+            state = states.get(row)
+            text = self._text_so_far(row, state)
+            if text is None:
+                continue
+            if row not in self.progress:
+                self.progress[row] = self._new_progress(row)
+            progress = self.progress[row]
+            is_longer = len(text) > len(progress.text) or (self.format.echo and not progress.has_begun)
+            if not progress.has_ended and (is_longer or row in self.responses):
+                yield self._body([self._choice(index, row, progress, text, state)])
+
+    def last_chunk(self) -> dict[str, Any] | None:
+        """Return the whole answer, or the end of a stream if it counts tokens, else None. All responses have ended."""
+        num_prompt = sum(len(prompt_request.prompt_ids) for prompt_request in self.prompt_requests)
+        num_drawn = sum(len(response.token_ids) for response in self.responses.values())
+        usage = {"prompt_tokens": num_prompt, "completion_tokens": num_drawn, "total_tokens": num_prompt + num_drawn}
+        if self.format.stream:
+            return self._body([], usage=usage) if self.format.stream_options.include_usage else None
+        choices = [
+            self._choice(index, row, self._new_progress(row), self.responses[row].text, None)
+            for index, row in enumerate(self.rows)
+        ]
+        return self._body(choices, usage=usage)
+
+    def _text_so_far(self, row: int, state: SequenceState | None) -> str | None:
+        """Return the text of a response, None before its first tokens.
+
+        Unless it has ended, it is without what may be the beginning of a character or of a stop string.
+        """
+        if row in self.responses:
+            return self.responses[row].text
+        if state is None or state.token_logprobs is None:
+            return None
+        prompt_request = self.prompt_requests[self.rows[row]]
+        text, _ = self.output_builder.text_and_stop(prompt_request, state.token_ids, stopped=False)
+        text = text.rstrip(UNFINISHED)
+        reserve = max(map(len, prompt_request.sampling.stop), default=1) - 1
+        return text[: max(len(text) - reserve, 0)]
+
+    def _entries_from(self, first: int, row: int, state: SequenceState | None) -> Sequence[Entry] | None:
+        """Return the log-probs of a response's tokens from number ``first`` on; None if the request does not ask for them."""
+        if row in self.responses:
+            logprobs = self.responses[row].logprobs
+            return logprobs and logprobs[first:]
+        if self.prompt_requests[self.rows[row]].params.logprobs is None or state is None or state.token_logprobs is None:
+            return None
+        stored = state.token_logprobs
+        likeliest = (stored.top_ids[first:], stored.top_log_probs[first:]) if stored.top_ids.shape[1] else None
+        log_probs = stored.log_probs_t1[first:].double()
+        return self.output_builder.logprobs(response_entries(state.token_ids[first:], log_probs, likeliest))
+
+    def _new_progress(self, row: int) -> ResponseProgress:
+        prompt_request = self.prompt_requests[self.rows[row]]
+        start = len(self._prompt_text(prompt_request)) if self.format.echo else 0
+        if not self.chat:
+            decode = partial(self.output_builder.decode, skip_special=prompt_request.params.skip_special_tokens)
+            return ResponseProgress(TextOffsets(decode, start), start, None, in_reasoning=False)
+        tags = self.reasoning_tags
+        in_reasoning = tags is not None and begins_reasoning(self._prompt_text(prompt_request), tags[0])
+        return ResponseProgress(None, start, tags, in_reasoning)
+
+    def _choice(
+        self, index: int, row: int, progress: ResponseProgress, text: str, state: SequenceState | None
+    ) -> dict[str, Any]:
+        """Return the choice with what is new since ``progress``, after the prompt if that is repeated."""
+        is_first = not progress.has_begun
+        entries = self._entries_from(progress.num_tokens, row, state)
+        delta = progress.advance(text, entries, self.responses.get(row))
+        if is_first and self.format.echo:
+            prompt_request = self.prompt_requests[self.rows[row]]
+            delta = replace(delta, text=self._prompt_text(prompt_request) + delta.text)
+            if entries is not None:
+                entries = [*self.prompt_logprobs[self.rows[row]], *entries]
+                delta = replace(delta, entries=entries, offsets=[*self._prompt_offsets(prompt_request), *delta.offsets])
+        part = ("first" if is_first else "later") if self.format.stream else None
+        return choice_of(index, delta, self.chat, partial(token_bytes, self.output_builder.tokenizer), part)
+
+    def _prompt_text(self, prompt_request: PromptRequest) -> str:
+        if prompt_request.prompt is not None:
+            return prompt_request.prompt
+        return prompt_texts(self.output_builder.tokenizer, [prompt_request.prompt_ids])[0]
+
+    def _prompt_offsets(self, prompt_request: PromptRequest) -> list[int]:
+        """Return where each prompt token begins in the prompt's text.
+
+        The text has neither the special tokens that a tokenizer starts each text with, nor the blank that some put before it.
+        """
+        added = [] if self.output_builder.tokenizer is None else added_ids(self.output_builder.tokenizer)[0]
+        num_added = len(added) * (prompt_request.prompt_ids[: len(added)] == added)
+        ids = prompt_request.prompt_ids[num_added:]
+        decode = partial(self.output_builder.decode, skip_special=False)
+        offsets = TextOffsets(decode, len(self._prompt_text(prompt_request)) - len(decode(ids))).add(ids)
+        return [0] * num_added + [max(offset, 0) for offset in offsets]
+
+    def _body(self, choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if self.format.stream else "chat.completion") if self.chat else "text_completion"
+        name = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.number}"
+        head = {"id": name, "object": kind, "created": int(time.time()), "model": self.model}
+        return {**head, "choices": choices, **usage}

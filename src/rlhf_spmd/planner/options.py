@@ -1,0 +1,284 @@
+"""The options of the calls of a step: all that a search may choose from, or those of a fixed plan. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from rlhf_spmd.models.activations import CHECKPOINTING
+from rlhf_spmd.planner import memory
+from rlhf_spmd.planner.machine import Machine
+from rlhf_spmd.planner.memory import RankMemory, RoleSettings
+from rlhf_spmd.planner.model_call import ModelCall, layouts
+from rlhf_spmd.planner.plan_file import PlacedCall, PlanFile
+from rlhf_spmd.planner.problem import SHARDING_OF_ZERO, Option
+from rlhf_spmd.planner.search.candidates import range_sizes, undominated
+from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload, call_settings
+
+IN_FLIGHT = (1, 4, 16, 64, 256, 1024)  # rows in flight that are tried
+
+
+class CallTimes(Protocol):
+    """Seconds [n] of calls, by formulas or from a profile. ``tp_sizes``: the tensor-parallel sizes for which there are times."""
+
+    def tp_sizes(self, shape: ModelShape) -> list[int]: ...
+    def infer_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray: ...
+    def train_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray: ...
+    def generate_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Any) -> np.ndarray: ...
+
+
+class _Estimate(NamedTuple):
+    """Predictions for a call with settings [n]; bytes are those of the fullest rank.
+
+    - resident: bytes during the entire step, if the call is a home
+    - call_bytes: bytes in addition while the call runs
+    - cache: the part of ``call_bytes`` that a KV cache takes
+    """
+
+    seconds: np.ndarray
+    resident: np.ndarray
+    call_bytes: np.ndarray
+    cache: np.ndarray
+
+
+@dataclass(frozen=True)
+class OptionBuilder:
+    """Builds the options of *tied calls*: a role's home and the calls that share it, or a single movable call.
+
+    Tied calls have the same ranks and settings, so their options of the same index belong together. ``budget``: tokens of a
+    micro-batch.
+    """
+
+    machine: Machine
+    times: CallTimes
+    budget: int
+
+    def searched_options(self, tied_calls: Sequence[ModelCall]) -> list[list[Option]]:
+        """Return the options of each call that a search may choose from. Raises ValueError if there are none."""
+        call = tied_calls[0]
+        tp_sizes = self._tp_sizes(call)
+        offloads = [(False, False)]
+        if call.home and not self.machine.device.on_host:
+            offloads.append((False, True) if call.settings.trained else (True, False))
+        options: list[list[Option]] = [[] for _ in tied_calls]
+        for size in range_sizes(self.machine.size, self.machine.local_size):
+            grids = layouts(call, size, tp_sizes)
+            if not grids:
+                continue
+            settings = self._searched_settings(call, grids)
+            for offload, optim_offload in offloads:
+                role = self._role_settings(call, offload, optim_offload)
+                estimates = [self._estimate_call(tied_call, settings, role) for tied_call in tied_calls]
+                indices = self._useful_alternatives(call, settings, role, estimates)
+                for call_options, tied_call, estimate in zip(options, tied_calls, estimates, strict=True):
+                    call_options += _build_options(tied_call, settings, role, estimate, indices)
+        if not options[0]:
+            raise ValueError(
+                f"no layout of {call.name} on up to {self.machine.size} ranks fits its model and rows: {call.work.rows} rows in "
+                f"{call.work.mini_batches} mini-batches, {call.spec.num_hidden_layers} layers, "
+                f"{call.spec.num_attention_heads} heads"
+            )
+        return options
+
+    def fixed_options(self, tied_calls: Sequence[ModelCall], calls: Sequence[ModelCall], plan: PlanFile) -> list[list[Option]]:
+        """Return the one option of each call that ``plan`` has. ``calls``: all calls of the step.
+
+        Raises ValueError if the plan has a layout that cannot be.
+        """
+        call = tied_calls[0]
+        self._tp_sizes(call)
+        placed = plan.calls[call.name]
+        call.check_cut(placed.pp, placed.tp, placed.cp, placed.ep, f"the plan's calls.{call.name}")
+        settings = self._fixed_settings(call, placed)
+        role = self._role_settings(call, placed.offload, placed.optim_offload)
+        options = []
+        for tied_call in tied_calls:
+            weights_and_states = None
+            if tied_call.kind == "generate" and plan.calls[tied_call.name].gpu_memory_utilization is None:
+                weights_and_states = self._weights_and_states(tied_call, settings, calls, plan)
+            estimate = self._estimate_call(tied_call, settings, role, weights_and_states)
+            options.append(_build_options(tied_call, settings, role, estimate, [0]))
+        return options
+
+    def _tp_sizes(self, call: ModelCall) -> list[int]:
+        """Return the tensor-parallel sizes for which there are times. Raises ValueError if there are none."""
+        tp_sizes = self.times.tp_sizes(call.shape)
+        if not tp_sizes:
+            raise ValueError(f"cluster.gpu: the profile has no times of {call.role}'s model; profile again")
+        return tp_sizes
+
+    def _useful_alternatives(
+        self, call: ModelCall, settings: CallSettings, role: RoleSettings, estimates: Sequence[_Estimate]
+    ) -> list[int]:
+        """Return the indices of settings that no others of the same layout beat, and whose offloaded bytes a host can hold."""
+        seconds = np.sum([estimate.seconds for estimate in estimates], axis=0)
+        call_bytes = np.max([estimate.call_bytes for estimate in estimates], axis=0)
+        ep = settings.ep * (not call.home)  # a home takes its best ep, which movable calls must meet
+        sharding = np.asarray(SHARDING_OF_ZERO)[settings.zero]
+        kinds = np.stack([settings.pp, settings.tp, ep, sharding], axis=1).tolist()
+        rows = np.stack([seconds, estimates[0].resident, call_bytes], axis=1).tolist()
+        indices = sorted(undominated(rows, list(map(tuple, kinds))))
+        if not call.home:
+            return indices
+        pinned = memory.fullest(call.shape, settings, role, RankMemory.pinned)
+        return [i for i in indices if self.machine.local_size * pinned[i] <= self.machine.host_memory]
+
+    def _role_settings(self, call: ModelCall, offload: bool, optim_offload: bool) -> RoleSettings:
+        device = self.machine.device
+        return replace(
+            call.settings, itemsize=device.itemsize, on_host=device.on_host, offload=offload, optim_offload=optim_offload
+        )
+
+    def _fixed_settings(self, call: ModelCall, placed: PlacedCall) -> CallSettings:
+        """Return the settings that a fixed plan has for a call."""
+        settings = call_settings(
+            [(placed.pp, placed.tp, placed.dp)],
+            micro_tokens=(self.budget,),
+            cp=(placed.cp,),
+            ep=(placed.ep,),
+            zero=(placed.zero,),
+            zero_size=(placed.zero_size or 0,),
+            checkpointing=(CHECKPOINTING.index(placed.activation_checkpointing),),
+            max_num_seqs=(placed.max_num_seqs or IN_FLIGHT[-1],),
+            sequence_parallel=(int(placed.sequence_parallel),),
+        )
+        return self._with_graphs(call, settings)
+
+    def _searched_settings(self, call: ModelCall, grids: Sequence[tuple[int, int, int]]) -> CallSettings:
+        """Return the settings that are tried in these layouts."""
+        options: dict[str, Sequence[int]] = {"micro_tokens": (self.budget,), "cp": (call.cp,), "ep": call.expert_ranks}
+        if call.kind == "train":
+            options |= {"zero": (0, 1, 2, 3), "checkpointing": (0, 1, 2), "sequence_parallel": (0, 1)}
+        elif call.kind == "generate":
+            rows = max(call.work.rows // min(dp for _, _, dp in grids), 1)
+            limit = min(rows, call.generation.max_num_batched_tokens)
+            options |= {"max_num_seqs": sorted({min(rows_in_flight, limit) for rows_in_flight in IN_FLIGHT})}
+        elif call.home:
+            options |= {"zero": (0, 3)}
+        elif call.settings.trained:
+            options |= {"zero": (0, 1, 3)}
+        settings = call_settings(grids, **options)
+        copies = settings.dp * settings.cp
+        is_possible = ((settings.zero == 0) | (copies > 1)) & ((settings.sequence_parallel == 0) | (settings.tp > 1))
+        # experts among all copies' ranks that can share them, or those of a host: other numbers save little
+        largest = np.gcd(copies, call.expert_ranks[-1])
+        inside = np.gcd(largest, np.maximum(self.machine.local_size // settings.tp, 1))
+        is_useful = (settings.ep == 1) | (settings.ep == inside) | (settings.ep == largest)
+        return self._with_graphs(call, settings.take(is_possible & is_useful))
+
+    def _with_graphs(self, call: ModelCall, settings: CallSettings) -> CallSettings:
+        """Return the settings with CUDA graphs where decode steps of a call can be captured."""
+        device = self.machine.device
+        captures = call.captures and not device.on_host and (call.spec.experts is None or device.groups_experts)
+        if call.kind == "generate" and captures and not call.generation.enforce_eager:
+            return settings.set(graphs=settings.pp == 1)
+        return settings
+
+    def _estimate_call(
+        self, call: ModelCall, settings: CallSettings, role: RoleSettings, weights_and_states: Any = None
+    ) -> _Estimate:
+        """Return the predictions for a call.
+
+        ``weights_and_states``: their bytes on the call's ranks, if the KV cache takes what the configured
+        ``gpu_memory_utilization`` leaves beside them; None: the cache has all rows in flight.
+        """
+        shape = call.shape
+        work = call.work
+        device = self.machine.device
+        buffers = RankMemory(shape, settings, role, 0).communicators()
+        resident = _resident_bytes(call, settings, role)
+        zeros = np.zeros(len(settings))
+        if call.kind == "generate":
+            config = replace(call.generation, num_pages=None)
+            cache = RankMemory(shape, settings, role, 0 * settings.pp).generate(work, config).all_rows_bytes
+            other_bytes = buffers + memory.fullest(
+                shape, settings, role, lambda rank: {"work": rank.generate(work, config).parts["work"]}
+            )
+            if weights_and_states is not None:
+                share = config.memory_share(device.on_host)
+                limit = min(self.machine.memory)
+                on_gpu = share * limit - other_bytes - weights_and_states
+                cache = np.minimum(cache, np.maximum(share * (limit - other_bytes) if device.on_host else on_gpu, 0))
+            seconds = self.times.generate_seconds(shape, work, settings, cache)
+            return _Estimate(seconds, resident, other_bytes + cache, cache + zeros)
+        params = shape.rank_params(settings)
+        transferred = device.itemsize * params * role.offload
+        if call.kind == "train":
+            call_bytes = memory.fullest(shape, settings, role, lambda rank: rank.train(work))
+            seconds = self.times.train_seconds(shape, work, settings)
+            if role.optim_offload:
+                transferred = transferred + 2 * role.optimizer_bytes_per_param * params * work.mini_batches * work.epochs
+        else:
+            call_bytes = memory.fullest(shape, settings, role, lambda rank: rank.infer(work))
+            seconds = self.times.infer_seconds(shape, work, settings)
+        return _Estimate(seconds + transferred / device.host_link, resident, buffers + call_bytes, zeros)
+
+    def _weights_and_states(
+        self, call: ModelCall, settings: CallSettings, calls: Sequence[ModelCall], plan: PlanFile
+    ) -> np.ndarray:
+        """Return bytes of weights and states on the ranks of a generating call.
+
+        They are the weights that it generates with, and what homes hold there. Its own role's weights become those that it
+        generates with.
+        """
+        ranks = plan.calls[call.name].rank_range
+        total = self.machine.device.itemsize * call.shape.stage_params(settings.pp, settings.tp)
+        for home in (other for other in calls if other.home):
+            placed = plan.calls[home.name]
+            if ranks.overlaps(placed.rank_range):
+                role = self._role_settings(home, placed.offload or home.role == call.role, placed.optim_offload)
+                total = total + _resident_bytes(home, self._fixed_settings(home, placed), role)
+        return np.asarray(total)
+
+
+def _resident_bytes(call: ModelCall, settings: CallSettings, role: RoleSettings) -> np.ndarray:
+    """Return bytes [n] on the fullest rank of a home; 0 if the call is none."""
+    return memory.fullest(call.shape, settings, role, RankMemory.resident) if call.home else np.zeros(len(settings))
+
+
+def _build_options(
+    call: ModelCall, settings: CallSettings, role: RoleSettings, estimate: _Estimate, indices: Sequence[int]
+) -> list[Option]:
+    """Return the options of a call with the settings at ``indices``."""
+    generates = call.kind == "generate"
+    micro_batches, _ = call.work.micro_batches(call.work.rows / call.work.mini_batches, settings)
+    options = []
+    for index in indices:
+        setting = settings.alternative(index)
+        level: Any = CHECKPOINTING[setting["checkpointing"]]
+        grid = {axis: setting[axis] for axis in ("pp", "tp", "dp", "cp", "ep")}
+        placed = PlacedCall(
+            ranks="0",  # undecided
+            **grid,
+            home=call.home,
+            zero=setting["zero"],
+            zero_size=setting["zero_size"] or None,
+            sequence_parallel=bool(setting["sequence_parallel"]),
+            activation_checkpointing=level,
+            offload=role.offload,
+            optim_offload=role.optim_offload,
+            max_num_seqs=setting["max_num_seqs"] if generates else None,
+            graphs=generates and bool(setting["graphs"]),
+            micro_batches=1 if generates else int(micro_batches[index]),
+        )
+        options.append(
+            Option(
+                size=placed.pp * placed.tp * placed.dp * placed.cp,
+                pp=placed.pp,
+                tp=placed.tp,
+                seconds=float(estimate.seconds[index]),
+                resident=float(estimate.resident[index]),
+                call_bytes=float(estimate.call_bytes[index]),
+                zero=placed.zero,
+                zero_size=setting["zero_size"],
+                ep=placed.ep,
+                in_place=call.kind == "infer",
+                expert_parallel_generation=call.shares_experts,
+                cache=float(estimate.cache[index]),
+                settings=placed,
+            )
+        )
+    return options
