@@ -31,7 +31,7 @@ PROGRAMS = {
     "plan": "the best placement on a cluster, and whether a run fits; one process",
     "report": "one page about a run, or several beside each other; one process",
     "summary": "what a run did, in a few lines",
-    "convert": "a configuration of verl's PPO trainer as one of this project",
+    "convert": "a configuration of verl or TRL as one of this project",
     "reward-server": "a reward function behind HTTP, for reward.function=http",
 }
 OPTIONS_OF_PLAIN_PROGRAMS = {  # programs without a configuration, in one process

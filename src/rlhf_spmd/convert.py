@@ -81,7 +81,11 @@ def convert(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
 
 
 def convert_verl(conversion: Conversion) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return settings and reasons for verl's PPO trainer."""
+    """Return settings and reasons for verl's PPO trainer.
+
+    The order matters: the algorithm says which settings exist, copies of verl's values come before what replaces or drops them, and
+    missing settings are added last.
+    """
     verl = conversion.source
     names = foreign_names()["verl"]
     set_algorithm(conversion)
@@ -177,7 +181,7 @@ def set_loss(conversion: Conversion, config: type) -> None:
     """Set the bounds of ratios, and what the loss of this mode reads."""
     settings = conversion.settings
     bounds = ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high")
-    written = [key for key in bounds if ACTOR + key[10:] in conversion.source.written]
+    written = [key for key in bounds if ACTOR + key.removeprefix("algorithm.") in conversion.source.written]
     if "algorithm.clip_ratio" in settings or not written:
         for key in bounds:
             if key not in written and default_of(config, key) is None:
@@ -380,7 +384,7 @@ def drop_idle(conversion: Conversion, config: Any) -> Any:
     tree: Any = OmegaConf.to_container(tree_of(conversion.settings))
     kinds = {section.key: section.config for section in config.streams.values() if section.key == "data"}
     sections = {
-        name: read_section(kind, tree.get(name, {}), interpolated=True)
+        name: read_section(kind, tree.get(name, {}), has_references=True)
         for name, kind in (kinds | {"algorithm": config}).items()
     }
     idle = {key: needed for path, section in sections_of(sections) for key, *_, needed in idle_settings(section, path)}

@@ -23,7 +23,7 @@ class Config(preferences.PairLearningConfig):
 
 
 def step(models: Any, data: Any, config: Config, global_step: int) -> list[Reference]:
-    """One optimizer step. The reference is asked about each pair once, in whatever epoch it first comes."""
+    """Do one optimizer step and return the update. The reference is asked about each pair once, in whatever epoch it first comes."""
     pairs = preferences.next_with_reference(models, data.pairs)
     return [models.actor.update(pairs, config.loss.objective())]
 

@@ -25,9 +25,9 @@ PairLoss = Callable[[dict[str, Tensor], dict[str, Tensor]], tuple[Tensor, dict[s
 
 @dataclass(frozen=True)
 class PairLearningConfig(AlgorithmConfig):
-    """A step is one optimizer step on ``data.train_batch_size`` pairs.
+    """A step is one optimizer step on ``data.train_batch_size`` pairs or labelled rows.
 
-    - max_token_len_per_gpu: tokens of a micro-batch on one rank; at least the longest pair
+    - max_token_len_per_gpu: tokens of a micro-batch on one rank; at least the longest pair or row
     """
 
     max_token_len_per_gpu: PositiveInt = 16384

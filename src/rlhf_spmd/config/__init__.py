@@ -26,5 +26,6 @@ Other projects' settings, for hints and for ``rlhf-spmd convert``:
 - ``shell_script``: the arguments that a shell script gives to a program
 - ``verl_settings``, ``trl_settings``: settings of verl and TRL that stand for several of ours
 
-It must not know what the keys are about: sections are dataclasses beside the code that they configure.
+But for other projects' settings it must not know what keys are about: sections are dataclasses beside the code that they
+configure.
 """

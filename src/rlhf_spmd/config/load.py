@@ -75,7 +75,7 @@ def load(
     # a section that is not there or without content (``data:``) means the defaults, unless null is allowed there
     types = {**section_keys(schema), **type_overrides}
     raw_values |= {key: {} for key, kind in types.items() if dataclasses.is_dataclass(kind) and raw_values.get(key) is None}
-    checked = to_dict(read_section(schema, raw_values, type_overrides, interpolated=True))
+    checked = to_dict(read_section(schema, raw_values, type_overrides, has_references=True))
     try:
         interpolated = interpolate(checked)
     except OmegaConfBaseException as error:

@@ -75,18 +75,18 @@ def read_section(
     schema: type[T],
     raw_values: Mapping[str, Any],
     type_overrides: Mapping[str, Any] = MappingProxyType({}),
-    interpolated: bool = False,
+    has_references: bool = False,
     strict: bool = False,
 ) -> T:
     """Return an instance of the dataclass ``schema`` with the values of ``raw_values``. Ranges are not checked here.
 
     - type_overrides: types in place of those of the fields of ``schema`` itself
-    - interpolated: a text with ``${`` stands for a value that is not known yet
+    - has_references: a text with ``${`` stands for a value that is not known yet
     - strict: a program wrote the values, so a text is no number; keys of mappings may be, since JSON has only text
 
     Raises ConfigError for the first value that does not fit, then for all that are missing.
     """
-    reader = _Reader(schema, type_overrides, raw_values, interpolated, strict)
+    reader = _Reader(schema, type_overrides, raw_values, has_references, strict)
     result: T = reader.read_dataclass(schema, raw_values, "", None)
     if reader.missing:
         names = [f"'{key}' ({describe(reader.missing[key])})" for key in sorted(reader.missing)]
@@ -106,7 +106,7 @@ class _Reader:
     schema: Any
     type_overrides: Mapping[str, Any]
     raw_values: Mapping[str, Any]
-    interpolated: bool
+    has_references: bool
     strict: bool
     missing: dict[str, Any] = field(default_factory=dict)
 
@@ -152,7 +152,7 @@ class _Reader:
             value = DTYPES.get(value, value)
         if value is None and type(None) in options:
             return None
-        if self.interpolated and isinstance(value, str) and "${" in value:
+        if self.has_references and isinstance(value, str) and "${" in value:
             return str(value)
         if Any in options:
             return resolve(value)

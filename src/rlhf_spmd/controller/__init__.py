@@ -53,8 +53,8 @@ What runs:
 - ``controller``: traces and runs a script; opens with the rules that hold
 - ``worker``: ``@register``, which makes a method a call
 
-Only control goes through rank 0: :meth:`Controller.get`, :meth:`Controller.get_field` and :meth:`Controller.any_rank`. This package
-knows rows, ranks and layouts. It must not know models, losses or weights.
+Rank 0 gets reports, and passes on what a script reads with :meth:`Controller.get` and :meth:`Controller.get_field`; other data
+never go through it. This package knows rows, ranks and layouts. It must not know models, losses or weights.
 """
 
 from rlhf_spmd.controller.call import CallRecord, CallStats, Graph

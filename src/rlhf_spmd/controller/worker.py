@@ -1,8 +1,8 @@
 """Roles: the same object on every rank, whose registered methods are calls of the dataflow.
 
 ``@register`` turns a worker's method into a call. On every rank the method takes references and returns one. On members of the role,
-the ranks of its pool, the body runs on the rows that the protocol gives them. Proxy and worker are one class, so go-to-definition
-lands on the code that runs.
+the ranks of its pool, the body runs on the rows that the protocol gives them. Proxy and worker are one class: a call's body
+stands where the call is declared.
 """
 
 from __future__ import annotations

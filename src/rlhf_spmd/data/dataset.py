@@ -195,7 +195,7 @@ class RowTally:
     bad: list[str] = field(default_factory=list)
 
     def add(self, other: RowTally) -> None:
-        """Add the counts of the rows that follow."""
+        """Add the counts of a chunk that follows. Bad and duplicate rows are counted where rows are read."""
         self.num_overlong += other.num_overlong
         self.num_dialogues += other.num_dialogues
         self.num_cut += other.num_cut
@@ -240,10 +240,10 @@ class TokenDataset:
     - row_fields: other tensors by row: always ``source`` int64 (which path) and ``rank`` float64 (of a curriculum)
     - batch_fields: the ``row_fields`` that batches have
     - omitted_if: a row field is left out if all its values equal this one
-    - kept_positions: positions of the rows that are not dropped
+    - kept_positions: while rows are encoded, positions in the input of the rows that are not dropped
     - can_cut: the configuration has ``truncation``
 
-    Everything is a tensor or the tally, so a file can hold it.
+    Columns, numbers, row fields and the tally are all that a cached file holds.
     """
 
     noun = "rows"

@@ -98,9 +98,8 @@ class EnvironmentRunner:
         self._environments: dict[int, Environment] = {}
         self._calls: dict[str, SimpleQueue[PendingCall | None]] = {}
         self._answers: SimpleQueue[Answer] = SimpleQueue()
-        self._started: dict[
-            int, float
-        ] = {}  # row id -> when its call began; the thread that removes the entry answers the call
+        # row id -> when its call began; the thread that removes the entry answers the call
+        self._started: dict[int, float] = {}
         self._builders = {name: _builder(configs[name], template) for name in set(names.values())}
         for name, num_rows in Counter(names.values()).items():
             self._calls[name] = SimpleQueue()

@@ -55,7 +55,7 @@ Beside the loop:
 - ``multi_turn``: rows that an environment extends between the model's turns
 - ``balancing``: rows that move to a replica with less work
 
-Must not know: training, roles, rewards, how weights got into the decoder.
+Must not know: training, roles, how rewards are computed, how weights got into the decoder.
 """
 
 from rlhf_spmd.generation.call import GenerationLimits as GenerationLimits

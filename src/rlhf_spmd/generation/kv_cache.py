@@ -59,7 +59,8 @@ class Backend:
 
 
 class KVCache:
-    """Keys and values of the tokens of rows. ``pages`` [layers, 2, H, N, elements of a page]: keys, then values.
+    """Keys and values of the tokens of rows. ``pages`` [layers, 2, H, N, elements of a page]: keys, then values;
+    one plane in place of two with latent attention, except in the C++ kernels.
 
     ``value_dim``: values are the keys' first ``value_dim`` elements, as with latent attention. Then there are no pages of values,
     except for the C++ kernels, which read values in another order. None: values have pages, and head_dim elements.

@@ -120,7 +120,7 @@ class PromptStates:
         return self._fresh.get(prompt, self._kept.get(prompt))
 
     def note(self, prompt: int, slot: int) -> None:
-        """Note that the slot of a row holds the prompt's state until the step after the next plan."""
+        """Note that the slot of a row holds the prompt's state, until :meth:`keep` is called for the step that is planned next."""
         self._fresh[prompt] = slot
 
     def keep(self, prompts: Collection[int]) -> list[tuple[int, int]]:

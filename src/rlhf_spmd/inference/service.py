@@ -68,7 +68,8 @@ def longest_of(rows: Iterable[Request]) -> int:
 class Service:
     """Answers requests on all ranks. Rank 0 has the endpoint, and only its ``must_end``, ``arrivals`` and ``replies`` are used.
 
-    Whatever a request does costs that request alone; only a fault of the engine raises, and what a rank may have met alone.
+    Whatever a request does costs that request alone. Two things end the service: a fault of the engine, and an error that other ranks
+    may not share.
 
     - arrivals: requests and clients that went away
     - replies: by request number, takes the parts of the answer
@@ -292,7 +293,7 @@ class Service:
         return None
 
     def _fail(self, failed: Sequence[ServedRequest], error: Exception) -> None:
-        """ClientAnswer these requests with ``error``, which every rank has raised. The others go on."""
+        """Answer these requests with ``error``, which every rank has raised. The others go on."""
         status, answer = error_answer(error)
         if failed and not isinstance(error, ValueError) and self.engine.world.rank == 0:
             print(f"{counted(len(failed), 'request')} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """The arithmetic of models on each kind of device.
 
-Floor F1. This package must not know modules, models or ranks.
+Floor F1. This package must not know modules, models or process groups.
 
 A model calls the methods of one :class:`Ops`. :func:`choose_ops` picks its class once, when the model is built:
 
@@ -25,7 +25,7 @@ Any device, in reading order:
 - ``linear_attention``: the gated delta rule, by torch
 - ``routing``: which experts a token takes
 - ``gradients``: makes one autograd node of a forward and a backward function
-- ``devices``: :func:`capabilities`, what a device can; only this module tells kinds of devices apart. Settings of CUDA
+- ``devices``: :func:`capabilities`, what a device can, so that other packages ask for an ability; settings of CUDA
 
 CPUs:
 

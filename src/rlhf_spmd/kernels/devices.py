@@ -1,6 +1,6 @@
 """The abilities of devices. Other modules ask :func:`capabilities` for an ability by its name.
 
-Only this module tells kinds of devices apart.
+Outside the kernels of one kind and the setup of a device, only this module tells kinds of devices apart.
 """
 
 from __future__ import annotations

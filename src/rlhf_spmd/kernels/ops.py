@@ -1,7 +1,8 @@
 """The operations of a model, in torch, on any device, in the form that suits GPUs.
 
-A model calls differentiable methods (``rms_norm`` to ``attend_packed``, and products, which :mod:`products` has). The head, the sampler
-and the autograd nodes call the others, which have no gradients. Subclasses replace methods by kernels for one device; no model changes.
+A model calls the methods from ``rms_norm`` to ``attend_packed``, and products, which :mod:`products` has. They are differentiable, but
+for those of generation, which say so. The head, the sampler and the autograd nodes call the others, which have no gradients.
+Subclasses replace methods by kernels for one device; no model changes.
 
 Shape legend: T tokens, H KV heads, G query heads per KV head, D head_dim, V local vocabulary.
 """
@@ -57,7 +58,7 @@ class Ops(ProductOps):
         """Return the elements of one page of one head in the KV cache, of keys or of values."""
         return page_size * head_dim
 
-    # -- differentiable
+    # -- what a model calls
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
         """Return weight * x / sqrt(mean(x^2) + eps), the mean over the last dim; with ``unit_offset`` times 1 + weight."""

@@ -274,7 +274,7 @@ def pick_filtered(
     device = scores.device
     if not rows:
         return
-    counts = torch.zeros(rows, 256, dtype=torch.int32, device=device)
+    counts = torch.zeros(rows, BINS.value, dtype=torch.int32, device=device)
     gathered = torch.empty(rows, CANDIDATES, dtype=torch.float32, device=device)
     masses = torch.empty(rows, num_tiles, dtype=torch.float64, device=device)
     ids = torch.empty_like(gathered, dtype=torch.int32)

@@ -1,6 +1,6 @@
 """The models: one decoder for training, scoring and generation, and its split over ranks as data.
 
-Floor F3. This package must not know roles, batches of requests, pages, optimizers or reinforcement learning.
+Floor F3. This package must not know a role by its name, batches of requests, pages, optimizers or reinforcement learning.
 
 Read in this order. What a model is:
 

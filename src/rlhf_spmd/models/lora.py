@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2022, arXiv 2106.09685): their settings, and which slices a rank holds. Pure: no torch.
+"""Low-rank adapters (LoRA, Hu et al. 2022, arXiv 2106.09685): their settings, and which slices a rank holds. Pure: no tensors.
 
 Beside a matrix W [out, in] lie A [rank, in] and B [out, rank]; the layer multiplies by W + scale * B A. A parameter that fuses several
 matrices has an A for each and their rows of B, one under the other. A rank's slices are those that its part of W needs, so one of

@@ -1,4 +1,4 @@
-"""Which slice of which Hugging Face tensor a rank holds, for any (stage, tp rank). Pure: no torch, no process group.
+"""Which slice of which Hugging Face tensor a rank holds, for any (stage, tp rank). Pure: no tensors, no process group.
 
 The keys are the parameter names of :class:`~rlhf_spmd.models.decoder.Decoder`; a fused parameter (q, k and v; gate and up)
 has one box per Hugging Face tensor. Column-parallel matrices are split on dim 0, row-parallel ones on dim 1, the embedding

@@ -1,7 +1,8 @@
 """RL arithmetic on plain tensors: KL penalties and controllers, advantages, losses.
 
-Floor F1. Knows nothing of models, batches, ranks or meshes: every function takes packed token tensors ``[T]`` (the response
-tokens of all rows, concatenated) and ``lengths`` int64 ``[rows]`` on the CPU. What must be summed over ranks comes out as
+Floor F1. Knows nothing of models, batches, ranks or meshes. Functions of tokens take packed tensors ``[T]`` (the response
+tokens of all rows, concatenated) and ``lengths`` int64 ``[rows]`` on the CPU; comparisons within groups take ``[rows]``, those
+of ``preferences`` ``[pairs]`` or ``[rows]``. What must be summed over ranks comes out as
 float64 sums that the caller reduces (:func:`advantages.moments`, :func:`losses.explained_variance_sums`) and goes in again as
 global numbers, so that no result depends on how rows were split.
 

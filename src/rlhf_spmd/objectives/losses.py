@@ -99,8 +99,9 @@ def aggregate(
     ``seq-mean-token-sum-norm`` sum over tokens / (``num_rows`` * ``max_length``), Dr. GRPO's (arXiv 2503.20783)
     =========================== ================================================================================
 
-    ``num_tokens`` and ``num_rows`` are those of the whole mini-batch over all ranks. Rows without a token, as all of whose tokens are
-    masked, add nothing to the sums and count in ``num_rows``, as in TRL, and in verl, which divides by its ``global_batch_size``.
+    ``num_tokens`` and ``num_rows`` are those of the whole mini-batch over all ranks. Rows without tokens, such as those whose
+    tokens are all masked, add nothing to the sums and count in ``num_rows``, as in TRL, and in verl, which divides by its
+    ``global_batch_size``.
     ``max_length`` is a constant of the run (tokens), needed by the last mode only.
 
     Raises ValueError for the last mode without ``max_length``.

@@ -1,4 +1,6 @@
-"""Mean and standard deviation of all numbers of a run so far, to normalise rewards and values by (as VecNormalize in gym's tradition).
+"""Mean and standard deviation of all numbers of a run so far, to normalise rewards and values by.
+
+Stable-Baselines3's VecNormalize does the same.
 
 The state is three numbers in a dictionary that checkpoints hold. It takes sums over all ranks, so it is the same on every rank.
 """

@@ -1,4 +1,4 @@
-"""Where roles and calls should run. Pure.
+"""Where roles and calls should run. Pure, but for reading and writing plans and profiles.
 
 Floor F5. This package must not know workers, algorithms or any role's name.
 

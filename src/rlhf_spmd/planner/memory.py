@@ -2,7 +2,7 @@
 settings [n].
 
 A rank's peak has three terms: what is resident for its roles between calls, the largest need of a call beside it, and
-:data:`RESERVE`. :class:`RankMemory` has the terms of a role on a rank. Two modules add them up. ``planning`` takes the fullest rank
+:data:`RESERVE`. :class:`RankMemory` has the terms of a role on a rank. Two modules add them up. ``options`` takes the fullest rank
 of each call (:func:`fullest`). ``preflight/memory_estimate.py`` takes each rank with all of its roles, for
 ``activation_checkpointing=auto`` and for the refusal of a run that does not fit. Replicated parts of a tp slice (norms) count as
 sliced.

@@ -19,7 +19,7 @@ from rlhf_spmd.planner.machine import Gpu, Machine
 from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload
 
 # share of a layer's forward pass that each level of CHECKPOINTING computes again; selective keeps the large products
-AGAIN = (0.0, 0.4, 1.0)
+RECOMPUTED_SHARE = (0.0, 0.4, 1.0)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,9 @@ class ProfileTimes:
         layer = self._layer(name, shape, settings, tokens)
         ends = self._layer(f"{name}_ends", shape, settings, micro_tokens)
         if name == "both":
-            layer = layer + np.asarray(AGAIN)[settings.checkpointing] * self._layer("forward", shape, settings, tokens)
+            layer = layer + np.asarray(RECOMPUTED_SHARE)[settings.checkpointing] * self._layer(
+                "forward", shape, settings, tokens
+            )
         exchanges = self._exchanges(shape, settings, tokens)
         layer = layer + (2 + (settings.checkpointing > 0) if name == "both" else 1) * exchanges
         stage = np.ceil(shape.num_layers / settings.pp) * layer

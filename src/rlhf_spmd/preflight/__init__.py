@@ -1,6 +1,7 @@
 """Before a run: from a configuration to a checked ``RunPlan``, before any process group exists.
 
-Floor F8. Nothing here communicates. This package must not know the programs, nor an algorithm by its name.
+Floor F8. No stage communicates; only ``plan_profile``, which the program ``plan`` calls, measures on ranks. This package must not
+know the programs.
 
 Read in this order. The stages and what they call:
 

@@ -195,7 +195,7 @@ def checked_plan(
         host_reduction = max(host_excess, 0.0) * SLACK
         memory = tuple(size - device_reduction for size in reduced_machine.memory)
         reduced_machine = replace(reduced_machine, memory=memory, host_memory=reduced_machine.host_memory - host_reduction)
-    excess, where = (device_excess, "a rank") if device_excess > 0 else (host_reduction, "a host")
+    excess, where = (device_excess, "a rank") if device_excess > 0 else (host_excess, "a host")
     raise ValueError(f"no plan was found that fits: the last one needs {excess / GIB:.1f} GiB more than {where} has")
 
 

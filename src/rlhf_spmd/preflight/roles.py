@@ -217,7 +217,7 @@ def _check_role_names(models: Mapping[str, RoleConfig], role_classes: Mapping[st
     """Raise ValueError if the configuration names a role that the run does not have."""
     for role in models:
         if role not in role_classes:
-            similar = next((name for name in role_classes if name.startswith(role)), exported)  # ref
+            similar = next((name for name in role_classes if name.startswith(role)), exported)  # "ref" for "reference"
             hint = nearest(role, list(role_classes)) or f"; did you mean '{similar}'?"
             raise ValueError(f"models.{role}: this algorithm has no such role{hint} its roles are {', '.join(role_classes)}")
 

@@ -47,7 +47,7 @@ _exit = os._exit  # a program replaces os._exit while the user's code runs
 
 
 class Preempted(Exception):
-    """The run was told to end (SIGTERM, SIGUSR1, Ctrl-C) and has saved; the training loop raises it on every rank."""
+    """The run was told to end (SIGTERM, SIGUSR1, Ctrl-C). The training loop raises it on every rank after it has saved."""
 
     exit_class = "preempted"
 

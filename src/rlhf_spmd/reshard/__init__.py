@@ -22,7 +22,7 @@ Words:
 - *copy*: one slice that one rank sends to another, or copies inside itself. *step*: messages that start together. *bucket*: the
   parameters that one step moves.
 
-Files in reading order. The first six are pure:
+Files in reading order. The first six communicate nothing:
 
 - ``holdings``: which ranks hold which shards in a layout
 - ``cells``: the cells of a tensor, and who sends each of them to whom

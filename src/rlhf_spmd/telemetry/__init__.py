@@ -1,6 +1,6 @@
 """What a run writes about itself, and the report drawn from it.
 
-Floor F1: imports ``config``, tqdm and the standard library, nothing else at import time (wandb runs in its own process).
+Floor F1: imports ``config``, tqdm, yaml and the standard library, nothing else at import time (wandb runs in its own process).
 It must not know torch, process groups, models or algorithms: it is given numbers and bytes.
 
 Read in this order:

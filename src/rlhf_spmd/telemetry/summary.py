@@ -29,7 +29,7 @@ NUM_SAMPLES = 3  # from the first and from the last step
 
 
 def summarize(run_dir: str | os.PathLike[str]) -> str:
-    """Return the summary, from the files of the run directory; missing ones are left out. Raises ValueError without one."""
+    """Return the summary, from the files of the run directory; missing ones are left out. Raises ValueError if there is no run."""
     run = read_run(run_dir)
     lines = [f"run {run.directory}" + (f": {run.status.class_}" if run.status else "")]
     if run.status is not None and run.status.message:

@@ -1,6 +1,6 @@
 """A training run: its plan, its loop, and what it writes.
 
-Floor F7. This package must not know ``preflight``, which makes the plan, nor ``inference``, nor an algorithm or a role by its name.
+Floor F7. This package must not know ``preflight``, which makes the plan, nor ``inference``.
 
 Read in this order. A run before it starts:
 

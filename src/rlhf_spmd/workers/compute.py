@@ -91,7 +91,7 @@ class ComputeWorker(Worker):
         outputs: tuple[str, ...] = (),
         keep_groups: bool = False,
     ) -> tuple[Batch, dict[str, float]]:
-        """Return the rows with the fields ``outputs``, which ``function`` computes from ``inputs``, and its metrics.
+        """Return the rows with only the fields ``outputs``, which ``function`` computes from ``inputs``, and its metrics.
 
         The call is named after ``function``.
 

@@ -56,9 +56,8 @@ class RolloutEngine:
         yield
         with timeline.span(f"{self.worker.name}.to_training", category="reshard"):
             self.hybrid.to_training()
-        if not (
-            self.hybrid.keeps_buffers and self.hybrid.shared
-        ):  # else they are the generation parameters, at fixed addresses
+        # else they are the generation parameters, at fixed addresses
+        if not (self.hybrid.keeps_buffers and self.hybrid.shared):
             self.merged.clear()
 
     def tick_together(self) -> None:

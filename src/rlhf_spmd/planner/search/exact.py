@@ -61,7 +61,8 @@ class _ExactSearch:
 
     def run(self) -> SearchResult:
         """Return the result. Searches deepest first until there is a plan, then best first."""
-        if self.problem.ahead:  # steps that do not overlap fall into phases, and their best plan takes no longer where they do
+        if self.problem.ahead:
+            # the best plan of steps that do not overlap is no slower where they do, so its seconds are a first bound
             in_turn = search(replace(self.problem, ahead=0, generating=frozenset()), self.limit / 2)
             self.plan = in_turn.plan
             self.best = simulate(self.problem, in_turn.plan).seconds
@@ -147,9 +148,9 @@ class _ExactSearch:
         """Return the bounds of phases with these calls, or None if they reach the best plan's seconds."""
         tightened = list(bounds)
         for index, phase in enumerate(self.phases):
-            limit = self.best - (sum(tightened) - tightened[index])
-            tightened[index] = phase.bound(fixed, free, tightened[index], limit)
-            if tightened[index] >= limit:
+            ceiling = self.best - (sum(tightened) - tightened[index])
+            tightened[index] = phase.bound(fixed, free, tightened[index], ceiling)
+            if tightened[index] >= ceiling:
                 return None
         return tuple(tightened)
 
@@ -240,8 +241,8 @@ class _ExactSearch:
         seconds = list(bounds)
         movable: dict[int, RankRange] = {}
         for index, phase in enumerate(self.phases):
-            limit = self.best - (sum(seconds) - seconds[index])
-            seconds[index], ranges = phase.pack(fixed, free, limit, seconds_on, occupied)
+            ceiling = self.best - (sum(seconds) - seconds[index])
+            seconds[index], ranges = phase.pack(fixed, free, ceiling, seconds_on, occupied)
             if ranges is None:
                 return
             movable |= ranges

@@ -93,8 +93,8 @@ class Phase:
         self._packings: dict[tuple[int, ...], list[dict[int, RankRange]]] = {}  # by free calls: the last good ones
         self._max_schedules_per_bound = 0 if problem.ahead else 20_000
 
-    def bound(self, fixed: Fixed, free: Free, floor: float, limit: float) -> float:
-        """Return a lower bound of the phase's seconds, clipped to ``floor`` .. ``limit``: free calls may take any range of a size.
+    def bound(self, fixed: Fixed, free: Free, floor: float, ceiling: float) -> float:
+        """Return a lower bound of the phase's seconds, clipped to ``floor`` .. ``ceiling``: free calls may take any range of a size.
 
         The bound is the least time in which the ranks can do the work, raised by :meth:`_search_bound` to the seconds of the best
         packing. A known packing that ends by ``floor`` saves the search, because nothing above ``floor`` could be proved.
@@ -103,20 +103,20 @@ class Phase:
         free = self._of_phase(free)
         key = (tuple(fixed.items()), tuple(free.items()))
         lower, upper = self._bounds_by_calls.get(key, (None, math.inf))
-        if lower is None or max(lower, floor) < min(limit, upper):
-            packing = _Packing(self, fixed, free, limit)
+        if lower is None or max(lower, floor) < min(ceiling, upper):
+            packing = _Packing(self, fixed, free, ceiling)
             packings = self._packings.setdefault(tuple(free), [])
             if lower is None:
                 lower = packing.least_seconds()
-                if free and not fixed and not self.problem.ahead and max(lower, floor) < limit:
+                if free and not fixed and not self.problem.ahead and max(lower, floor) < ceiling:
                     packings[:] = [*self._onto_halves(free), *packings[:5]]
-            if max(lower, floor) < min(limit, upper):
+            if max(lower, floor) < min(ceiling, upper):
                 upper = min([upper, *(packing.ends(ranges) for ranges in packings)])
-            is_worth = limit < math.inf or not packings  # before there is a plan any packing will do
-            if is_worth and max(lower, floor) < min(limit, upper):
+            is_worth = ceiling < math.inf or not packings  # before there is a plan any packing will do
+            if is_worth and max(lower, floor) < min(ceiling, upper):
                 lower, upper = self._search_bound(packing, packings, lower, upper, floor)
             self._bounds_by_calls[key] = lower, upper
-        return min(max(lower, floor), limit)
+        return min(max(lower, floor), ceiling)
 
     def _search_bound(
         self, packing: _Packing, packings: list[dict[int, RankRange]], lower: float, upper: float, floor: float
@@ -145,13 +145,13 @@ class Phase:
         return min(self._packings.get(tuple(self._of_phase(free)), ()), key=packing.ends, default={})
 
     def pack(
-        self, fixed: Fixed, free: Free, limit: float, seconds_on: SecondsOn, occupied: Occupied
+        self, fixed: Fixed, free: Free, ceiling: float, seconds_on: SecondsOn, occupied: Occupied
     ) -> tuple[float, dict[int, RankRange] | None]:
-        """Return the fewest seconds below ``limit`` and the ranges of the free calls; or ``limit`` and None.
+        """Return the fewest seconds below ``ceiling`` and the ranges of the free calls; or ``ceiling`` and None.
 
         ``seconds_on``: seconds of a call on a range, never fewer than the table has. ``occupied``: ranges that it depends on.
         """
-        return _Packing(self, self._of_phase(fixed), self._of_phase(free), limit, seconds_on, occupied).run()
+        return _Packing(self, self._of_phase(fixed), self._of_phase(free), ceiling, seconds_on, occupied).run()
 
     def _of_phase(self, calls: Mapping[int, T]) -> dict[int, T]:
         return {call_index: calls[call_index] for call_index in self.call_indices if call_index in calls}
@@ -179,7 +179,7 @@ class _Packing:
         phase: Phase,
         fixed: Fixed,
         free: Free,
-        limit: float,
+        ceiling: float,
         seconds_on: SecondsOn | None = None,
         occupied: Occupied = frozenset(),
     ) -> None:
@@ -196,7 +196,7 @@ class _Packing:
             self._seconds[call_index] = min((seconds for _, seconds in table), default=math.inf)
         self._area = sum(ranks.count * seconds for ranks, seconds in fixed.values())  # rank-seconds of fixed calls
         self._order = sorted(free, key=lambda call_index: -self._least_area(call_index, math.inf))
-        self._best = limit
+        self._best = ceiling
         self._best_ranges: dict[int, RankRange] | None = None
 
     def _least_area(self, call_index: int, below: float) -> float:
@@ -228,7 +228,7 @@ class _Packing:
         return self._phase.end(ranges, seconds) if max(seconds) < self._best else math.inf
 
     def run(self, floor: float = -1.0, max_evaluations: float = math.inf) -> tuple[float, dict[int, RankRange] | None]:
-        """Return the best packing's end and ranges, or the limit and None. The first packing that ends by ``floor`` is good enough."""
+        """Return the best packing's end and ranges, or the ceiling and None. The first packing that ends by ``floor`` suffices."""
         self._floor = floor
         self._max_evaluations = max_evaluations
         if max(self._seconds) < self._best:
