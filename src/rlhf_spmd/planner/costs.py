@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels.linear_attention import CHUNK
 from rlhf_spmd.planner.machine import Machine
-from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload, divisors
-
-Numbers = Any  # float array [n], or one that broadcasts to it
+from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Numbers, Workload, divisors
 
 # Numbers that a layer's elementwise operations read and write for each token, counted in ``kernels.Ops``
 STREAM = 42  # for an element of the residual stream: two norms, two sums
@@ -226,7 +224,7 @@ class _CallTerms:
         layer = layer + self.layer_params / self.settings.tp * SUM_BYTES / self.elementwise_bandwidth
         return self.pipeline_time(layer, self.head_seconds(scored, 4, 3 * LOGIT_BYTES), 2 * self.transfer_seconds(tokens))
 
-    def zero_seconds(self, num_micro_batches: Numbers, compute: Numbers, trains: bool) -> Numbers:
+    def zero_seconds(self, num_micro_batches: Numbers, compute: Numbers, trains: bool) -> np.ndarray:
         """Return seconds of ZeRO's transfers that do not hide behind ``compute`` seconds of all micro-batches.
 
         Stages 1 and 2 gather parameters once, 3 in every pass. Stage 1 scatters gradients once, 2 and 3 after every

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.models.quantized import BLOCK
 from rlhf_spmd.parallel.data_parallel import BUCKET_ELEMENTS, MATRIX_ELEMENTS
 from rlhf_spmd.planner.machine import GIB
-from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload
+from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Numbers, Workload
 
 RESERVE = 1.5 * GIB  # of a GPU: driver and kernels 0.6, workspaces of cuBLAS 0.1, holes of torch's allocator
 # NCCL's buffers for reductions of a group: 10 MiB for each of 24 channels and 2 or 3 neighbours; 0.53 and 0.67 GiB measured (nccl#964)
@@ -33,8 +33,8 @@ HOST_RESERVE = 0.5 * GIB  # of a rank on CPUs: the interpreter, torch, and what 
 MEMORY_MODEL_ERROR = 0.1  # of a prediction: a run that exceeds the memory by less is warned, not refused
 SHARD_BUCKET = 256 << 20  # bytes in which weights travel to the generation layout, see ``HybridWeights``
 
-Parts = dict[str, Any]  # name -> bytes [n]
-Stage = Any  # pipeline rank, a number or an array [n]
+Parts = dict[str, Numbers]  # name -> bytes
+Stage = np.ndarray | int  # pipeline rank, one or an array [n]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class RoleSettings:
         return self.master_itemsize + self.moment_itemsize * (1 if self.optim == "muon" else 2)
 
 
-def total(parts: Mapping[str, Any]) -> Any:
+def total(parts: Mapping[str, Numbers]) -> Numbers:
     """Return the sum of all parts."""
     return sum(parts.values())
 
@@ -102,8 +102,8 @@ class GenerationMemory(NamedTuple):
     """
 
     parts: Parts
-    row_bytes: Any
-    all_rows_bytes: Any
+    row_bytes: Numbers
+    all_rows_bytes: Numbers
 
 
 class RankMemory:
@@ -162,7 +162,7 @@ class RankMemory:
             "optimizer": self._optimizer_bytes(role) * (role.optim_offload and not role.on_host),
         }
 
-    def communicators(self) -> Any:
+    def communicators(self) -> Numbers:
         """Return bytes of NCCL's buffers, which stay. Roles of equal layouts share them.
 
         Each group that reduces has a communicator: tp, those of ZeRO and its copies, cp, ep, and all ranks if none of these has
@@ -176,7 +176,7 @@ class RankMemory:
         peers = 2 * np.minimum(settings.pp - 1, 2) + sum(np.minimum(group, 8) - 1 for group in (settings.cp, settings.ep))
         return (NCCL_GROUP * num_groups + NCCL_PEER * peers) * (not self.role.on_host)
 
-    def checkpoint_copy(self) -> Any:
+    def checkpoint_copy(self) -> Numbers:
         """Return bytes in host memory of what the rank writes to a checkpoint, while it is written in the background.
 
         Ranks that hold the same tensors divide them among themselves, here evenly. Moments in 8 bits are saved in float32.
@@ -204,16 +204,18 @@ class RankMemory:
         step = self._optimizer_step_bytes()
         summed, shard = self._gradient_bytes(num_micro_batches)
         names = ("gathered weights", "gradients", "activations", "work")
-        moments = (
-            (gathered, summed, activations, first),
-            (gathered, np.maximum(summed, shard), remaining, last),
-            (0 * gathered, shard, remaining, step),
+        instants = (
+            (gathered, summed, activations, first),  # the first backward pass begins
+            (gathered, np.maximum(summed, shard), remaining, last),  # the last one ends
+            (0 * gathered, shard, remaining, step),  # the optimizer's step
         )
-        worst = np.array([np.broadcast_to(sum(moment), self.settings.pp.shape) for moment in moments]).argmax(0)
-        parts = {name: np.choose(worst, amounts) for name, amounts in zip(names, zip(*moments, strict=True), strict=True)}
+        # bytes [instants, parts, n]
+        table = np.array([[np.broadcast_to(size, self.settings.pp.shape) for size in instant] for instant in instants])
+        worst = table.sum(1).argmax(0)
+        parts: Parts = {name: np.choose(worst, table[:, part]) for part, name in enumerate(names)}
         return parts | {"weights back": self._model_bytes() * self.role.offload}  # loaded from host memory for the call
 
-    def _activation_bytes(self, tokens: Any, num_micro_batches: Any) -> Any:
+    def _activation_bytes(self, tokens: Numbers, num_micro_batches: Numbers) -> Numbers:
         """Return the bytes that the forward passes of the micro-batches in flight keep for their backward passes."""
         offloads = self.role.activation_offload and not self.role.on_host
         layers = self.layer_activations() if offloads else self.num_layers * self.kept_activations()
@@ -221,7 +223,7 @@ class RankMemory:
         stage_output = np.where(self.has_head, 2 * self.hidden, self.hidden / self.stream_slices)
         return self.role.itemsize * tokens * (layers + stage_output) * self._micro_batches_in_flight(num_micro_batches)
 
-    def _backward_layer_bytes(self, tokens: Any) -> Any:
+    def _backward_layer_bytes(self, tokens: Numbers) -> Numbers:
         """Return the bytes that the backward pass of a layer works with: what it computes again, and gradients."""
         experts = 2 * self.expert_inputs
         products = self.mlp_columns + 2 * self.expert_columns + self.query_dims + self.key_dims + experts + self.mixer_floats
@@ -229,7 +231,7 @@ class RankMemory:
         gradients = self.mixer_floats / 2 + 2 * self.mlp_columns + 2 * self.hidden + experts + self.exchanged_numbers
         return self.role.itemsize * tokens * (recomputed + gradients)
 
-    def _gradient_bytes(self, num_micro_batches: Any) -> tuple[Any, Any]:
+    def _gradient_bytes(self, num_micro_batches: Numbers) -> tuple[Numbers, Numbers]:
         """Return the bytes of the sums of gradients before the last backward pass, and in the optimizer step.
 
         In the step they are those of the rank's shard. Before it they are those of whole parameters with ZeRO 0, and with ZeRO 1
@@ -242,7 +244,7 @@ class RankMemory:
         summed = np.where(self.settings.zero <= 1, itemsize * (trained + experts), shard)
         return np.where(num_micro_batches > 1, summed, 0), shard
 
-    def _last_backward_bytes(self, layer_work: Any) -> Any:
+    def _last_backward_bytes(self, layer_work: Numbers) -> Numbers:
         """Return the bytes that the last backward pass works with when activations are gone: in a layer, or in ZeRO's reductions."""
         role = self.role
         itemsize = role.itemsize
@@ -258,7 +260,7 @@ class RankMemory:
         embedding = 0 if frozen else gradient_itemsize * self.has_embedding * self.end_params / self.zero_shards
         return np.maximum(reduced, layer_work - embedding)
 
-    def _optimizer_step_bytes(self) -> Any:
+    def _optimizer_step_bytes(self) -> Numbers:
         """Return the bytes that an optimizer step works with."""
         role = self.role
         bucket = np.maximum(BUCKET_ELEMENTS, self.largest_matrix / self.zero_shards)
@@ -312,26 +314,26 @@ class RankMemory:
         cache = least_cache(work_bytes, row, all_rows, config, role.on_host)
         return GenerationMemory({"work": work_bytes, "cache": cache}, row, all_rows)
 
-    def layer_activations(self) -> Any:
+    def layer_activations(self) -> Numbers:
         """Return the numbers that the operations of a layer keep for a token's backward pass, see ``docs/parallelism.md``."""
         gathered = np.where(self.stream_slices > 1, 0, 2 * self.hidden)  # slices are gathered again instead
         products = 3 * (self.query_dims + self.key_dims + self.mlp_columns)
         mixer = self.gate_columns + self.mixer_floats
         return 2 * self.hidden / self.stream_slices + gathered + products + 2 * self.expert_inputs + mixer
 
-    def kept_activations(self) -> Any:
+    def kept_activations(self) -> Numbers:
         """Return the numbers that a layer keeps for a token with the settings' levels of checkpointing."""
         residual = self.hidden / self.stream_slices
         dense_columns = self.mlp_columns - self.expert_columns
         selective = 2 * residual + self.first_product_outputs + 2 * dense_columns + self.gate_columns
         return np.choose(self.settings.checkpointing, [self.layer_activations(), selective, residual + 0 * self.mlp_columns])
 
-    def _weight_bytes(self) -> Any:
+    def _weight_bytes(self) -> Numbers:
         """Return bytes of weights between calls, wherever they lie."""
         copies = 1 / self.zero_shards + self.role.keeps_start
         return self._model_bytes() + self.role.itemsize * self.num_layers * self.role.adapters * copies
 
-    def _optimizer_bytes(self, role: RoleSettings) -> Any:
+    def _optimizer_bytes(self, role: RoleSettings) -> Numbers:
         """Return bytes of the optimizer's states between calls, wherever they lie."""
         trained = self._trained_params() / self.zero_shards
         if not role.trained:
@@ -342,26 +344,26 @@ class RankMemory:
         experts = 0 if role.adapters else self.expert_params
         return per_param * (trained + experts) + more_per_end_param * ends
 
-    def _trained_params(self) -> Any:
+    def _trained_params(self) -> Numbers:
         """Return the parameters that have gradients and states, and that ZeRO divides. Replicated halves of adapters count on
         every rank."""
         return self.num_layers * self.role.adapters if self.role.adapters else self.zero_params
 
-    def _model_bytes(self) -> Any:
+    def _model_bytes(self) -> Numbers:
         """Return bytes of the model's weights between calls. Experts are never quantized."""
         role = self.role
         quantized = self.num_layers * role.quantized / self.settings.tp
         others = (self.zero_params - quantized) / self.zero_shards + self.expert_params
         return role.itemsize * others + (role.bits / 8 + 4 / BLOCK) * quantized
 
-    def _micro_batches_in_flight(self, num_micro_batches: Any) -> Any:
+    def _micro_batches_in_flight(self, num_micro_batches: Numbers) -> Numbers:
         """Return the number of micro-batches whose activations the stage keeps at a time."""
         pp, vpp = self.settings.pp, self.role.vpp
         if vpp == 1:
             return np.minimum(pp - self.stage, num_micro_batches)
         return np.minimum(2 * (pp - 1 - self.stage) + (vpp - 1) * pp + 1, num_micro_batches * vpp) / vpp
 
-    def _gathered_bytes(self) -> Any:
+    def _gathered_bytes(self) -> Numbers:
         """Return bytes of weights that ZeRO gathers beside the shard.
 
         Stages 1 and 2 gather all. Stage 3 gathers embedding and head (FSDP2's root) and two layers, and has a buffer for the larger.
@@ -372,7 +374,7 @@ class RankMemory:
         stage = np.where(self.zero_shards > 1, self.settings.zero, 0)
         return self.role.itemsize * np.choose(stage, [0 * all_params, all_params, all_params, root_and_layers])
 
-    def _merged_matrix_bytes(self) -> Any:
+    def _merged_matrix_bytes(self) -> Numbers:
         """Return bytes of a layer's largest matrix merged with its adapters, also of its dequantized values if it is quantized.
 
         CPUs merge in fp32. 0 without adapters.
@@ -380,13 +382,13 @@ class RankMemory:
         role = self.role
         return (role.itemsize * (1 + (role.quantized > 0)) + 4 * role.on_host) * self.largest_layer_matrix * (role.adapters > 0)
 
-    def _forward_numbers(self) -> Any:
+    def _forward_numbers(self) -> Numbers:
         """Return the numbers for a token that a layer's forward pass has at the same time."""
         mlp = 3 * self.mlp_columns + 2 * self.expert_inputs + self.exchanged_numbers
         mixing = 3 * self.query_dims + 3 * self.key_dims + self.mixer_floats / 2
         return 4 * self.hidden + self.query_dims + 2 * self.key_dims + self.gate_columns + np.maximum(mlp, mixing)
 
-    def _head_bytes(self, work: Workload, tokens: Any, backward: bool) -> Any:
+    def _head_bytes(self, work: Workload, tokens: Numbers, backward: bool) -> Numbers:
         """Return bytes of the head: hidden states of response tokens and a chunk of logits; with ``backward`` also the gradients of
         both and of the weight."""
         role = self.role
@@ -398,7 +400,7 @@ class RankMemory:
         return np.where(self.head_outputs > 1, hidden + 4 * chunk * copies, 2 * hidden) + weight
 
 
-def least_cache(other_bytes: Any, row: Any, all_rows: Any, config: GenerationConfig, on_host: bool) -> Any:
+def least_cache(other_bytes: Numbers, row: Numbers, all_rows: Numbers, config: GenerationConfig, on_host: bool) -> Numbers:
     """Return bytes of the smallest cache beside ``other_bytes``: enough for the longest row.
 
     On CPUs the generator takes a share of the free memory, so the cache grows until ``other_bytes`` fit into the rest. ``row``,
@@ -413,7 +415,7 @@ def least_cache(other_bytes: Any, row: Any, all_rows: Any, config: GenerationCon
     return np.maximum(free - other_bytes, row)
 
 
-def weights_for_generation(home: RankMemory, generation: RankMemory, config: GenerationConfig, beside: bool) -> Any:
+def weights_for_generation(home: RankMemory, generation: RankMemory, config: GenerationConfig, beside: bool) -> Numbers:
     """Return bytes of generation weights on a home's own ranks, beside the training weights, and of NCCL's buffers that bring them;
     0 if both layouts are the same.
 
@@ -446,7 +448,7 @@ def fullest(shape: ModelShape, settings: CallSettings, role: RoleSettings, parts
     return np.maximum(first, last)
 
 
-def _micro_batches(work: Workload, settings: CallSettings) -> tuple[Any, Any]:
+def _micro_batches(work: Workload, settings: CallSettings) -> tuple[Numbers, Numbers]:
     """Return the tokens of the largest micro-batch on a rank, and the micro-batches of a replica's mini-batch."""
     rows = np.ceil(work.rows / work.mini_batches / settings.dp)
     tokens = np.minimum(np.maximum(settings.micro_tokens * settings.cp, work.longest), rows * work.longest)

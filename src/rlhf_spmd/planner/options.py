@@ -16,7 +16,7 @@ from rlhf_spmd.planner.model_call import ModelCall, layouts
 from rlhf_spmd.planner.plan_file import PlacedCall, PlanFile
 from rlhf_spmd.planner.problem import SHARDING_OF_ZERO, Option
 from rlhf_spmd.planner.search.candidates import range_sizes, undominated
-from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload, call_settings
+from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Numbers, Workload, call_settings
 
 IN_FLIGHT = (1, 4, 16, 64, 256, 1024)  # rows in flight that are tried
 
@@ -27,7 +27,7 @@ class CallTimes(Protocol):
     def tp_sizes(self, shape: ModelShape) -> list[int]: ...
     def infer_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray: ...
     def train_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray: ...
-    def generate_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Any) -> np.ndarray: ...
+    def generate_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Numbers) -> np.ndarray: ...
 
 
 class _Estimate(NamedTuple):
@@ -178,7 +178,7 @@ class OptionBuilder:
         return settings
 
     def _estimate_call(
-        self, call: ModelCall, settings: CallSettings, role: RoleSettings, weights_and_states: Any = None
+        self, call: ModelCall, settings: CallSettings, role: RoleSettings, weights_and_states: Numbers | None = None
     ) -> _Estimate:
         """Return the predictions for a call.
 

@@ -10,13 +10,12 @@ import json
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.planner.machine import Gpu, Machine
-from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Workload
+from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Numbers, Workload
 
 # share of a layer's forward pass that each level of CHECKPOINTING computes again; selective keeps the large products
 RECOMPUTED_SHARE = (0.0, 0.4, 1.0)
@@ -46,7 +45,7 @@ class LayerTimes:
     decode_ends: list[float]
     context: float
 
-    def seconds(self, name: str, amount: Any) -> Any:
+    def seconds(self, name: str, amount: Numbers) -> Numbers:
         """Return interpolated seconds of the field ``name``; beyond the largest measured size in proportion to it."""
         sizes = np.asarray(self.rows if name.startswith("decode") else self.tokens)
         values = np.asarray(getattr(self, name))
@@ -132,7 +131,9 @@ class ProfileTimes:
         over_dp = np.where(shards > 1, sliced, 0.0) + sums + expert_sums
         return steps * (passes + over_dp + self.profile.update * shape.rank_params(settings))
 
-    def generate_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Any = None) -> np.ndarray:
+    def generate_seconds(
+        self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Numbers | None = None
+    ) -> np.ndarray:
         """Return seconds [n] of a prefill for each group, and of decoding in waves of ``max_num_seqs`` rows on each replica."""
         rows = np.ceil(work.rows / settings.dp)
         prefill = shape.num_layers * self._layer("forward", shape, settings, rows / work.group * work.prompt)
@@ -149,7 +150,7 @@ class ProfileTimes:
         sent = 2 * 4 * numel * (copies - 1) / copies * self._slowdown(copies, apart) / self.profile.device.link
         return np.where((copies > 1) & (numel > 0), sent + self.profile.latency, 0.0)
 
-    def _exchanges(self, shape: ModelShape, settings: CallSettings, tokens: np.ndarray) -> Any:
+    def _exchanges(self, shape: ModelShape, settings: CallSettings, tokens: np.ndarray) -> Numbers:
         """Return seconds [n] of a layer's all-to-alls in a pass over ``tokens``, which were measured without them.
 
         Over ep go rows for experts and their results; over cp queries, keys, values and the outputs of attention.

@@ -15,6 +15,8 @@ from rlhf_spmd.models.lora import LoraConfig, is_adapter
 from rlhf_spmd.models.sharding import plan_whole_model
 from rlhf_spmd.models.spec import ModelSpec
 
+Numbers = np.ndarray | float  # one for all settings, or an array [n]
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -54,12 +56,12 @@ class ModelShape:
     row_state: float = 0.0  # fp32 numbers that a layer keeps of a row in generation
     linear_share: float = 0.0  # share of the layers that have linear attention
 
-    def rank_key_dims(self, tp: Any) -> Any:
+    def rank_key_dims(self, tp: Numbers) -> Numbers:
         """Return a rank's part of ``key_dims``. If tp exceeds the KV heads, ranks hold copies."""
         local_dims = (self.key_dims - self.global_key_dims) / np.minimum(tp, self.kv_heads)
         return local_dims + self.global_key_dims / np.minimum(tp, self.global_kv_heads)
 
-    def cached_numbers(self, tp: Any, num_entries: int = 1) -> Any:
+    def cached_numbers(self, tp: Numbers, num_entries: int = 1) -> Numbers:
         """Return the numbers in a rank's cache for a token and layer.
 
         If tp exceeds the KV heads, ranks hold copies, as they do of the entries of latent attention. ``num_entries``: pages that
@@ -67,7 +69,7 @@ class ModelShape:
         """
         return num_entries * self.cache_entry if self.cache_entry else 2 * self.rank_key_dims(tp)
 
-    def first_product_outputs(self, tp: Any) -> Any:
+    def first_product_outputs(self, tp: Numbers) -> Numbers:
         """Return the numbers that a layer's first products make for a token on a rank, without ``gate_columns``."""
         if not self.cache_entry:
             return self.query_dims / tp + 2 * self.rank_key_dims(tp)
@@ -78,7 +80,7 @@ class ModelShape:
         """Return the parameters of the model."""
         return self.num_layers * self.layer_params + self.embed_params + self.head_params
 
-    def stage_params(self, pp: Any, tp: Any) -> Any:
+    def stage_params(self, pp: Numbers, tp: Numbers) -> Numbers:
         """Return the parameters of the fullest (pipeline stage, tp slice), for numbers or arrays.
 
         Small replicated parameters count as sliced.

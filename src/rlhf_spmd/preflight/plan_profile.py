@@ -162,7 +162,7 @@ class LayerProfiler:
         for num_layers in LARGER_LAYERS:
             rank = RankMemory(shape_of(_uniform_model(spec, 0, num_layers), head), settings, role, 0)
             parts = (*rank.resident().values(), *rank.train(replace(self.work, mini_batches=1)).values())
-            if max(sum(parts)) + RESERVE < self.device_memory:
+            if np.max(sum(parts)) + RESERVE < self.device_memory:
                 return num_layers
         return 0
 

@@ -166,15 +166,15 @@ class RoleMemory:
             parts["buffers"] = self._generation_weights()
         if self.step.on_host and self.role in self.step.copied:
             parts[CHECKPOINT_COPY] = home.checkpoint_copy()
-        parts = {f"{self.role} {name}": size for name, size in self._inside(self.home, parts).items()}
+        named_parts = {f"{self.role} {name}": size for name, size in self._inside(self.home, parts).items()}
         for method in self.role_plan.calls:
             if copies := self._num_copies(method):
                 place = Place(self.role, method)
                 weights = self._memory_in(place, self.replica_settings).resident()["weights"]
-                parts |= self._inside(place, {f"{self.role}.{method} weights": copies * weights})
+                named_parts |= self._inside(place, {f"{self.role}.{method} weights": copies * weights})
             if self.config.calls[method].delta:
-                parts |= self._inside(self.home, {f"{self.role} as sent to {method}": self._resident_weights()})
-        return parts
+                named_parts |= self._inside(self.home, {f"{self.role} as sent to {method}": self._resident_weights()})
+        return named_parts
 
     def _num_copies(self, method: str) -> int:
         """Return the number of copies of the weights that the other ranks of a method hold between calls."""
