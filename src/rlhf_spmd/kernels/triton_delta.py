@@ -54,6 +54,10 @@ def _delta_rule_step(
     LENGTH_EPS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KERNEL: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Write the output [rows, heads, D] of one token of each row, from its ``product`` and the state of its slot, which moves on.
+
+    One program computes one head of one row. Rows with a slot below 0 are left out.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     BLOCK_KEYS: tl.constexpr = KEYS // BLOCKS  # key heads of a block

@@ -75,6 +75,10 @@ def _sum_tiles(
     logits_stride: tl.tensor, drawable: tl.tensor, vocabulary: tl.tensor, SAME: tl.constexpr, GREEDY: tl.constexpr,
     TEMPERED: tl.constexpr, SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Write the largest score and the sums of exponentials of a tile of a row's vocabulary, fp64 [5, B, tiles].
+
+    Those of ``scores`` come first, then those of ``logits`` at the row's temperature and at 1.
+    """
     row = tl.program_id(0).to(tl.int64)
     tile, num_tiles = tl.program_id(1), tl.num_programs(1)
     token = tile * SIZE + tl.arange(0, SIZE)

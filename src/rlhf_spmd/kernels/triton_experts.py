@@ -25,6 +25,7 @@ def _sum_rows(
     rows: tl.tensor, weights: tl.tensor, row_of_pair: tl.tensor, out: tl.tensor, hidden: tl.tensor, K: tl.constexpr,
     WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Write the sum of a token's ``K`` rows, with ``WEIGHTED`` times their weights: [T, hidden] from [T * K, hidden]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < hidden
@@ -46,6 +47,7 @@ def _sum_rows_backward(
     grad: tl.tensor, rows: tl.tensor, weights: tl.tensor, row_of_pair: tl.tensor, grad_rows: tl.tensor, grad_weights: tl.tensor,
     hidden: tl.tensor, K: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Write the gradients of a pair's row and weight from that of its token's sum [T, hidden]."""
     pair = tl.program_id(0).to(tl.int64)
     place = tl.load(row_of_pair + pair)
     weight = tl.load(weights + pair).to(tl.float32)
@@ -65,6 +67,7 @@ def _local_choices(
     weights: tl.tensor, expert_ids: tl.tensor, out: tl.tensor, local_ids: tl.tensor, size: tl.tensor, first: tl.tensor,
     num_local: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Write ``Ops.local_choices``: weights [T, K] that are 0 for other ranks' experts, and ids that count from ``first``."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < size
     local_id = tl.load(expert_ids + index, mask=mask, other=0) - first
@@ -76,6 +79,7 @@ def _local_choices(
 
 @triton.jit
 def _rows_of_pairs(pair_of_row: tl.tensor, row_of_pair: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Write the inverse of the permutation ``pair_of_row`` [T * K]."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < size
     tl.store(row_of_pair + tl.load(pair_of_row + index, mask=mask, other=0), index.to(tl.int64), mask=mask)
@@ -83,6 +87,10 @@ def _rows_of_pairs(pair_of_row: tl.tensor, row_of_pair: tl.tensor, size: tl.tens
 
 @triton.jit
 def _clear_idle(ends: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Write zeros to the gradients [experts, size] of experts without rows, which no product writes.
+
+    ``ends``: each expert's last row + 1.
+    """
     expert = tl.program_id(1)
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     if first == tl.load(ends + expert):

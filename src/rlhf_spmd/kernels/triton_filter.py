@@ -58,6 +58,7 @@ def _row(
 
 @triton.jit
 def _bits(weights: tl.tensor) -> tl.tensor:
+    """Return the bits of fp32 weights as int32: of numbers above 0, larger ones have larger bits."""
     return weights.to(tl.int32, bitcast=True)
 
 
@@ -155,6 +156,7 @@ def _sums_from(
 
 @triton.jit
 def _lane(values: tl.tensor, lane: tl.tensor, TRIES: tl.constexpr) -> tl.tensor:
+    """Return one of ``values`` [TRIES], by its position."""
     return tl.sum(tl.where(tl.arange(0, TRIES) == lane, values, 0.0), 0)
 
 
@@ -189,6 +191,10 @@ def _pick_filtered(
     vocabulary: tl.tensor, num_tiles: tl.tensor, TILES: tl.constexpr, ROOM: tl.constexpr, SIZE: tl.constexpr,
     TRIES: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Write a token of each row with top_k, top_p or min_p, and its log-probs at the row's temperature and at 1.
+
+    ``plans``: see :func:`_gather_candidates`.
+    """
     row = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64) * num_tiles
     temperature, largest, _, p, m, k, active = _row(

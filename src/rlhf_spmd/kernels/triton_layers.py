@@ -39,6 +39,7 @@ def _norm(
     x: tl.tensor, y: tl.tensor, weight: tl.tensor, total: tl.tensor, out: tl.tensor, scales: tl.tensor, rows: tl.tensor,
     eps: tl.tensor, N: tl.constexpr, ADDS: tl.constexpr, UNIT_OFFSET: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Write the norm of rows [rows, N], with ``ADDS`` of x + y, which goes to ``total``; and the scales fp32 [rows]."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (column < N)[None, :]
@@ -60,6 +61,7 @@ def _norm_backward(
     rows: tl.tensor, per_program: tl.tensor, N: tl.constexpr, ADDS: tl.constexpr, UNIT_OFFSET: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Write the gradient of the norm's rows, with ``ADDS`` plus that of ``total``; and a part of the weight's, fp32 [programs, N]."""
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK_N)
     factor = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
@@ -121,6 +123,7 @@ def _slope(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _gate(gate_up: tl.tensor, out: tl.tensor, N: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Write the activation of the gate times up: [T, N] from [T, 2 N]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < N
@@ -134,6 +137,7 @@ def _gate(gate_up: tl.tensor, out: tl.tensor, N: tl.constexpr, GELU: tl.constexp
 def _gate_backward(
     grad: tl.tensor, gate_up: tl.tensor, out: tl.tensor, N: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
+    """Write the gradients of gate and up [T, 2 N] from that of their product [T, N]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < N

@@ -28,6 +28,7 @@ GRADIENTS: dict[str, Any] = {"num_warps": 4, "num_stages": 1}
 
 @triton.jit
 def _tanh(x: tl.tensor) -> tl.tensor:
+    """Return tanh(x) as the softcap computes it."""
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
 
@@ -83,6 +84,7 @@ def _gradients(
     out: tl.tensor, stride: tl.tensor, width: tl.tensor, first: tl.tensor, scale: tl.tensor, cap: tl.tensor,
     CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Write the gradients of logits [T, V] from those of the labels' log-probs and, with ``ENTROPY``, of entropies [T]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -156,6 +158,7 @@ def logit_gradients(
 
 @triton.jit
 def _cap(logits: tl.tensor, cap: tl.tensor, number: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Write the softcap of logits over them."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(logits + index, cap * _tanh(tl.load(logits + index, mask=index < number, other=0.0) / cap), mask=index < number)
 

@@ -137,6 +137,7 @@ def write(
     v_stride: tl.tensor, v_head: tl.tensor, head_elements: tl.tensor, heads: tl.tensor, DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Write the keys and values of tokens [T, H, D] to their slots in the pages."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)

@@ -131,6 +131,10 @@ def _heads_backward(
     eps: tl.tensor, Q: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, NORMED: tl.constexpr,
     UNIT_OFFSET: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Write the gradient of the qkv product [T, (Q + 2 KV) DIM] from those of q, k and v; and parts of the norms' weights' gradients.
+
+    One program computes ``per_program`` tokens of ``BLOCK_H`` heads.
+    """
     program = tl.program_id(0)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)

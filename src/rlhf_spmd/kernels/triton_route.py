@@ -49,6 +49,7 @@ def _route(
     TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, SIZE: tl.constexpr, GIVEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Write a token's experts [T, K], the largest scores first, and their weights. With ``GIVEN`` the experts are read."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_G)
     within = tl.arange(0, BLOCK_S)
@@ -102,6 +103,7 @@ def _route_backward(
     grad: tl.tensor, logits: tl.tensor, expert_ids: tl.tensor, grad_logits: tl.tensor, count: tl.tensor, scale: tl.tensor,
     tiny: tl.tensor, K: tl.constexpr, SCORING: tl.constexpr, NORMALISE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Write the gradient of a token's logits [T, experts] from that of its experts' weights [T, K]."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_S)
     choice = tl.arange(0, BLOCK_K)
