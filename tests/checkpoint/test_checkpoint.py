@@ -145,7 +145,7 @@ def pieces_verified(path: Path, num_ranks: int) -> list[StoredBox]:
     read: list[StoredBox] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "read_pieces", lambda _, pieces: read.extend(pieces) or ())
-        patch.setattr(load, "agree", lambda _, work: work())
+        patch.setattr(load, "run_and_agree", lambda _, work: work())
         for rank in range(num_ranks):
             verify_checkpoint(path, Group("of these", tuple(range(num_ranks)), rank))
     return read

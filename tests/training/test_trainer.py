@@ -252,7 +252,7 @@ def report_late(world: World) -> list[list[Any]]:
 def test_a_source_of_rows_is_not_among_what_the_function_returns_besides() -> None:
     rows = [("", "", {"data_source": source}) for source in ("extra", "other")]
     worker: Any = SimpleNamespace(name="reward")
-    values = list(RewardWorker._by_source(worker, rows, torch.ones(2), torch.tensor([True, True])))
+    values = list(RewardWorker._scores_by_source(worker, rows, torch.ones(2), torch.tensor([True, True])))
     assert values == [{"reward/data_source extra/mean": (1.0, 1)}, {"reward/other/mean": (1.0, 1)}]
 
 
