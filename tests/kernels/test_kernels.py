@@ -284,7 +284,7 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
     """Packed and paged, with and without gradients, in few rows and in many; the buffers stand from one layer to the next."""
     if not cpp.is_batch_invariant(dtype, 2):
         pytest.skip("no product in C++ for this dtype here")
-    calls, buffers, layer = [], set(), cpp.layer
+    calls, buffers, layer = [], set(), cpp.fused_layer
 
     def counted(*args: Any) -> Any:
         run = layer(*args)
@@ -297,7 +297,7 @@ def test_a_whole_layer_has_the_bits_of_its_operations(
 
         return run and noted
 
-    monkeypatch.setattr(cpp, "layer", counted)
+    monkeypatch.setattr(cpp, "fused_layer", counted)
     decoder = Decoder(spec_from_config(CONFIGS[name], name), "none", 0, 1, solo(), dtype, "cpu")
     for seed, parameter in enumerate(decoder.parameters()):
         parameter.data = draw(tuple(parameter.shape), dtype, 0.3, seed)

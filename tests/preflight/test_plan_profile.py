@@ -30,7 +30,7 @@ def test_layers_of_each_kind_are_counted() -> None:
     (dense, num_dense), (mixture, num_mixtures) = kinds(glm)
     assert (num_dense, num_mixtures) == (3, 43) and dense.experts is None and mixture.experts is not None
     (linear, num_linear), (full, num_full) = kinds(qwen)
-    assert (num_linear, num_full) == (45, 15) and linear.delta is not None and full.delta is None
+    assert (num_linear, num_full) == (45, 15) and linear.delta_rule is not None and full.delta_rule is None
     for spec in (glm, qwen):
         shape, of_kinds = shape_of(spec, "none"), [shape_of(kind, "none") for kind, _ in kinds(spec)]
         assert shape.num_layers * shape.layer_params == pytest.approx(

@@ -231,7 +231,7 @@ def test_a_signal_ends_a_rank_that_waits_for_the_store(monkeypatch: pytest.Monke
         signals, since = startup_checks.EarlySignals(), time.monotonic()
         signals.number = signal.SIGINT
         with pytest.raises(process_exit.EndedBySignal, match=f"SIGINT .* waited for the store at 127.0.0.1:{port}"):
-            connect_store(Launch(1, 2, 1, 2), 3.0, lambda whom: signals.waits(Launch(1, 2), whom))
+            connect_store(Launch(1, 2, 1, 2), 3.0, lambda whom: signals.while_waiting(Launch(1, 2), whom))
         assert time.monotonic() - since < 20
 
 
