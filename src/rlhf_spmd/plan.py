@@ -248,7 +248,7 @@ def evaluate_file(request: PlanRequest, path: str) -> PlanResult:
     """Return the plan in the file ``path``. Raises ValueError if it is not a plan of this step on this cluster."""
     limits = request.config.algorithm.limits
     machine, _ = request.target
-    file = read_plan(path)
+    file = read_plan(path, "plan.fixed")
     check_calls(file, request.calls, machine, path)
     budget = int(file.algorithm.get(limits.where.removeprefix("algorithm."), limits.max_tokens))
     planned, schedule = _evaluate(request, file, budget)

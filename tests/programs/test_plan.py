@@ -166,7 +166,7 @@ def test_a_configuration_that_does_not_fit_or_may_not(capsys: pytest.CaptureFixt
         (["cluster.gpu=./none.json"], "cluster.gpu=./none.json is not a file that"),
         (["cluster.nodes=0"], "cluster.nodes=0"),
         (["plan.search=exakt"], "did you mean 'exact'"),
-        (["plan.fixed=none.yaml"], "plan=none.yaml cannot be read"),
+        (["plan.fixed=none.yaml"], "plan.fixed=none.yaml cannot be read: No such file"),
         (["workload.prompt_length=90000"], "workload.prompt_length=90000.0, data.max_prompt_length="),
         (["cluster.groups=[{nodes: 0, gpu: h200}]"], "cluster.groups.0.nodes=0"),
         (["cluster.memory_gb=1"], "cluster.memory_gb=1.0: must be above 2.5"),

@@ -149,19 +149,21 @@ def _sharded(home: PlacedCall) -> dict[str, Any]:
     return {"zero": home.zero, **size, "sequence_parallel": home.sequence_parallel}
 
 
-def read_plan(path: str) -> PlanFile:
-    """Return the plan of a file. Raises ConfigError, one line that names the file."""
+def read_plan(path: str, key: str = "plan") -> PlanFile:
+    """Return the plan of a file. Raises ConfigError, one line that names ``key``, the setting, and the file."""
     try:
         raw = resolve(parse(Path(path).read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"plan={path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"{key}={path} cannot be read: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}"
+        ) from error
     if not isinstance(raw, dict) or not isinstance(raw.get("calls"), dict) or not raw["calls"]:
-        raise ConfigError(f"plan={path} is not a plan: it must have 'calls', as `rlhf-spmd plan` writes them")
-    calls = {str(name): _read_call(f"plan={path}: calls.{name}", str(name), call) for name, call in raw["calls"].items()}
+        raise ConfigError(f"{key}={path} is not a plan: it must have 'calls', as `rlhf-spmd plan` writes them")
+    calls = {str(name): _read_call(f"{key}={path}: calls.{name}", str(name), call) for name, call in raw["calls"].items()}
     for role in {name.split(".")[0] for name in calls}:
         num_homes = sum(call.home for name, call in calls.items() if name.split(".")[0] == role)
         if num_homes != 1:
-            raise ConfigError(f"plan={path}: one call of role '{role}' must have home: true, and {num_homes} have")
+            raise ConfigError(f"{key}={path}: one call of role '{role}' must have home: true, and {num_homes} have")
     last = max(call.rank_range.end for call in calls.values())
     size = raw.get("ranks", last)
     algorithm = raw.get("algorithm") or {}
@@ -169,7 +171,7 @@ def read_plan(path: str) -> PlanFile:
     is_budget = isinstance(algorithm, dict) and all(type(tokens) is int and tokens > 0 for tokens in algorithm.values())
     if type(size) is not int or type(local_size) is not int or not is_budget:
         raise ConfigError(
-            f"plan={path}: ranks and local_size must be integers, and algorithm a mapping to integers of at least 1"
+            f"{key}={path}: ranks and local_size must be integers, and algorithm a mapping to integers of at least 1"
         )
     return PlanFile(size, local_size, algorithm, calls)
 
