@@ -212,8 +212,8 @@ def error_words(error: BaseException) -> str:
     """Return the error's type and text, at most 2,000 characters; the text of the user's own errors may itself fail."""
     try:
         return f"{type(error).__name__}: {error}"[:2000]
-    except Exception as second:
-        return f"{type(error).__name__}, whose text cannot be read: {type(second).__name__}"
+    except Exception as text_error:  # the user's class: its text may run any code
+        return f"{type(error).__name__}, whose text cannot be read: {type(text_error).__name__}"
 
 
 def _exit_status(error: BaseException) -> int:

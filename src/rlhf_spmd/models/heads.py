@@ -117,6 +117,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 del logits, grad  # before the next chunk's are made
             if grad_weight is not None and grad_block is not None and grad_block.dtype != weight.dtype:
                 grad_weight[block] = grad_block
+            del grad_block  # before the next block's is made
         # every rank saw its slice of the vocabulary only
         grad_hidden = ctx.decoder.tp.all_reduce(grad_hidden, "head_grad").to(hidden.dtype)
         return None, grad_hidden, grad_weight, *[None] * 5

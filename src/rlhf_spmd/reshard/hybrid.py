@@ -55,11 +55,11 @@ class TransitionCost:
 
 @dataclass
 class _Transition:
-    """The tensors of a transition: :meth:`HybridWeights.to_generation` makes it, and ``to_training`` empties it.
+    """The tensors of a transition to generation, made by :meth:`HybridWeights.to_generation`.
 
-    - train: the training parameters that later buckets need
-    - gathered: what buckets fill: generation parameters or whole tensors
-    - without_storage: names of the training parameters that have no storage of their own
+    - train: the training parameters that later buckets need; empty after the last bucket
+    - gathered: the tensors that buckets fill, generation parameters or whole ones; empty after the last bucket
+    - without_storage: names of the training parameters that have no storage of their own until ``to_training``
     """
 
     train: dict[str, Tensor] = field(default_factory=dict)
