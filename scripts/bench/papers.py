@@ -1,0 +1,101 @@
+"""What the simulations of the papers' evaluations share: published model sizes, problems of a step, and limits on its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import inf
+
+from measure import ROOT
+from rlhf_spmd import plan
+from rlhf_spmd.planner.costs import FormulaTimes
+from rlhf_spmd.planner.machine import ClusterConfig
+from rlhf_spmd.planner.planning import ProblemBuilder
+from rlhf_spmd.planner.problem import CallNode, Option, Problem, RankRange, simulate
+from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, greedy_choices, plan_of
+
+KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+SHAPES = {  # in the order of KEYS
+    "llama 7B": (4096, 11008, 32, 32, 32, 32000),
+    "llama 13B": (5120, 13824, 40, 40, 40, 32000),
+    "llama 33B": (6656, 17920, 60, 52, 52, 32000),
+    "llama 34B": (8192, 22016, 48, 64, 8, 32000),
+    "llama 65B": (8192, 22016, 80, 64, 64, 32000),
+    "llama 70B": (8192, 28672, 80, 64, 8, 32000),
+    "llama3 7B": (4096, 14336, 32, 32, 8, 128256),  # ReaL, table 1
+    "llama3 13B": (5120, 13824, 40, 40, 40, 128256),
+    "llama3 34B": (8192, 22016, 48, 64, 8, 128256),
+    "llama3 70B": (8192, 28672, 80, 64, 8, 128256),
+}
+
+
+def step_problem(
+    algorithm: str, models: Mapping[str, str], cluster: ClusterConfig, settings: Sequence[str], budget: int = 16384
+) -> Problem:
+    """Return a step of ``configs/quickstart_<algorithm>.yaml`` with ``settings`` on ``cluster``.
+
+    ``models``: role -> a model of :data:`SHAPES`. ``budget``: tokens of a micro-batch.
+    """
+    sizes = [
+        f"models.{role}.spec.{key}={value}" for role, size in models.items() for key, value in zip(KEYS, SHAPES[size], strict=True)
+    ]
+    request = plan.read_request(str(ROOT / "configs" / f"quickstart_{algorithm}.yaml"), [*settings, *sizes])
+    machine, _ = plan.machine_of(cluster)
+    ahead = request.config.placement.max_staleness
+    return ProblemBuilder(request.calls, machine, FormulaTimes(machine), budget, ahead).problem()
+
+
+def limited(problem: Problem, keep: Callable[[CallNode, Option], bool]) -> Problem:
+    """Return the problem with the options that ``keep`` accepts, which is asked for each call; tied calls keep the same ones."""
+    kept: dict[int, list[int]] = {}
+    for indices in [*problem.tied.values(), *((i,) for i in problem.movable)]:
+        calls = [problem.calls[i] for i in indices]
+        options = [n for n in range(len(calls[0].options)) if all(keep(call, call.options[n]) for call in calls)]
+        kept |= dict.fromkeys(indices, options)
+    calls = tuple(
+        replace(call, options=tuple(call.options[n] for n in kept[index])) for index, call in enumerate(problem.calls)
+    )
+    return replace(problem, calls=calls)
+
+
+def fastest_in_groups(problem: Problem, groups: Sequence[tuple[str, ...]], least_share: float = 1 / 16) -> float:
+    """Return seconds of the fastest step whose roles share ranks as ``groups`` say, over all numbers of ranks; inf if none fits.
+
+    ``least_share``: the smallest share of the ranks that a group gets.
+    """
+    ranges = RankRanges(problem)
+    tables = CandidateTables(problem)
+    sizes = [size for size in ranges.by_size if size >= problem.size * least_share]
+    best = inf
+    for allocation in product(sizes, repeat=len(groups)):
+        homes = _placed(ranges, groups, allocation)
+        if homes is None:
+            continue
+        choices = greedy_choices(tables, homes, {i: homes[problem.calls[i].role] for i in problem.movable})
+        if choices:
+            schedule = simulate(problem, plan_of(choices))
+            best = min(best, schedule.seconds if schedule.fits else inf)
+    return best
+
+
+def _placed(ranges: RankRanges, groups: Sequence[tuple[str, ...]], sizes: Sequence[int]) -> dict[str, RankRange] | None:
+    """Return role -> its ranks with these sizes of the groups, one behind the other on all ranks; None if there are no such ranges."""
+    if sum(sizes) != ranges.all_ranks.count:
+        return None
+    first = 0
+    homes: dict[str, RankRange] = {}
+    for group, size in zip(groups, sizes, strict=True):
+        ranks = next((ranks for ranks in ranges.by_size[size] if ranks.first == first), None)
+        if ranks is None:
+            return None
+        homes |= dict.fromkeys(group, ranks)
+        first += size
+    return homes
