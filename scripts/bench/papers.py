@@ -9,7 +9,6 @@ from math import inf
 
 from measure import ROOT
 from rlhf_spmd import plan
-from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.machine import ClusterConfig
 from rlhf_spmd.planner.planning import ProblemBuilder
 from rlhf_spmd.planner.problem import CallNode, Option, Problem, RankRange, simulate
@@ -45,12 +44,13 @@ def step_problem(
     ``models``: role -> a model of :data:`SHAPES`. ``budget``: tokens of a micro-batch.
     """
     sizes = [
-        f"models.{role}.spec.{key}={value}" for role, size in models.items() for key, value in zip(KEYS, SHAPES[size], strict=True)
+        f"models.{role}.spec.{key}={value}"
+        for role, size in models.items()
+        for key, value in zip(KEYS, SHAPES[size], strict=True)
     ]
     request = plan.read_request(str(ROOT / "configs" / f"quickstart_{algorithm}.yaml"), [*settings, *sizes])
-    machine, _ = plan.machine_of(cluster)
     ahead = request.config.placement.max_staleness
-    return ProblemBuilder(request.calls, machine, FormulaTimes(machine), budget, ahead).problem()
+    return ProblemBuilder(request.calls, *plan.machine_of(cluster), budget, ahead).problem()
 
 
 def limited(problem: Problem, keep: Callable[[CallNode, Option], bool]) -> Problem:
@@ -60,10 +60,10 @@ def limited(problem: Problem, keep: Callable[[CallNode, Option], bool]) -> Probl
         calls = [problem.calls[i] for i in indices]
         options = [n for n in range(len(calls[0].options)) if all(keep(call, call.options[n]) for call in calls)]
         kept |= dict.fromkeys(indices, options)
-    calls = tuple(
+    limited_calls = tuple(
         replace(call, options=tuple(call.options[n] for n in kept[index])) for index, call in enumerate(problem.calls)
     )
-    return replace(problem, calls=calls)
+    return replace(problem, calls=limited_calls)
 
 
 def fastest_in_groups(problem: Problem, groups: Sequence[tuple[str, ...]], least_share: float = 1 / 16) -> float:

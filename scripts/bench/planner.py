@@ -200,7 +200,7 @@ def ppo_problem(models: Mapping[str, str], gpus: int) -> Problem:
     run = plan.read_request(str(ROOT / "configs" / "quickstart_ppo.yaml"), settings)
     cluster = replace(run.config.cluster, nodes=max(gpus // 8, 1), gpus_per_node=min(gpus, 8), gpu="a100", network_gb_s=3.125)  # type: ignore[attr-defined]
     machine, _ = plan.machine_of(cluster)
-    return ProblemBuilder(run.calls, machine, FormulaTimes(machine, Calibration()), 16384, 0).problem()
+    return ProblemBuilder(run.calls, machine, [FormulaTimes(machine, Calibration())], 16384, 0).problem()
 
 
 def best_with(problem: Problem, groups: Sequence[tuple[str, ...]]) -> float:

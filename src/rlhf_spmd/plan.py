@@ -25,10 +25,10 @@ from rlhf_spmd.controller import Graph
 from rlhf_spmd.data.dataset import DatasetConfig
 from rlhf_spmd.data.files import DataError
 from rlhf_spmd.planner.costs import FormulaTimes
+from rlhf_spmd.planner.device_times import CallTimes
 from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
 from rlhf_spmd.planner.memory import MEMORY_MODEL_ERROR
 from rlhf_spmd.planner.model_call import ModelCall
-from rlhf_spmd.planner.options import CallTimes
 from rlhf_spmd.planner.placement import AUTO
 from rlhf_spmd.planner.plan_file import PlanFile, read_plan
 from rlhf_spmd.planner.plan_summary import PlanSummary, comparison, measured_seconds, read_trace, table
@@ -126,7 +126,7 @@ class PlanRequest:
     unplaced_roles: dict[str, RolePlan]
 
     @cached_property
-    def target(self) -> tuple[Machine, CallTimes]:
+    def target(self) -> tuple[Machine, list[CallTimes]]:
         """Return :func:`machine_of` the cluster."""
         return machine_of(self.cluster)
 
@@ -188,16 +188,18 @@ def without_exactness(config: RoleConfig) -> RoleConfig:
     return replace(config, generation=replace(config.generation, reuse_rollout_log_probs=False))
 
 
-def machine_of(cluster: ClusterConfig) -> tuple[Machine, CallTimes]:
-    """Return the machine, and the times of calls there. Raises ValueError if the profile that ``cluster.gpu`` names cannot be read."""
-    kind = cluster.hosts[0][2]
-    if not is_file(kind):
+def machine_of(cluster: ClusterConfig) -> tuple[Machine, list[CallTimes]]:
+    """Return the machine, and the times of calls on each kind of device. Raises ValueError if a profile that ``cluster.gpu`` names
+    cannot be read."""
+    names = cluster.device_names
+    if not is_file(names[0]):
         machine = cluster.machine()
-        return machine, FormulaTimes(machine)
-    measured = read_profile(kind)
-    measured.check_ranks(sum(hosts * devices for hosts, devices, _ in cluster.hosts), "cluster.gpu")
-    machine = cluster.machine(measured.device)
-    return machine, ProfileTimes(measured, machine)
+        return machine, [FormulaTimes(machine.with_kind(kind)) for kind in range(len(names))]
+    profiles = [read_profile(name) for name in names]
+    machine = cluster.machine({name: measured.device for name, measured in zip(names, profiles, strict=True)})
+    for measured in profiles:
+        measured.check_ranks(machine.size, "cluster.gpu")
+    return machine, [ProfileTimes(measured, machine.with_kind(kind)) for kind, measured in enumerate(profiles)]
 
 
 def search_plan(request: PlanRequest) -> PlanResult:
@@ -239,7 +241,8 @@ def evaluate_configuration(request: PlanRequest) -> PlanResult:
         warning = check_memory(role_plans, step, machine.memory, machine.local_size, host_memory=machine.host_memory)
     except ValueError as error:
         refusal = str(error)
-    file = PlanFile(machine.size, machine.local_size, {}, placed_calls(request.calls, role_plans))
+    speeds = (tuple(config.placement.speeds), tuple(config.placement.generation_speeds))
+    file = PlanFile(machine.size, machine.local_size, {}, placed_calls(request.calls, role_plans), 0.0, *speeds)
     planned, _ = _evaluate(request, file, config.algorithm.limits.max_tokens)
     return replace(planned, refusal=refusal, warning=warning)
 

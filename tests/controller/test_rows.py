@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ from rlhf_spmd.controller import (
     source,
 )
 from rlhf_spmd.controller.call import CallInput, FieldShard, ReplicatedBatch
-from rlhf_spmd.controller.protocols import ProtocolRanks
+from rlhf_spmd.controller.protocols import ProtocolRanks, RankSpeeds
 from rlhf_spmd.controller.reference import COPY_STRIDE
 from rlhf_spmd.controller.rows import RowIndex, assign_rows
 from rlhf_spmd.data.batch import Batch, Ragged, ragged
@@ -216,14 +217,17 @@ def test_rows_keep_the_part_that_was_given_to_them() -> None:
 def test_parts_of_a_replica_have_the_speed_of_its_slowest_rank() -> None:
     pool = ResourcePool("p", (1, 2, 4, 5))
 
-    def speeds(protocol: Protocol, layout: Layout, *of_ranks: float) -> tuple[float, ...]:
-        return ProtocolRanks(protocol, GroupShape(layout), pool, of_ranks).speeds
+    def speeds(protocol: Protocol, layout: Layout, *of_ranks: float, generation: Sequence[float] = ()) -> tuple[float, ...]:
+        return ProtocolRanks(protocol, GroupShape(layout), pool, RankSpeeds(of_ranks, generation)).speeds
 
     some = 9.0, 1.0, 0.5, 9.0, 0.7, 2.0  # of ranks 0 to 5
     assert speeds(THREE_D, Layout(dp=4), *some) == (1.0, 0.5, 0.7, 2.0)
     assert speeds(THREE_D, Layout(dp=2, tp=2), *some) == (0.5, 0.7)
     assert speeds(THREE_D, Layout(pp=2, dp=2), *some) == (0.7, 0.5)
     assert speeds(MICRO_DP, Layout(dp=2, tp=2), *some) == (0.5, 0.7)
+    others = 1.0, 1.0, 1.0, 1.0, 0.3, 0.2
+    assert speeds(MICRO_DP, Layout(dp=2, tp=2), *some, generation=others) == (1.0, 0.2)
+    assert speeds(THREE_D, Layout(dp=2, tp=2), *some, generation=others) == (0.5, 0.7)
     assert speeds(ONE_TO_ALL, Layout(dp=4), *some) == () == speeds(THREE_D, Layout(dp=4))
     assert speeds(DP, Layout(dp=4), *[0.5] * 6) == (), "equal ranks of a pool are dealt rows as without speeds"
 

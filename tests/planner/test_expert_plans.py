@@ -112,7 +112,7 @@ def test_a_plan_shares_experts_where_that_is_faster(capsys: pytest.CaptureFixtur
 
 def test_ep_is_searched_on_a_thousand_ranks() -> None:
     request = plan.read_request(PRESET, ["cluster.nodes=128", "cluster.gpu=h100"])
-    problem = ProblemBuilder(request.calls, times(128).machine, times(128), 8192).problem()
+    problem = ProblemBuilder(request.calls, times(128).machine, [times(128)], 8192).problem()
     update = next(call for call in problem.calls if call.name == "actor.update_actor")
     assert {option.ep for option in update.options if option.size == 1024} >= {1, 8, 128}
     assert exact.search(problem, 120.0).optimal
@@ -155,7 +155,7 @@ def test_whole_experts_stay_beside_the_slices() -> None:
     moved = []
     for ep in (1, 4):
         request = plan.read_request(PRESET, [*overrides, f"models.actor.generation.ep={ep}"])
-        problem = ProblemBuilder(request.calls, times(2).machine, times(2), 8192).problem()
+        problem = ProblemBuilder(request.calls, times(2).machine, [times(2)], 8192).problem()
         call = next(call for call in problem.calls if call.name == "actor.generate_sequences")
         option = next(option for option in call.options if (option.size, option.pp, option.tp) == (16, 1, 4))
         home = option.layout

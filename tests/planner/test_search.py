@@ -12,23 +12,36 @@ import pytest
 
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.planner.machine import GIB
-from rlhf_spmd.planner.problem import CallNode, Choice, Option, Plan, Problem, RankRange, simulate, start_times
+from rlhf_spmd.planner.problem import (
+    CallNode,
+    Choice,
+    Extent,
+    Option,
+    Plan,
+    Problem,
+    RankRange,
+    num_ranks,
+    runs_of_equals,
+    simulate,
+    start_times,
+)
 from rlhf_spmd.planner.search import NoPlanError, exact
 from rlhf_spmd.planner.search import enumerate as enumerate_roles
-from rlhf_spmd.planner.search.candidates import RankRanges
+from rlhf_spmd.planner.search.candidates import RankRanges, range_extents
 from rlhf_spmd.planner.search.phase_scheduling import HalvesPacking
 from tiers import tiers
 
 
-def random_problem(seed: int, ahead: int = 0) -> Problem:
+def random_problem(seed: int, ahead: int = 0, unequal: bool = False) -> Problem:
     """3 to 8 ranks, 2 or 3 roles, up to 5 calls, some movable; memory that binds. Whole numbers, so sums are exact. At most
-    8,000 plans."""
+    8,000 plans. ``unequal``: devices of two or three kinds, each with seconds of its own."""
     rng = random.Random(seed)
     while True:
         problem = draw_problem(rng, ahead)
+        problem = with_kinds(problem, rng) if unequal else problem
         ranges = RankRanges(problem)
         counts = [
-            sum(len(ranges.by_size.get(o.size, ())) for o in call.options) for call in problem.calls if not call.shares_home
+            sum(len(ranges.by_extent.get(o.extent, ())) for o in call.options) for call in problem.calls if not call.shares_home
         ]
         if math.prod(counts) <= 8000:
             return problem
@@ -64,10 +77,40 @@ def draw_problem(rng: random.Random, ahead: int) -> Problem:
     return Problem(tuple(calls), local, tuple(map(float, memory)), weights, 4.0, 1.0, ahead, generating)
 
 
+def with_kinds(problem: Problem, rng: random.Random) -> Problem:
+    """The problem with ranks of two or three kinds: an option takes longer the more its slowest rank's kind, and some kinds lack it."""
+    borders = sorted(rng.sample(range(1, problem.size), k=min(rng.choice([1, 1, 2]), problem.size - 1)))
+    kinds = tuple(sum(rank >= border for border in borders) for rank in range(problem.size))
+    slower = [rng.randint(0, 9) for _ in range(len(borders) + 1)]
+    runs = runs_of_equals(kinds)
+    extents = range_extents(problem.local_size, runs)
+    calls = {}
+    for role, home in problem.homes.items():
+        lacks = rng.random()
+        ways = [
+            (option, extent)
+            for option in range(len(problem.calls[home].options))
+            for extent in extents
+            if num_ranks(extent) == problem.calls[home].options[option].size and (lacks > 0.2 or extent != extents[-1])
+        ]
+        for index in [i for i, call in enumerate(problem.calls) if call.role == role]:
+            options = []
+            for option, extent in ways:
+                same = problem.calls[index].options[option]
+                seconds = same.seconds + max(slower[kind] for kind, _ in extent) + rng.randint(0, 2)
+                options.append(replace(same, seconds=seconds, devices=extent))
+            calls[index] = replace(problem.calls[index], options=tuple(options))
+    if not all(call.options for call in calls.values()):
+        return problem
+    return replace(problem, calls=tuple(calls[index] for index in range(len(calls))), kinds=kinds)
+
+
 def all_plans(problem: Problem) -> list[Plan]:
     ranges, ways = RankRanges(problem), []
     for call in problem.calls:
-        choices = [Choice(ranks, o) for o, option in enumerate(call.options) for ranks in ranges.by_size.get(option.size, [])]
+        choices = [
+            Choice(ranks, o) for o, option in enumerate(call.options) for ranks in ranges.by_extent.get(option.extent, [])
+        ]
         ways.append([None] if call.shares_home else choices)
     homes = [problem.homes[call.role] for call in problem.calls]
     return [tuple(choice or plan[home] for home, choice in zip(homes, plan, strict=True)) for plan in product(*ways)]
@@ -100,6 +143,16 @@ def test_exact_is_the_best_of_all_plans(first: int) -> None:
     assert bound >= 15  # in so many the memory makes a difference
 
 
+@pytest.mark.parametrize("first", tiers(range(2000, 2200, 50), (2000,)))
+def test_exact_is_the_best_of_all_plans_on_unequal_devices(first: int) -> None:
+    unequal = 0
+    for seed in range(first, first + 50):
+        problem = random_problem(seed, ahead=seed % 5 == 0, unequal=True)
+        unequal += len(problem.device_runs) > 1
+        assert searched(problem) == pytest.approx(best_plan(problem)), seed
+    assert unequal >= 40
+
+
 def test_exact_is_the_best_of_all_plans_of_steps_that_overlap() -> None:
     for seed in range(1000, 1060):
         problem = random_problem(seed, ahead=1)
@@ -110,7 +163,7 @@ def test_exact_is_the_best_of_all_plans_of_steps_that_overlap() -> None:
 def test_other_searches_find_plans_that_fit_and_none_that_is_better(other: str) -> None:
     module, fitting = find("plan.search", "rlhf_spmd.planner.search", other, required_attribute="search"), 0
     for seed in range(40):
-        problem = random_problem(seed, ahead=seed % 2)
+        problem = random_problem(seed, ahead=seed % 2, unequal=seed % 3 == 0)
         try:
             result = module.search(problem, limit=0.02)
         except NoPlanError:
@@ -142,10 +195,10 @@ def test_calls_that_wait_for_ranks_alone_are_packed_as_well_as_can_be(size: int,
         problem = Problem(calls, local, (1e6,) * size, {c.role: 0.0 for c in calls}, 4.0, 1.0)
         ranges = RankRanges(problem)
         nodes = [ranks for its in ranges.by_size.values() for ranks in its if ranks not in ranges.rests]
-        tables = [{option.size: option.seconds for option in its} for its in options]
+        tables = [{option.extent: option.seconds for option in its} for its in options]
 
-        def end(places: Sequence[RankRange], problem: Problem = problem, tables: list[dict[int, float]] = tables) -> float:
-            seconds = [table[ranks.count] for table, ranks in zip(tables, places, strict=True)]
+        def end(places: Sequence[RankRange], problem: Problem = problem, tables: list[dict[Extent, float]] = tables) -> float:
+            seconds = [table[problem.extent(ranks)] for table, ranks in zip(tables, places, strict=True)]
             return start_times(problem, range(3), places, seconds)[1]
 
         best = HalvesPacking(ranges, tables)

@@ -112,6 +112,7 @@ CONFIG = [
     (["placement.strategy=auto", "placement.profile=/nope"], 2, ["placement.profile=/nope", "rlhf-spmd plan profile"]),
     (["placement.pools.all=[0]"], 2, ["placement.pools.all=[0]", "another name"]),
     (["placement.speeds=[1.0,0.5,1.0]"], 2, ["placement.speeds has 3 numbers", "this job has 2 ranks"]),
+    (["placement.generation_speeds=[1.0]"], 2, ["placement.generation_speeds has 1 numbers", "this job has 2 ranks"]),
     (["placement.speeds=[1.0,0]"], 2, ["placement.speeds[1]=0.0: must be above 0"]),
     (["placement.rollout_chunks=0"], 1, ["placement.rollout_chunks=0", "at least 1"]),
     (["placement.strategy=split"], 1, ["placement.strategy='split'", "2 ranks", "has 1"]),

@@ -58,17 +58,19 @@ def planned_by(capsys: pytest.CaptureFixture[str], *arguments: str, config: str 
     return planned
 
 
-def host_profile(directory: Path, size: int = 4) -> str:
-    """A profile of this machine's CPUs with made-up times, of the models of ``tasks``."""
+def host_profile(directory: Path, size: int = 4, slowness: float = 1.0) -> str:
+    """A profile of this machine's CPUs with made-up times, of the models of ``tasks``. ``slowness``: of its decode steps; other
+    steps take its square longer."""
     sizes, layers = [1.0, 8.0, 64.0, 512.0], []
     for head in ("lm", "value"):
         shape = shape_of(read_spec(tasks.task() / "actor"), head)
         for tp in (1, 2, 4):
-            seconds = [1e-4 * (1 + n / (50 * tp)) for n in sizes]
-            times = (seconds, [3 * s for s in seconds], [2e-4] * 4, [4e-4] * 4)
-            layers.append(LayerTimes(sizes_of(shape), tp, sizes, *times, sizes, seconds, [1e-4] * 4, 16.0))
+            decode = [1e-4 * (1 + n / (50 * tp)) * slowness for n in sizes]
+            seconds = [s * slowness for s in decode]
+            times = (seconds, [3 * s for s in seconds], [2e-4 * slowness**2] * 4, [4e-4 * slowness**2] * 4)
+            layers.append(LayerTimes(sizes_of(shape), tp, sizes, *times, sizes, decode, [1e-4 * slowness] * 4, 16.0))
     device = Gpu(1e11, 8 * GIB, 1e10, 1e9, 1e10, itemsize=8, overlap=0.0, on_host=True)
-    path = directory / "host.json"
+    path = directory / f"host_{slowness:g}.json"
     write_profile(Profile(device, size, 1e-4, 1e-9, [0.0, 1e-9, 2e-9, 3e-9], 1e-9, tuple(layers)), path)
     return str(path)
 
@@ -169,6 +171,7 @@ def test_a_configuration_that_does_not_fit_or_may_not(capsys: pytest.CaptureFixt
         (["plan.fixed=none.yaml"], "plan.fixed=none.yaml cannot be read: No such file"),
         (["workload.prompt_length=90000"], "workload.prompt_length=90000.0, data.max_prompt_length="),
         (["cluster.groups=[{nodes: 0, gpu: h200}]"], "cluster.groups.0.nodes=0"),
+        (["cluster.groups=[{gpu: h200}, {gpu: ./p.json}]"], "measured times of one kind and formulas for another"),
         (["cluster.memory_gb=1"], "cluster.memory_gb=1.0: must be above 2.5"),
         (["plan.out=/none/plan.yaml"], "plan.out=/none/plan.yaml: must be a file in a directory that exists"),
         (["models.actor.spec.hidden_sizes=3"], "did you mean 'models.actor.spec.hidden_size'"),
@@ -289,12 +292,15 @@ def test_a_run_plans_itself(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(reads) == len(run_plan.training) + len(run_plan.validation) > 0
 
 
-@pytest.mark.parametrize("strategy", tiers([*STRATEGIES, "exact"], ["separate"]))
+@pytest.mark.parametrize("strategy", tiers([*STRATEGIES, "exact", "unequal"], ["separate", "unequal"]))
 def test_train_follows_a_plan(capsys: pytest.CaptureFixture[str], directory: Path, strategy: str) -> None:
-    """fp64, against one rank without a plan."""
+    """fp64, against one rank without a plan. ``unequal``: two ranks are slower, so they get fewer rows."""
     out, gpu = directory / f"{strategy}.yaml", host_profile(directory)
     cluster = ["cluster.nodes=1", "cluster.gpus_per_node=4", f"cluster.gpu={gpu}", f"plan.out={out}"]
-    search = [] if strategy == "exact" else ["plan.fixed=config", f"placement.strategy={strategy}"]
+    if strategy == "unequal":
+        groups = f"[{{nodes: 1, gpu: {gpu}}}, {{nodes: 1, gpu: {host_profile(directory, slowness=1.5)}}}]"
+        cluster[:3] = ["cluster.gpus_per_node=2", f"cluster.groups={groups}", "placement.strategy=colocate"]
+    search = [] if strategy in ("exact", "unequal") else ["plan.fixed=config", f"placement.strategy={strategy}"]
     planned = planned_by(capsys, *tasks.settings(directory / "none", STEPS, *CASES["ppo"].overrides(), *cluster, *search))
     check_against_one_rank(directory, train(directory, strategy, f"plan={out}"))
     file = plan.read_plan(str(out))
@@ -304,6 +310,50 @@ def test_train_follows_a_plan(capsys: pytest.CaptureFixture[str], directory: Pat
     computed = [event for event in events if event.get("ph") == "X" and event["cat"] == "compute"]
     for name, call in planned["calls"].items():
         assert {event["pid"] for event in computed if event["name"] == name} == set(call["ranks"]), name
+    placement = yaml.safe_load((directory / strategy / "config.yaml").read_text())["placement"]
+    if strategy == "unequal":
+        assert placement["speeds"][:2] == [1.0, 1.0]
+        assert 0.444 < placement["speeds"][2] == placement["speeds"][3] < 0.46  # the optimizer is equally fast
+        assert placement["generation_speeds"][:2] == [1.0, 1.0]
+        assert 0.44 < placement["generation_speeds"][2] == placement["generation_speeds"][3] < 0.7
+    else:
+        assert placement["speeds"] == placement["generation_speeds"] == []
+
+
+@pytest.mark.parametrize("speeds", ["[1.0, 0.5]", "{0-1: 1.0}", "{0-1: 1.0, 2-3: 0}", "{0-1: 1.0, 1-3: 0.5}", "{0-3: fast}"])
+def test_speeds_of_a_plan_are_checked(tmp_path: Path, speeds: str) -> None:
+    path = tmp_path / "edited.yaml"
+    call = "{ranks: 0-3, dp: 4, home: true}"
+    path.write_text(f"ranks: 4\nspeeds: {speeds}\ncalls:\n  actor.update_actor: {call}\n")
+    with pytest.raises(ValueError, match=r"edited\.yaml: speeds must have a number above 0 for all 4 ranks in order"):
+        plan.read_plan(str(path))
+    path.write_text(f"ranks: 4\nspeeds: {{0-2: 1.0, 3: 0.5}}\ncalls:\n  actor.update_actor: {call}\n")
+    file = plan.read_plan(str(path))
+    assert file.speeds == (1.0, 1.0, 1.0, 0.5) and file.generation_speeds == ()
+    again = tmp_path / "again.yaml"
+    again.write_text(file.to_yaml())
+    assert plan.read_plan(str(again)) == file
+
+
+def test_a_cluster_of_several_kinds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Its plan is proved, and lies between those of clusters that have only the slow or only the fast kind. A configuration without
+    speeds gives all ranks as many rows, so the slow ones set the time."""
+    settings = large("actor", "reward")
+
+    def seconds(*cluster: str) -> float:
+        planned = planned_by(capsys, *settings, "cluster.gpus_per_node=8", *cluster)
+        assert "plan.fixed=config" in cluster or planned["optimal"] is True
+        return float(planned["step_seconds"])
+
+    mixed = "cluster.groups=[{nodes: 1, gpu: h100}, {nodes: 1, gpu: a100}]"
+    slow = seconds("cluster.nodes=2", "cluster.gpu=a100")
+    fast = seconds("cluster.nodes=2", "cluster.gpu=h100")
+    assert fast < seconds(mixed) < 0.8 * slow
+    configured = "plan.fixed=config", *(f"models.{role}.layout.zero=3" for role in ("actor", "critic", "reference", "reward"))
+    alike = seconds(mixed, *configured)
+    assert alike == pytest.approx(seconds("cluster.nodes=2", "cluster.gpu=a100", *configured), rel=1e-6)
+    speeds = f"placement.speeds={[1.0] * 8 + [0.4] * 8}"
+    assert seconds(mixed, *configured, speeds) < 0.9 * alike
 
 
 def test_a_plan_for_other_ranks_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,7 @@ from rlhf_spmd.controller.protocols import (
     THREE_D,
     GroupShape,
     Protocol,
+    RankSpeeds,
     ResourcePool,
 )
 from rlhf_spmd.controller.reference import Reference, source

@@ -7,7 +7,7 @@ the calls whose token counts decided where its rows go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlhf_spmd.controller.protocols import GroupShape, Protocol, ProtocolRanks, ResourcePool
+from rlhf_spmd.controller.protocols import EQUAL_SPEEDS, GroupShape, Protocol, ProtocolRanks, RankSpeeds, ResourcePool
 from rlhf_spmd.controller.rows import Partition, PartitionSpec, RowIndex, RowPart
 from rlhf_spmd.controller.signature import PROMPT, MethodSpec
 from rlhf_spmd.data.batch import Batch
@@ -41,7 +41,7 @@ class Role:
     prefetches = False
     streams_rollouts = False
 
-    def __init__(self, name: str, pool: ResourcePool, shape: GroupShape, speeds: Sequence[float] = ()) -> None:
+    def __init__(self, name: str, pool: ResourcePool, shape: GroupShape, speeds: RankSpeeds = EQUAL_SPEEDS) -> None:
         assert shape.size == len(pool.ranks), f"{name}: layout of {shape.size} ranks on pool '{pool.name}' of {len(pool.ranks)}"
         self.name = name
         self.pool = pool

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from rlhf_spmd.controller.call import CallRecord, CallStats, Graph, ReplicatedBatch, Role
 from rlhf_spmd.controller.data_router import DataRouter, pick_rows, rows_sent_by
+from rlhf_spmd.controller.protocols import EQUAL_SPEEDS, RankSpeeds
 from rlhf_spmd.controller.reference import Reference, call_inputs, made_by, source
 from rlhf_spmd.controller.signature import MethodSpec, Signature
 from rlhf_spmd.controller.streaming import RolloutStreamer, Streaming, WaitingCall, choose_arrival, one_result
@@ -49,7 +50,7 @@ class Controller:
 
     - seed: shuffles mini-batches
     - ahead: see :class:`Versions`
-    - speeds: the speed of each rank of the world. Ranks get tokens in this proportion; empty: all are equal
+    - speeds: ranks get tokens in this proportion
     - num_chunks: messages in which a replica's rows leave a generate call that streams them; 1: all at once
     - limits: tokens and rows of a micro-batch, which balancing respects; 0: no limit
     """
@@ -61,7 +62,7 @@ class Controller:
         timeline: Timeline | None = None,
         seed: int = 0,
         ahead: int = 0,
-        speeds: Sequence[float] = (),
+        speeds: RankSpeeds = EQUAL_SPEEDS,
         num_chunks: int = 1,
         limits: tuple[int, int] = (0, 0),
     ) -> None:

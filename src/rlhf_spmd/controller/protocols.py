@@ -77,6 +77,21 @@ class Protocol:
         return self.replicas(shape, part) if self.replicas else [self.collect(shape)[part]]
 
 
+@dataclass(frozen=True)
+class RankSpeeds:
+    """The speed of each rank of the world; empty: all are equal. ``generation``: of calls by ``MICRO_DP``; empty: ``compute``."""
+
+    compute: Sequence[float] = ()
+    generation: Sequence[float] = ()
+
+    def of(self, protocol: Protocol) -> Sequence[float]:
+        """Return the speeds that count in calls by this protocol."""
+        return (self.generation or self.compute) if protocol is MICRO_DP else self.compute
+
+
+EQUAL_SPEEDS = RankSpeeds()
+
+
 class ProtocolRanks:
     """A protocol on a role's pool, in global ranks. Answers are cached, because every step asks the same questions.
 
@@ -86,11 +101,12 @@ class ProtocolRanks:
     - are_holders(producers): True if every rank that computes a part already holds that part of what ``producers`` made
     - speeds: the speed of each part; empty if all are equal
 
-    ``rank_speeds``: the speed of each rank of the world; empty: all are equal. A part runs at the speed of its slowest rank, because
-    tensor slices wait for each other in every layer, and stages in every micro-batch.
+    A part runs at the speed of its slowest rank, because tensor slices wait for each other in every layer, and stages in every
+    micro-batch.
     """
 
-    def __init__(self, protocol: Protocol, shape: GroupShape, pool: ResourcePool, rank_speeds: Sequence[float] = ()) -> None:
+    def __init__(self, protocol: Protocol, shape: GroupShape, pool: ResourcePool, speeds: RankSpeeds = EQUAL_SPEEDS) -> None:
+        rank_speeds = speeds.of(protocol)
         self.num_parts = protocol.parts(shape)
         parts = {rank: protocol.distribute(shape, index) for index, rank in enumerate(pool.ranks)}
         self.part_of = {rank: part for rank, part in parts.items() if part is not None}

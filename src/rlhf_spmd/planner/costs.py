@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.kernels.linear_attention import CHUNK
 from rlhf_spmd.planner.machine import Machine
-from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Numbers, Workload, divisors
+from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Numbers, Workload, divisors, mean_age
 
 # Numbers that a layer's elementwise operations read and write for each token, counted in ``kernels.Ops``
 STREAM = 42  # for an element of the residual stream: two norms, two sums
@@ -187,7 +186,7 @@ class _CallTerms:
         :meth:`train`, over all of them."""
         num_micro_batches, tokens = work.micro_batches(rows, self.settings)
         layer_tokens = work.tokens_through_layers(tokens)  # a shared prompt's token is seen from all rows
-        seen = _mean_age(work.prompt + np.array(work.responses)) * tokens / layer_tokens
+        seen = mean_age(work.prompt + np.array(work.responses)) * tokens / layer_tokens
         response_tokens = tokens * work.response / work.length
         time = micro_batch(layer_tokens, seen, response_tokens, work.longest)
         return num_micro_batches, time.times(num_micro_batches)
@@ -274,11 +273,6 @@ def kv_bytes_per_token(shape: ModelShape, settings: CallSettings, itemsize: int 
     return np.ceil(shape.num_layers / settings.pp) * shape.cached_numbers(settings.tp) * itemsize
 
 
-def _mean_age(lengths: np.ndarray) -> float:
-    """Return the mean tokens of a row over all decode steps, while rows grow to these lengths one token at a time."""
-    return float((lengths**2).mean() / lengths.mean() / 2)
-
-
 @dataclass(frozen=True)
 class FormulaTimes:
     """Seconds [n] of calls by these formulas."""
@@ -306,26 +300,18 @@ class FormulaTimes:
     def generate_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Numbers) -> np.ndarray:
         """Return seconds of generating all responses with ``kv_bytes`` for keys and values on each rank, a number or an array [n].
 
-        Prompts are computed once for a group. ``max_num_seqs`` and memory limit the rows in flight. While rows wait, each takes
-        the place of one that ends. Then fewer and fewer are left, and a step is costed at each of these numbers.
+        Prompts are computed once for a group. ``max_num_seqs`` and memory limit the rows in flight.
         """
         terms = _CallTerms(shape, settings, self.machine, self.calibration)
-        groups = np.maximum(np.ceil(work.rows / work.group / settings.dp), 1)
-        rows = groups * work.group
-        prompt_tokens = groups * work.prompt
+        prompt_tokens = work.prefill_tokens(settings)
         num_micro_batches = np.maximum(np.ceil(prompt_tokens / settings.micro_tokens), 1)
         micro_tokens = np.minimum(prompt_tokens, settings.micro_tokens)
         prefill = terms.forward(micro_tokens, work.prompt / 2, 0.0, work.prompt).times(num_micro_batches)
-        in_flight = np.maximum(np.minimum(rows_in_flight(shape, work, settings, self.machine, kv_bytes), rows), 1)
-        lengths = np.array(work.responses)
+        capacity = rows_in_flight(shape, work, settings, self.machine, kv_bytes)
         token_bytes = kv_bytes_per_token(shape, settings, self.machine.device.itemsize)
-        full_steps = (rows - in_flight) * lengths.mean() / in_flight  # steps while rows wait
-        full_step = terms.decode_seconds(in_flight, work.prompt + _mean_age(lengths), token_bytes)
-        total = prefill + full_steps * full_step + self.calibration.call
-        for index, (begin, end) in enumerate(pairwise([0.0, *lengths])):
-            if end > begin:
-                alive = np.maximum(in_flight * (1 - index / len(lengths)), 1)
-                total = total + (end - begin) * terms.decode_seconds(alive, work.prompt + (begin + end) / 2, token_bytes)
+        total: np.ndarray = np.asarray(prefill + self.calibration.call)
+        for phase in work.decode_phases(settings, capacity):
+            total = total + phase.steps * terms.decode_seconds(phase.rows, phase.context, token_bytes)
         return total
 
 
@@ -337,6 +323,6 @@ def rows_in_flight(
     A row has the average age and its part of a group's prompt; the prompt's last page belongs to each row alone.
     """
     tail = min(work.prompt, PAGE / 2)
-    tokens = (work.prompt - tail) / work.group + tail + _mean_age(np.array(work.responses)) + PAGE / 2
+    tokens = (work.prompt - tail) / work.group + tail + mean_age(np.array(work.responses)) + PAGE / 2
     fitting = kv_bytes / kv_bytes_per_token(shape, settings, machine.device.itemsize) / tokens
     return np.maximum(np.floor(np.minimum(fitting, settings.max_num_seqs)), 1)

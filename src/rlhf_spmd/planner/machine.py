@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Annotated
 
 from rlhf_spmd.config.constraints import PositiveFloat, PositiveInt, Range
@@ -77,7 +79,7 @@ class ClusterConfig:
     - memory_gb: GiB of a device that are to be used; null: what the table or the profile says
     - host_memory_gb: GiB of a host's own memory that offloading may fill, for all ranks of the host; null: no limit
     - groups: hosts of several kinds, in order of their ranks, each `{nodes, gpus_per_node, gpu}`; then `cluster.nodes` is not
-      read
+      read ([Unequal devices](planner.md#unequal-devices))
     """
 
     nodes: PositiveInt = 1
@@ -100,24 +102,33 @@ class ClusterConfig:
             if name not in GPUS and not is_file(name):
                 available = f"{', '.join(GPUS)}, or a file that `rlhf-spmd plan profile` wrote"
                 raise ValueError(f"{where}.gpu={name!r} is not known{nearest(name, list(GPUS)) or ';'} available: {available}")
-        if len(kinds) > 1 and any(map(is_file, kinds)):
-            raise ValueError(f"{where}.groups: a profile is of one kind of device; give all groups the same gpu")
+        if len(set(map(is_file, kinds))) > 1:
+            raise ValueError(
+                f"{where}.groups: measured times of one kind and formulas for another cannot be compared; profile all kinds, or none"
+            )
         if len({devices for _, devices, _ in self.hosts}) > 1:
             raise ValueError(
                 f"{where}.groups: hosts of different numbers of devices; training refuses them, too; give all as many"
             )
 
-    def machine(self, measured: Gpu | None = None) -> Machine:
-        """Return the cluster as the planner sees it. ``measured``: the device of the profile that ``gpu`` names, if it names one."""
-        devices = [measured or GPUS[kind] for _, _, kind in self.hosts]
+    @property
+    def device_names(self) -> list[str]:
+        """Return the names of all kinds of devices, in order of their ranks."""
+        return list(dict.fromkeys(name for _, _, name in self.hosts))
+
+    def machine(self, measured: Mapping[str, Gpu] = MappingProxyType({})) -> Machine:
+        """Return the cluster as the planner sees it. ``measured``: name of a profile -> its device."""
+        names = self.device_names
+        devices = tuple(measured[name] if name in measured else GPUS[name] for name in names)
         limit = math.inf if self.memory_gb is None else self.memory_gb * GIB
-        memory: list[float] = []
-        for device, (hosts, num_devices, _) in zip(devices, self.hosts, strict=True):
-            memory += [min(limit, device.memory)] * hosts * num_devices
-        rates = ("flops", "bandwidth", "link", "host_link")
-        slowest = replace(devices[0], **{name: min(getattr(device, name) for device in devices) for name in rates})
+        kinds: list[int] = []
+        for hosts, num_devices, name in self.hosts:
+            kinds += [names.index(name)] * hosts * num_devices
+        memory = tuple(min(limit, devices[kind].memory) for kind in kinds)
         host_memory = math.inf if self.host_memory_gb is None else self.host_memory_gb * GIB
-        return Machine(len(memory), self.hosts[0][1], slowest, tuple(memory), self.network_gb_s * 1e9, host_memory)
+        local_size = self.hosts[0][1]
+        machine = Machine(len(kinds), local_size, slowest_of(devices), memory, self.network_gb_s * 1e9, host_memory)
+        return replace(machine, devices=devices, kinds=tuple(kinds)) if len(devices) > 1 else machine
 
     def text(self, machine: Machine) -> str:
         """Return hosts, devices and links of ``machine``, which :meth:`machine` returned, in words."""
@@ -125,6 +136,12 @@ class ClusterConfig:
         memory = " or ".join(f"{amount / GIB:.1f}" for amount in sorted(set(machine.memory)))
         between = f", {machine.network / 1e9:g} GB/s between hosts" if machine.size > machine.local_size else ""
         return f"{hosts}, {memory} GiB each, {machine.device.link / 1e9:g} GB/s in a host{between}"
+
+
+def slowest_of(devices: Sequence[Gpu]) -> Gpu:
+    """Return a device with the slowest rates of these, and with what all of them can do."""
+    rates = {name: min(getattr(device, name) for device in devices) for name in ("flops", "bandwidth", "link", "host_link")}
+    return replace(devices[0], **rates, groups_experts=all(device.groups_experts for device in devices))
 
 
 def is_file(name: str) -> bool:
@@ -137,10 +154,12 @@ class Machine:
     """The ranks of a cluster and what they have.
 
     - size, local_size: number of all ranks, and of those on each host
-    - device: the slowest kind; all ranks count as having it
+    - device: of all ranks; if there are several kinds, one with the slowest rate of each sort
     - memory: bytes of each rank's device
     - network: bytes/s of a rank to other hosts
     - host_memory: bytes of a host beside its devices
+    - devices: the kinds of devices, if there are several
+    - kinds: the index in ``devices`` of each rank's device; empty if all are equal
     """
 
     size: int
@@ -149,3 +168,9 @@ class Machine:
     memory: tuple[float, ...]
     network: float
     host_memory: float = math.inf
+    devices: tuple[Gpu, ...] = ()
+    kinds: tuple[int, ...] = ()
+
+    def with_kind(self, kind: int) -> Machine:
+        """Return the machine if all ranks had devices of this kind."""
+        return replace(self, device=self.devices[kind], devices=(), kinds=()) if self.devices else self

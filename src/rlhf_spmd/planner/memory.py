@@ -294,7 +294,7 @@ class RankMemory:
         shape = self.shape
         settings = self.settings
         role = self.role
-        rows = np.ceil(work.rows / settings.dp)
+        rows = np.ceil((work.in_flight or work.rows) * work.row_share / settings.dp)
         in_flight = np.minimum(rows, settings.max_num_seqs)
         batch_tokens = np.minimum(config.max_num_batched_tokens, rows * work.longest)
         # the slice's logits and their probabilities; with tp also those of all slices together
@@ -450,7 +450,7 @@ def fullest(shape: ModelShape, settings: CallSettings, role: RoleSettings, parts
 
 def _micro_batches(work: Workload, settings: CallSettings) -> tuple[Numbers, Numbers]:
     """Return the tokens of the largest micro-batch on a rank, and the micro-batches of a replica's mini-batch."""
-    rows = np.ceil(work.rows / work.mini_batches / settings.dp)
+    rows = np.ceil(work.rows * work.row_share / work.mini_batches / settings.dp)
     tokens = np.minimum(np.maximum(settings.micro_tokens * settings.cp, work.longest), rows * work.longest)
     return tokens / settings.cp, np.clip(np.ceil(rows * work.length / tokens), 1, rows)
 

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.planner import memory
+from rlhf_spmd.planner.device_times import DeviceTimes
 from rlhf_spmd.planner.machine import Machine
 from rlhf_spmd.planner.memory import RankMemory, RoleSettings
 from rlhf_spmd.planner.model_call import ModelCall, layouts
 from rlhf_spmd.planner.plan_file import PlacedCall, PlanFile
-from rlhf_spmd.planner.problem import SHARDING_OF_ZERO, Option
-from rlhf_spmd.planner.search.candidates import range_sizes, undominated
-from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Numbers, Workload, call_settings
+from rlhf_spmd.planner.problem import SHARDING_OF_ZERO, Extent, Option, RankRange, extent_of, num_ranks, runs_of_equals
+from rlhf_spmd.planner.search.candidates import range_extents, undominated
+from rlhf_spmd.planner.shapes import CallSettings, Numbers, call_settings
 
 IN_FLIGHT = (1, 4, 16, 64, 256, 1024)  # rows in flight that are tried
-
-
-class CallTimes(Protocol):
-    """Seconds [n] of calls, by formulas or from a profile. ``tp_sizes``: the tensor-parallel sizes for which there are times."""
-
-    def tp_sizes(self, shape: ModelShape) -> list[int]: ...
-    def infer_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray: ...
-    def train_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray: ...
-    def generate_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Numbers) -> np.ndarray: ...
 
 
 class _Estimate(NamedTuple):
@@ -53,7 +46,7 @@ class OptionBuilder:
     """
 
     machine: Machine
-    times: CallTimes
+    times: DeviceTimes
     budget: int
 
     def searched_options(self, tied_calls: Sequence[ModelCall]) -> list[list[Option]]:
@@ -64,17 +57,17 @@ class OptionBuilder:
         if call.home and not self.machine.device.on_host:
             offloads.append((False, True) if call.settings.trained else (True, False))
         options: list[list[Option]] = [[] for _ in tied_calls]
-        for size in range_sizes(self.machine.size, self.machine.local_size):
-            grids = layouts(call, size, tp_sizes)
+        for extent in range_extents(self.machine.local_size, self._device_runs):
+            grids = layouts(call, num_ranks(extent), tp_sizes)
             if not grids:
                 continue
             settings = self._searched_settings(call, grids)
             for offload, optim_offload in offloads:
                 role = self._role_settings(call, offload, optim_offload)
-                estimates = [self._estimate_call(tied_call, settings, role) for tied_call in tied_calls]
+                estimates = [self._estimate_call(tied_call, settings, role, extent) for tied_call in tied_calls]
                 indices = self._useful_alternatives(call, settings, role, estimates)
                 for call_options, tied_call, estimate in zip(options, tied_calls, estimates, strict=True):
-                    call_options += _build_options(tied_call, settings, role, estimate, indices)
+                    call_options += self._build_options(tied_call, settings, role, estimate, indices, extent)
         if not options[0]:
             raise ValueError(
                 f"no layout of {call.name} on up to {self.machine.size} ranks fits its model and rows: {call.work.rows} rows in "
@@ -94,14 +87,20 @@ class OptionBuilder:
         call.check_cut(placed.pp, placed.tp, placed.cp, placed.ep, f"the plan's calls.{call.name}")
         settings = self._fixed_settings(call, placed)
         role = self._role_settings(call, placed.offload, placed.optim_offload)
+        extent = extent_of(self._device_runs, placed.rank_range)
         options = []
         for tied_call in tied_calls:
             weights_and_states = None
             if tied_call.kind == "generate" and plan.calls[tied_call.name].gpu_memory_utilization is None:
                 weights_and_states = self._weights_and_states(tied_call, settings, calls, plan)
-            estimate = self._estimate_call(tied_call, settings, role, weights_and_states)
-            options.append(_build_options(tied_call, settings, role, estimate, [0]))
+            estimate = self._estimate_call(tied_call, settings, role, extent, weights_and_states)
+            options.append(self._build_options(tied_call, settings, role, estimate, [0], extent))
         return options
+
+    @cached_property
+    def _device_runs(self) -> list[tuple[RankRange, int]]:
+        """Return ranges of ranks with equal devices, and their kind."""
+        return runs_of_equals(self.machine.kinds or (0,) * self.machine.size)
 
     def _tp_sizes(self, call: ModelCall) -> list[int]:
         """Return the tensor-parallel sizes for which there are times. Raises ValueError if there are none."""
@@ -178,15 +177,21 @@ class OptionBuilder:
         return settings
 
     def _estimate_call(
-        self, call: ModelCall, settings: CallSettings, role: RoleSettings, weights_and_states: Numbers | None = None
+        self,
+        call: ModelCall,
+        settings: CallSettings,
+        role: RoleSettings,
+        extent: Extent,
+        weights_and_states: Numbers | None = None,
     ) -> _Estimate:
-        """Return the predictions for a call.
+        """Return the predictions for a call on ranks of ``extent``.
 
         ``weights_and_states``: their bytes on the call's ranks, if the KV cache takes what the configured
         ``gpu_memory_utilization`` leaves beside them; None: the cache has all rows in flight.
         """
         shape = call.shape
-        work = call.work
+        share = self.times.largest_share(call, settings, extent)
+        work = replace(call.work, row_share=share)  # of a replica of the fastest kind
         device = self.machine.device
         buffers = RankMemory(shape, settings, role, 0).communicators()
         resident = _resident_bytes(call, settings, role)
@@ -198,22 +203,21 @@ class OptionBuilder:
                 shape, settings, role, lambda rank: {"work": rank.generate(work, config).parts["work"]}
             )
             if weights_and_states is not None:
-                share = config.memory_share(device.on_host)
+                memory_share = config.memory_share(device.on_host)
                 limit = min(self.machine.memory)
-                on_gpu = share * limit - other_bytes - weights_and_states
-                cache = np.minimum(cache, np.maximum(share * (limit - other_bytes) if device.on_host else on_gpu, 0))
-            seconds = self.times.generate_seconds(shape, work, settings, cache)
+                on_gpu = memory_share * limit - other_bytes - weights_and_states
+                cache = np.minimum(cache, np.maximum(memory_share * (limit - other_bytes) if device.on_host else on_gpu, 0))
+            seconds = self.times.seconds(call, settings, extent, cache)
             return _Estimate(seconds, resident, other_bytes + cache, cache + zeros)
         params = shape.rank_params(settings)
         transferred = device.itemsize * params * role.offload
+        seconds = self.times.seconds(call, settings, extent, 0.0)
         if call.kind == "train":
             call_bytes = memory.fullest(shape, settings, role, lambda rank: rank.train(work))
-            seconds = self.times.train_seconds(shape, work, settings)
             if role.optim_offload:
                 transferred = transferred + 2 * role.optimizer_bytes_per_param * params * work.mini_batches * work.epochs
         else:
             call_bytes = memory.fullest(shape, settings, role, lambda rank: rank.infer(work))
-            seconds = self.times.infer_seconds(shape, work, settings)
         return _Estimate(seconds + transferred / device.host_link, resident, buffers + call_bytes, zeros)
 
     def _weights_and_states(
@@ -233,52 +237,58 @@ class OptionBuilder:
                 total = total + _resident_bytes(home, self._fixed_settings(home, placed), role)
         return np.asarray(total)
 
+    def _build_options(
+        self,
+        call: ModelCall,
+        settings: CallSettings,
+        role: RoleSettings,
+        estimate: _Estimate,
+        indices: Sequence[int],
+        extent: Extent,
+    ) -> list[Option]:
+        """Return the options of a call on ranks of ``extent`` with the settings at ``indices``."""
+        generates = call.kind == "generate"
+        micro_batches, _ = call.work.micro_batches(call.work.rows / call.work.mini_batches, settings)
+        options = []
+        for index in indices:
+            setting = settings.alternative(index)
+            level: Any = CHECKPOINTING[setting["checkpointing"]]
+            grid = {axis: setting[axis] for axis in ("pp", "tp", "dp", "cp", "ep")}
+            placed = PlacedCall(
+                ranks="0",  # undecided
+                **grid,
+                home=call.home,
+                zero=setting["zero"],
+                zero_size=setting["zero_size"] or None,
+                sequence_parallel=bool(setting["sequence_parallel"]),
+                activation_checkpointing=level,
+                offload=role.offload,
+                optim_offload=role.optim_offload,
+                max_num_seqs=setting["max_num_seqs"] if generates else None,
+                graphs=generates and bool(setting["graphs"]),
+                micro_batches=1 if generates else int(micro_batches[index]),
+            )
+            options.append(
+                Option(
+                    size=placed.pp * placed.tp * placed.dp * placed.cp,
+                    pp=placed.pp,
+                    tp=placed.tp,
+                    seconds=float(estimate.seconds[index]),
+                    resident=float(estimate.resident[index]),
+                    call_bytes=float(estimate.call_bytes[index]),
+                    zero=placed.zero,
+                    zero_size=setting["zero_size"],
+                    ep=placed.ep,
+                    in_place=call.kind == "infer",
+                    expert_parallel_generation=call.shares_experts,
+                    cache=float(estimate.cache[index]),
+                    devices=extent if self.machine.kinds else (),
+                    settings=placed,
+                )
+            )
+        return options
+
 
 def _resident_bytes(call: ModelCall, settings: CallSettings, role: RoleSettings) -> np.ndarray:
     """Return bytes [n] on the fullest rank of a home; 0 if the call is none."""
     return memory.fullest(call.shape, settings, role, RankMemory.resident) if call.home else np.zeros(len(settings))
-
-
-def _build_options(
-    call: ModelCall, settings: CallSettings, role: RoleSettings, estimate: _Estimate, indices: Sequence[int]
-) -> list[Option]:
-    """Return the options of a call with the settings at ``indices``."""
-    generates = call.kind == "generate"
-    micro_batches, _ = call.work.micro_batches(call.work.rows / call.work.mini_batches, settings)
-    options = []
-    for index in indices:
-        setting = settings.alternative(index)
-        level: Any = CHECKPOINTING[setting["checkpointing"]]
-        grid = {axis: setting[axis] for axis in ("pp", "tp", "dp", "cp", "ep")}
-        placed = PlacedCall(
-            ranks="0",  # undecided
-            **grid,
-            home=call.home,
-            zero=setting["zero"],
-            zero_size=setting["zero_size"] or None,
-            sequence_parallel=bool(setting["sequence_parallel"]),
-            activation_checkpointing=level,
-            offload=role.offload,
-            optim_offload=role.optim_offload,
-            max_num_seqs=setting["max_num_seqs"] if generates else None,
-            graphs=generates and bool(setting["graphs"]),
-            micro_batches=1 if generates else int(micro_batches[index]),
-        )
-        options.append(
-            Option(
-                size=placed.pp * placed.tp * placed.dp * placed.cp,
-                pp=placed.pp,
-                tp=placed.tp,
-                seconds=float(estimate.seconds[index]),
-                resident=float(estimate.resident[index]),
-                call_bytes=float(estimate.call_bytes[index]),
-                zero=placed.zero,
-                zero_size=setting["zero_size"],
-                ep=placed.ep,
-                in_place=call.kind == "infer",
-                expert_parallel_generation=call.shares_experts,
-                cache=float(estimate.cache[index]),
-                settings=placed,
-            )
-        )
-    return options

@@ -31,6 +31,7 @@ class PlacementConfig:
       both take turns. See [placement.md](placement.md#one-step-ahead)
     - speeds: of each rank of the job against the others, above 0: calls deal their rows in this proportion ([Unequal
       devices](placement.md#unequal-devices)); empty: all alike
+    - generation_speeds: the same for calls that generate; empty: `placement.speeds`
     - rollout_chunks: chunks in which rows leave generation for roles on other ranks, see [Streaming](placement.md#streaming); 1: all
       together
     - profile: with `placement.strategy=auto`: times of this machine, a file that [`plan profile`](planner.md#profiles) wrote;
@@ -42,6 +43,7 @@ class PlacementConfig:
     ratios: dict[str, PositiveFraction] = field(default_factory=dict)
     max_staleness: NonNegativeInt = 0
     speeds: list[PositiveFloat] = field(default_factory=list)
+    generation_speeds: list[PositiveFloat] = field(default_factory=list)
     rollout_chunks: PositiveInt = 1
     profile: str | None = None
 
@@ -77,10 +79,11 @@ def place_roles(
     Raises ValueError for a pool that does not exist, does not fit or is not used, for ratios that cannot be, and for ranks in no
     pool.
     """
-    if config.speeds and len(config.speeds) != world_size:
-        raise ValueError(
-            f"placement.speeds has {len(config.speeds)} numbers, this job has {world_size} ranks; give one for each, or none"
-        )
+    for key, speeds in (("speeds", config.speeds), ("generation_speeds", config.generation_speeds)):
+        if speeds and len(speeds) != world_size:
+            raise ValueError(
+                f"placement.{key} has {len(speeds)} numbers, this job has {world_size} ranks; give one for each, or none"
+            )
     pools = {name: _checked_pool(f"placement.pools.{name}", name, ranks, world_size) for name, ranks in config.pools.items()}
     if "all" in pools and len(pools["all"].ranks) < world_size:
         raise ValueError(f"placement.pools.all={config.pools['all']}: the pool of all ranks is called so; use another name")

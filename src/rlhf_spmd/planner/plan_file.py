@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,7 +19,15 @@ from rlhf_spmd.config.plain_yaml import parse, resolve
 from rlhf_spmd.config.rules import Rule, Rules, check_section
 from rlhf_spmd.config.schema import ConfigError, read_section
 from rlhf_spmd.parallel.layout import check_zero_size
-from rlhf_spmd.planner.problem import RankRange
+from rlhf_spmd.planner.problem import RankRange, runs_of_equals
+
+RANKS = r"\d+(-\d+)?"  # as a plan writes them
+
+
+def read_ranks(ranks: str) -> RankRange:
+    """Return the range that "first-last", or one rank, names."""
+    first, _, last = ranks.partition("-")
+    return RankRange(int(first), int(last or first) - int(first) + 1)
 
 
 @dataclass(frozen=True)
@@ -56,8 +65,7 @@ class PlacedCall:
     @property
     def rank_range(self) -> RankRange:
         """Return ``ranks`` as a range."""
-        first, _, last = self.ranks.partition("-")
-        return RankRange(int(first), int(last or first) - int(first) + 1)
+        return read_ranks(self.ranks)
 
     rules: ClassVar[Rules] = (
         Rule(
@@ -86,6 +94,7 @@ class PlanFile:
     - algorithm: settings of that section: the token budget of micro-batches
     - calls: ``role.method`` -> the placed call
     - step_seconds: a prediction, which is not read back
+    - speeds, generation_speeds: of each rank, as in ``placement``; empty: all are equal
     """
 
     ranks: int
@@ -93,6 +102,8 @@ class PlanFile:
     algorithm: Mapping[str, Any]
     calls: Mapping[str, PlacedCall]
     step_seconds: float = 0.0
+    speeds: tuple[float, ...] = ()
+    generation_speeds: tuple[float, ...] = ()
 
     def to_yaml(self) -> str:
         """Return the text of ``plan.yaml``."""
@@ -102,7 +113,13 @@ class PlanFile:
         for name, call in self.calls.items():
             calls[name] = {key: value for key, value in asdict(call).items() if value != getattr(default, key) or key in always}
         head = {"ranks": self.ranks, "local_size": self.local_size, "algorithm": dict(self.algorithm)}
-        return yaml.safe_dump({**head, "step_seconds": self.step_seconds, "calls": calls}, sort_keys=False)
+        speeds = {key: _by_range(values) for key, values in self._speeds().items()}
+        return yaml.safe_dump({**head, "step_seconds": self.step_seconds, **speeds, "calls": calls}, sort_keys=False)
+
+    def _speeds(self) -> dict[str, tuple[float, ...]]:
+        """Return the speeds of ranks by key, if ranks are unequal."""
+        speeds = {"speeds": self.speeds, "generation_speeds": self.generation_speeds}
+        return {key: values for key, values in speeds.items() if values}
 
     def settings(self) -> dict[str, Any]:
         """Return the plan as sections of the configuration of ``train``."""
@@ -132,7 +149,8 @@ class PlanFile:
                     continue
             if (call.rank_range, _layout(call)) != (home.rank_range, _layout(home)):
                 section["calls"][method] = {"pool": _pool(call.rank_range), "layout": _layout(call)}
-        return {"placement": {"strategy": "colocate", "pools": pools}, "models": models, "algorithm": self.algorithm}
+        speeds = {key: list(values) for key, values in self._speeds().items()}
+        return {"placement": {"strategy": "colocate", "pools": pools, **speeds}, "models": models, "algorithm": self.algorithm}
 
 
 def _pool(ranks: RankRange) -> str:
@@ -173,13 +191,39 @@ def read_plan(path: str, key: str = "plan") -> PlanFile:
         raise ConfigError(
             f"{key}={path}: ranks and local_size must be integers, and algorithm a mapping to integers of at least 1"
         )
-    return PlanFile(size, local_size, algorithm, calls)
+    speeds, generation_speeds = (_read_speeds(raw, name, size, f"{key}={path}") for name in ("speeds", "generation_speeds"))
+    return PlanFile(size, local_size, algorithm, calls, 0.0, speeds, generation_speeds)
+
+
+def _by_range(values: Sequence[float]) -> dict[str, float]:
+    """Return ranges of ranks with equal values -> their value. ``values``: one for each rank."""
+    return {str(ranks): value for ranks, value in runs_of_equals(values)}
+
+
+def _read_speeds(raw: Mapping[str, object], key: str, size: int, where: str) -> tuple[float, ...]:
+    """Return the speeds under ``key``, one for each of ``size`` ranks; empty if there are none."""
+    by_range = raw.get(key)
+    if by_range is None:
+        return ()
+    speeds: list[float] = []
+    for ranks, speed in by_range.items() if isinstance(by_range, dict) else ():
+        if not (re.fullmatch(RANKS, str(ranks)) and read_ranks(str(ranks)).first == len(speeds) and _is_speed(speed)):
+            speeds = []
+            break
+        speeds += [float(speed)] * read_ranks(str(ranks)).count
+    if len(speeds) != size:
+        raise ConfigError(f"{where}: {key} must have a number above 0 for all {size} ranks in order, as 0-7: 1.0")
+    return tuple(speeds)
+
+
+def _is_speed(speed: object) -> bool:
+    return isinstance(speed, (int, float)) and not isinstance(speed, bool) and 0 < speed < math.inf
 
 
 def _read_call(where: str, name: str, settings: object) -> PlacedCall:
     if name.count(".") != 1 or not isinstance(settings, dict) or "ranks" not in settings:
         raise ConfigError(f"{where} must be a call as role.method, with its ranks")
-    if not re.fullmatch(r"\d+(-\d+)?", str(settings["ranks"])):
+    if not re.fullmatch(RANKS, str(settings["ranks"])):
         raise ConfigError(f"{where}.ranks={settings['ranks']} must be the first and the last rank, as 0-7, or one rank")
     try:
         call = read_section(PlacedCall, settings)

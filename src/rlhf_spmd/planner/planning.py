@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.planner import memory
+from rlhf_spmd.planner.device_times import CallTimes, DeviceTimes, KindSpeeds, measured_speeds
 from rlhf_spmd.planner.machine import GIB, Machine
 from rlhf_spmd.planner.model_call import ModelCall
-from rlhf_spmd.planner.options import CallTimes, OptionBuilder
+from rlhf_spmd.planner.options import OptionBuilder
 from rlhf_spmd.planner.plan_file import PlanFile
 from rlhf_spmd.planner.problem import CallNode, Option, Plan, Problem, RankRange, Schedule, simulate
-from rlhf_spmd.planner.search import NoPlanError, SearchResult
+from rlhf_spmd.planner.search import NoFasterPlanError, NoPlanError, SearchResult
 
 CACHE_MARGIN = 1.02  # cache that the generator is told to take, as a share of what the plan counts on
 
@@ -24,6 +27,7 @@ CACHE_MARGIN = 1.02  # cache that the generator is told to take, as a share of w
 class ProblemBuilder:
     """Builds the problem that is searched.
 
+    - times: of each kind of device
     - budget: tokens of a micro-batch
     - ahead: steps that generation runs ahead of training
     - fixed: a plan, if only its options are wanted
@@ -31,15 +35,25 @@ class ProblemBuilder:
 
     calls: Sequence[ModelCall]
     machine: Machine
-    times: CallTimes
+    times: Sequence[CallTimes]
     budget: int
     ahead: int = 0
     fixed: PlanFile | None = None
 
+    @cached_property
+    def speeds(self) -> KindSpeeds:
+        """Return the speeds of the kinds of devices: those of the fixed plan, or those that the times of the calls have."""
+        if self.fixed is None:
+            return measured_speeds(self.calls, self.machine, self.times, self.budget)
+        first_ranks = [self.machine.kinds.index(kind) for kind in range(len(self.machine.devices))]
+        compute = tuple(self.fixed.speeds[rank] for rank in first_ranks) if self.fixed.speeds else (1.0,) * len(self.times)
+        generation = self.fixed.generation_speeds
+        return KindSpeeds(compute, tuple(generation[rank] for rank in first_ranks) if generation else compute)
+
     def problem(self) -> Problem:
         """Return the problem. Raises ValueError if a call has no layout, or the fixed plan has a layout that cannot be."""
         machine = self.machine
-        builder = OptionBuilder(machine, self.times, self.budget)
+        builder = OptionBuilder(machine, DeviceTimes(self.times, self.speeds), self.budget)
         call_nodes: dict[int, CallNode] = {}
         for index, call in enumerate(self.calls):
             if call.shares_home:
@@ -64,6 +78,7 @@ class ProblemBuilder:
             network=machine.network,
             ahead=self.ahead,
             generating=frozenset(i for i, call in enumerate(self.calls) if call.kind == "generate" and call.settings.trained),
+            kinds=machine.kinds,
         )
 
 
@@ -89,7 +104,7 @@ class PlanResult:
 def best_plan(
     calls: Sequence[ModelCall],
     machine: Machine,
-    times: CallTimes,
+    times: Sequence[CallTimes],
     budgets: Sequence[int],
     budget_key: str | None,
     ahead: int,
@@ -105,22 +120,28 @@ def best_plan(
     started = time.perf_counter()
     plans: list[PlanResult] = []
     refusals: list[str] = []
+    lower_bounds: list[float] = []
     for budget in budgets:
         builder = ProblemBuilder(calls, machine, times, budget, ahead)
-        problem = builder.problem()
+        ceiling = min((plan.search.seconds for plan in plans), default=math.inf)
+        problem = replace(builder.problem(), ceiling=ceiling)
         try:
             result: SearchResult = search(problem, time_limit_s / len(budgets), seed)
+        except NoFasterPlanError as error:
+            lower_bounds.append(error.lower_bound)
+            continue
         except NoPlanError as error:
             refusals.append(str(error))
             continue
         algorithm = {} if budget_key is None else {budget_key: budget}
         file = to_file(builder, problem, result.plan, simulate(problem, result.plan), algorithm)
         plans.append(PlanResult(file, result))
+        lower_bounds.append(result.lower_bound)
     if not plans:
         raise ValueError(refusals[-1])
     best = min(plans, key=lambda plan: plan.search.seconds)
-    bound = min(plan.search.lower_bound for plan in plans)
-    optimal = all(plan.search.optimal for plan in plans)
+    bound = min(*lower_bounds, best.search.seconds)
+    optimal = bound == best.search.seconds
     seconds = time.perf_counter() - started
     return replace(best, search=replace(best.search, lower_bound=bound, optimal=optimal, search_seconds=seconds))
 
@@ -138,7 +159,9 @@ def to_file(
         resident = _fullest_resident(problem, plan, choice.rank_range)
         is_configured = builder.fixed is not None and builder.fixed.calls[call.name].gpu_memory_utilization is None
         is_planned = call.kind == "generate" and not is_configured
-        share = _memory_share(builder.machine, problem, resident + copy_bytes, option) if is_planned else None
+        share = (
+            _memory_share(builder.machine, problem, choice.rank_range, resident + copy_bytes, option) if is_planned else None
+        )
         placed[call.name] = replace(
             option.settings,
             ranks=str(choice.rank_range),
@@ -147,7 +170,16 @@ def to_file(
             seconds=round(end - start, 4),
             memory_gb=round((resident + option.call_bytes + copy_bytes) / GIB, 2),
         )
-    return PlanFile(builder.machine.size, builder.machine.local_size, algorithm, placed, round(schedule.seconds, 4))
+    machine = builder.machine
+    return PlanFile(
+        machine.size,
+        machine.local_size,
+        algorithm,
+        placed,
+        round(schedule.seconds, 4),
+        tuple(builder.speeds.compute[kind] for kind in machine.kinds),
+        tuple(builder.speeds.generation[kind] for kind in machine.kinds),
+    )
 
 
 def _fullest_resident(problem: Problem, plan: Plan, ranks: RankRange) -> float:
@@ -157,12 +189,13 @@ def _fullest_resident(problem: Problem, plan: Plan, ranks: RankRange) -> float:
     return max(sum(amount for home, amount in homes if rank in home.ranks) for rank in sorted(edges) if rank in ranks.ranks)
 
 
-def _memory_share(machine: Machine, problem: Problem, resident: float, option: Option) -> float:
-    """Return ``gpu_memory_utilization`` of a generating call beside ``resident`` bytes of weights and states."""
+def _memory_share(machine: Machine, problem: Problem, ranks: RankRange, resident: float, option: Option) -> float:
+    """Return ``gpu_memory_utilization`` of a generating call on ``ranks`` beside ``resident`` bytes of weights and states."""
+    memory = slice(ranks.first, ranks.end)
     if machine.device.on_host:
-        share = option.cache * CACHE_MARGIN / max(min(problem.memory) - resident, 1.0)
+        share = option.cache * CACHE_MARGIN / max(min(problem.memory[memory]) - resident, 1.0)
     else:
         # not less than the default: nothing else of this process needs memory meanwhile
-        share = (resident + option.call_bytes + (CACHE_MARGIN - 1) * option.cache) / min(machine.memory)
+        share = (resident + option.call_bytes + (CACHE_MARGIN - 1) * option.cache) / min(machine.memory[memory])
         share = max(share, GenerationConfig().memory_share(on_host=False))
     return round(min(max(share, 0.05), 0.95), 3)

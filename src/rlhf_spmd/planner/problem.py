@@ -13,15 +13,17 @@ another tp. :func:`simulate` is ReaL's algorithm 1; each rank runs its calls in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 # How weights lie under ZeRO 0 to 3: complete (0), or in shards that are gathered at once (1) or by layers (3)
 SHARDING_OF_ZERO = (0, 1, 1, 3)
 IMPOSSIBLE = (1e6, 1e15)  # seconds and bytes; finite, so that a search that walks finds its way out
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -52,6 +54,15 @@ class RankRange:
         return str(self.first) if self.count == 1 else f"{self.first}-{self.end - 1}"
 
 
+# Ranks of a range by kind of device, in order: ((kind, number of ranks), ...). Where all devices are equal: ((0, number of ranks),)
+Extent = tuple[tuple[int, int], ...]
+
+
+def num_ranks(extent: Extent) -> int:
+    """Return the number of ranks of an extent."""
+    return sum(count for _, count in extent)
+
+
 WeightLayout = tuple[int, int, int, int, int]  # how weights lie: pp, tp, SHARDING_OF_ZERO of the ZeRO stage, zero_size, ep
 
 
@@ -65,6 +76,7 @@ class Option:
     - zero, zero_size: ZeRO stage, and ranks that share one copy of the weights; 0: all replicas. ep: ranks that share the experts
     - in_place: at home, the call uses the weights in the home's layout, so ``zero`` must be the home's
     - expert_parallel_generation: ranks of tp share the experts, so weights are copied in the home's layout, too
+    - devices: kinds of the ranks for which ``seconds`` are; empty: all devices are equal
     - settings: the option as the caller describes it, a ``PlacedCall``; no search reads it
     """
 
@@ -80,7 +92,13 @@ class Option:
     in_place: bool = False
     expert_parallel_generation: bool = False
     cache: float = 0.0
+    devices: Extent = ()
     settings: Any = None
+
+    @property
+    def extent(self) -> Extent:
+        """Return the ranks that the option needs, by kind of device."""
+        return self.devices or ((0, self.size),)
 
     @property
     def layout(self) -> WeightLayout:
@@ -117,6 +135,21 @@ class Choice(NamedTuple):
 Plan = tuple[Choice, ...]  # one for each call
 
 
+def runs_of_equals(values: Sequence[T]) -> list[tuple[RankRange, T]]:
+    """Return ranges of ranks with equal values, and their value. ``values``: one for each rank."""
+    starts = [rank for rank in range(len(values)) if rank == 0 or values[rank] != values[rank - 1]]
+    return [(RankRange(first, end - first), values[first]) for first, end in pairwise([*starts, len(values)])]
+
+
+def extent_of(device_runs: Sequence[tuple[RankRange, int]], rank_range: RankRange) -> Extent:
+    """Return the ranks of ``rank_range`` by kind of device. ``device_runs``: those of the cluster, as :func:`runs_of_equals`."""
+    return tuple(
+        (kind, min(run.end, rank_range.end) - max(run.first, rank_range.first))
+        for run, kind in device_runs
+        if run.overlaps(rank_range)
+    )
+
+
 @dataclass(frozen=True)
 class Problem:
     """Input of a search.
@@ -124,6 +157,8 @@ class Problem:
     - calls: in program order. A call starts when all its ranks are free and the calls in its ``after`` have ended
     - local_size: ranks of a host
     - memory: usable bytes of each rank
+    - kinds: kind of each rank's device; empty: all devices are equal
+    - ceiling: seconds; a search may end without a plan if it proves that none takes less
     - weights: bytes of each role's weights
     - link, network: bytes/s of a rank inside a host and between hosts
     - ahead: steps that generation runs ahead of training (``max_staleness``)
@@ -138,6 +173,8 @@ class Problem:
     network: float
     ahead: int = 0
     generating: frozenset[int] = field(default_factory=frozenset)
+    kinds: tuple[int, ...] = ()
+    ceiling: float = math.inf
 
     def __post_init__(self) -> None:
         homes = [call.role for call in self.calls if call.home]
@@ -146,8 +183,8 @@ class Problem:
             home = self.calls[self.homes[call.role]]
             is_ordered = all(before < call_index for before in call.after)
             assert call.options and is_ordered, f"{call.name} needs options, and waits only for earlier calls"
-            has_home_sizes = [option.size for option in call.options] == [option.size for option in home.options]
-            assert not call.shares_home or has_home_sizes, f"{call.name} must have options of the same sizes as {home.name}"
+            has_home_extents = [option.extent for option in call.options] == [option.extent for option in home.options]
+            assert not call.shares_home or has_home_extents, f"{call.name} must have options of the same sizes as {home.name}"
 
     @property
     def size(self) -> int:
@@ -157,18 +194,26 @@ class Problem:
     @cached_property
     def memory_runs(self) -> list[tuple[RankRange, float]]:
         """Return ranges of ranks with equal memory, and their memory."""
-        memory = self.memory
-        starts = [rank for rank in range(self.size) if rank == 0 or memory[rank] != memory[rank - 1]]
-        return [(RankRange(a, b - a), memory[a]) for a, b in pairwise([*starts, self.size])]
+        return runs_of_equals(self.memory)
 
     @cached_property
-    def options_by_size(self) -> list[dict[int, list[int]]]:
-        """Return for each call: number of ranks -> the indices of its options of that size."""
-        by_size: list[dict[int, list[int]]] = [{} for _ in self.calls]
-        for indices, call in zip(by_size, self.calls, strict=True):
+    def device_runs(self) -> list[tuple[RankRange, int]]:
+        """Return ranges of ranks with equal devices, and their kind."""
+        return runs_of_equals(self.kinds or (0,) * self.size)
+
+    @cached_property
+    def extent(self) -> Callable[[RankRange], Extent]:
+        """Return the function from a range to its ranks by kind of device."""
+        return cache(partial(extent_of, self.device_runs))
+
+    @cached_property
+    def options_by_extent(self) -> list[dict[Extent, list[int]]]:
+        """Return for each call: ranks by kind of device -> the indices of its options for them."""
+        by_extent: list[dict[Extent, list[int]]] = [{} for _ in self.calls]
+        for indices, call in zip(by_extent, self.calls, strict=True):
             for index, option in enumerate(call.options):
-                indices.setdefault(option.size, []).append(index)
-        return by_size
+                indices.setdefault(option.extent, []).append(index)
+        return by_extent
 
     @cached_property
     def least_resident(self) -> dict[str, float]:
@@ -271,7 +316,7 @@ def simulate(problem: Problem, plan: Plan) -> Schedule:
         ranks = choice.rank_range
         option = call.options[choice.option]
         home = plan[problem.homes[call.role]]
-        assert option.size == ranks.count, f"{call.name} has an option of {option.size} ranks on {ranks.count}"
+        assert option.extent == problem.extent(ranks), f"{call.name} has an option for {option.extent} on ranks {ranks}"
         copy_seconds, copy_bytes = 0.0, 0.0  # of weights that come from the home
         if call.home:
             resident.append((ranks, option.resident))

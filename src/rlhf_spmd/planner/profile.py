@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -134,15 +133,11 @@ class ProfileTimes:
     def generate_seconds(
         self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Numbers | None = None
     ) -> np.ndarray:
-        """Return seconds [n] of a prefill for each group, and of decoding in waves of ``max_num_seqs`` rows on each replica."""
-        rows = np.ceil(work.rows / settings.dp)
-        prefill = shape.num_layers * self._layer("forward", shape, settings, rows / work.group * work.prompt)
-        waves = np.floor((rows - 1) / settings.max_num_seqs)
-        total = waves * work.response * self._step(shape, settings, np.minimum(rows, settings.max_num_seqs))
-        last_wave = rows - waves * settings.max_num_seqs
-        for quantile, (before, length) in enumerate(pairwise([0.0, *work.responses])):
-            alive = last_wave * (len(work.responses) - quantile) / len(work.responses)
-            total = total + (length - before) * self._step(shape, settings, alive)
+        """Return seconds [n] of generating all responses, ``max_num_seqs`` rows at a time on each replica."""
+        prefill = shape.num_layers * self._layer("forward", shape, settings, work.prefill_tokens(settings))
+        total = np.zeros(len(settings))
+        for phase in work.decode_phases(settings, settings.max_num_seqs):
+            total = total + phase.steps * self._step(shape, settings, phase.rows)
         return prefill + total * settings.pp
 
     def _sums(self, numel: np.ndarray, copies: np.ndarray, apart: np.ndarray) -> np.ndarray:

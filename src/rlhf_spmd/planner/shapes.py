@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import product
-from typing import Any
+from itertools import pairwise, product
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -191,6 +191,19 @@ def _linear_sizes(spec: ModelSpec, gates: int) -> tuple[float, dict[str, Any]]:
     return columns + delta.value_heads * delta.value_dim * share, fields_of_shape
 
 
+class DecodePhase(NamedTuple):
+    """Decode steps of a replica that take about equally long: their number, rows in each, and tokens in the cache of a row."""
+
+    steps: Numbers
+    rows: np.ndarray
+    context: float
+
+
+def mean_age(lengths: np.ndarray) -> float:
+    """Return the mean tokens of a row over all decode steps, while rows grow to these lengths one token at a time."""
+    return float((lengths**2).mean() / lengths.mean() / 2)
+
+
 @dataclass(frozen=True)
 class Workload:
     """The rows of one call, and the optimizer steps (``mini_batches``) of each epoch if it trains.
@@ -198,6 +211,10 @@ class Workload:
     - prompt: tokens of an average prompt
     - responses: lengths at equally likely quantiles, ascending: their mean is the mean length, and the last one is the longest
     - group: rows that have the same prompt
+    - row_share: rows of the replica that is estimated, as a multiple of the mean, a number or [n]
+    - in_flight: rows that are generated at a time, of which ``rows`` end in a step and the others go on in the next one; 0: all rows
+      end in the step that they begin in
+    - recomputed: those in flight whose tokens are computed again when a step begins
     """
 
     rows: int
@@ -206,6 +223,9 @@ class Workload:
     mini_batches: int = 1
     epochs: int = 1
     group: int = 1
+    row_share: Numbers = 1.0
+    in_flight: int = 0
+    recomputed: int = 0
 
     @property
     def response(self) -> float:
@@ -225,11 +245,45 @@ class Workload:
     def micro_batches(self, rows: float, settings: CallSettings) -> tuple[np.ndarray, np.ndarray]:
         """Return the number of micro-batches of each replica, and the tokens of each on a rank, [n] both.
 
-        ``rows`` rows are dealt evenly over dp.
+        ``rows`` rows are dealt over dp.
         """
-        replica_rows = np.maximum(np.ceil(rows / settings.dp), 1)
+        replica_rows = np.maximum(np.ceil(rows * self.row_share / settings.dp), 1)
         count = np.ceil(replica_rows / np.maximum(settings.micro_tokens * settings.cp // self.length, 1))
         return count, replica_rows * self.length / count / settings.cp
+
+    def replica_rows(self, rows: int, settings: CallSettings) -> np.ndarray:
+        """Return the rows of a replica [n] if complete groups of ``rows`` rows are dealt over dp."""
+        return np.maximum(np.ceil(rows * self.row_share / self.group / settings.dp), 1) * self.group
+
+    def decode_phases(self, settings: CallSettings, capacity: Numbers) -> Iterator[DecodePhase]:
+        """Yield the decode steps of a replica that can have ``capacity`` rows in flight.
+
+        While rows wait, each takes the place of one that ends. Then fewer and fewer are left. With ``in_flight`` as many rows
+        begin as end in every step, so none is ever short of rows; rows that have ended wait for the others of their group.
+        """
+        rows = self.replica_rows(self.rows, settings)
+        lengths = np.array(self.responses)
+        if self.in_flight:
+            # E[longest of a group], over equally likely quantiles
+            shares = np.arange(len(lengths) + 1) / len(lengths)
+            longest = float(lengths @ np.diff(shares**self.group))
+            decoding = np.minimum(capacity, self.replica_rows(self.in_flight, settings) * self.response / longest)
+            yield DecodePhase(rows * self.response / decoding, decoding, self.prompt + mean_age(lengths))
+            return
+        at_once = np.maximum(np.minimum(capacity, rows), 1)
+        yield DecodePhase((rows - at_once) * self.response / at_once, at_once, self.prompt + mean_age(lengths))
+        for index, (begin, end) in enumerate(pairwise([0.0, *self.responses])):
+            if end > begin:
+                alive = np.maximum(at_once * (1 - index / len(lengths)), 1)
+                yield DecodePhase(end - begin, alive, self.prompt + (begin + end) / 2)
+
+    def prefill_tokens(self, settings: CallSettings) -> np.ndarray:
+        """Return the tokens [n] that a replica computes before it decodes: a prompt for each group, and those of ``recomputed``."""
+        prompts = self.replica_rows(self.rows, settings) / self.group * self.prompt
+        if not self.recomputed:
+            return prompts
+        row_tokens = self.prompt / self.group + mean_age(np.array(self.responses))
+        return prompts + self.replica_rows(self.recomputed, settings) * row_tokens
 
     def tokens_through_layers(self, tokens: np.ndarray) -> np.ndarray:
         """Return the tokens of a micro-batch that go through the layers: rows of a group have their prompt in common."""

@@ -20,9 +20,9 @@ from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.layout_rules import check_layout
 from rlhf_spmd.planner.cluster import waits
 from rlhf_spmd.planner.costs import FormulaTimes
+from rlhf_spmd.planner.device_times import CallTimes
 from rlhf_spmd.planner.machine import GIB, GPUS, ClusterConfig, Gpu, Machine
 from rlhf_spmd.planner.model_call import ModelCall
-from rlhf_spmd.planner.options import CallTimes
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.planner.plan_file import PlacedCall, PlanFile, apply_plan
 from rlhf_spmd.planner.planning import PlanResult, best_plan
@@ -34,6 +34,7 @@ from rlhf_spmd.preflight.memory_estimate import estimate_memory
 from rlhf_spmd.preflight.placing import roles_on_pools
 from rlhf_spmd.preflight.role_memory import StepFacts, role_settings
 from rlhf_spmd.workers import ModelWorker
+from rlhf_spmd.workers.actor import generation_args
 from rlhf_spmd.workers.config import BatchLimits
 from rlhf_spmd.workers.role_plan import RolePlan, RolePlans
 
@@ -56,6 +57,14 @@ def model_calls(graph: Graph, role_plans: RolePlans, work: Workload) -> list[Mod
         kind = call.spec.kind
         role_plan = role_plans[role]
         assert role_plan.spec is not None and kind is not None and issubclass(role_plan.worker, ModelWorker)
+        call_work = replace(
+            work, rows=call.num_rows, mini_batches=call.num_mini_batches, epochs=call.epochs, group=_group_size(call)
+        )
+        if ending := _num_ending_rows(call):
+            is_recomputed = role_plan.config.generation.kv_cache == "free"
+            call_work = replace(
+                call_work, rows=ending, in_flight=call.num_rows, recomputed=(call.num_rows - ending) * is_recomputed
+            )
         check_layout(role_plan.spec, f"models.{role}.layout", ep=role_plan.config.layout.ep)
         same_method = sum(other.role.name == role and other.spec.name == call.spec.name for other in graph.nodes)
         calls.append(
@@ -67,9 +76,7 @@ def model_calls(graph: Graph, role_plans: RolePlans, work: Workload) -> list[Mod
                 after=frozenset(index_of[i] for i in predecessors[node] if i in index_of),
                 spec=role_plan.spec,
                 shape=shape_of(role_plan.spec, role_plan.worker.head),
-                work=replace(
-                    work, rows=call.num_rows, mini_batches=call.num_mini_batches, epochs=call.epochs, group=_group_size(call)
-                ),
+                work=call_work,
                 settings=role_settings(role_plan),
                 generation=role_plan.config.generation,
                 lora=role_plan.config.lora,
@@ -102,6 +109,12 @@ def _group_size(call: CallRecord) -> int:
     """Return the number of rows in an average group."""
     groups = call.rows.num_groups if call.rows is not None else 1
     return max(round(call.num_rows / max(groups, 1)), 1)
+
+
+def _num_ending_rows(call: CallRecord) -> int:
+    """Return the rows that end in a generate call whose other rows go on in the next step (``data.gen_batch_size``); else 0."""
+    num_groups = generation_args(call).num_groups if call.spec.kind == "generate" else None
+    return 0 if num_groups is None else sum(num_groups) * _group_size(call)
 
 
 def _num_units(call: CallRecord) -> int:
@@ -161,7 +174,7 @@ def checked_plan(
     unplaced_roles: RolePlans,
     step: StepFacts,
     machine: Machine,
-    times: CallTimes,
+    times: Sequence[CallTimes],
     proved: bool = False,
     **search: Any,
 ) -> PlanResult:
@@ -246,7 +259,7 @@ def plan_run(config: Any, unplaced_roles: RolePlans, step: StepFacts, work: Work
     machine = Machine(size, local_size, device, (memory,) * size, ClusterConfig().network_gb_s * 1e9)
     times = ProfileTimes(measured, machine) if measured else FormulaTimes(machine)
     calls = model_calls(step.graph, unplaced_roles, work)
-    return checked_plan(config, calls, unplaced_roles, step, machine, times, proved=True).file
+    return checked_plan(config, calls, unplaced_roles, step, machine, [times], proved=True).file
 
 
 def gpu_by_name(name: str, where: str) -> Gpu:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from rlhf_spmd.algorithms.base import move_reference
 from rlhf_spmd.config.registry import noting_user_line
-from rlhf_spmd.controller import MICRO_DP, Controller, Reference
+from rlhf_spmd.controller import MICRO_DP, Controller, RankSpeeds, Reference
 from rlhf_spmd.controller.protocols import ProtocolRanks
 from rlhf_spmd.data.dataset import DatasetConfig, TokenDataset
 from rlhf_spmd.data.loader import build_loader
@@ -44,7 +44,7 @@ def start_controller(context: ProgramContext[RunPlan]) -> Controller:
         timeline,
         run_plan.config.run.seed,
         ahead=placement.max_staleness,
-        speeds=placement.speeds,
+        speeds=RankSpeeds(placement.speeds, placement.generation_speeds),
         num_chunks=placement.rollout_chunks,
         limits=(limits.max_tokens, limits.rows or 0),
     )

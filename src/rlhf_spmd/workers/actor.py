@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ class ActorWorker(ModelWorker):
         producer = shard.producer
         if not (self.context.exact_rollouts and isinstance(producer, CallRecord) and producer.spec.kind == "generate"):
             return False
-        sampling, overrides = generation_args(producer)
+        sampling, overrides, _ = generation_args(producer)
         samplings = [sampling, *(other for rows, other in overrides if _has_rows(rows, shard.ids))]
         is_current = producer.role.name == self.name and producer.version == version
         return is_current and all(s.log_prob_temperature == self.context.temperature for s in samplings)
@@ -313,14 +313,23 @@ def _episode_report(completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-def generation_args(call: CallRecord) -> tuple[SamplingConfig, SamplingOverrides]:
-    """Return the arguments ``sampling`` and ``sampling_overrides`` of a call of :meth:`ActorWorker.generate_sequences`.
+class GenerationArgs(NamedTuple):
+    """Arguments of a call of :meth:`ActorWorker.generate_sequences`."""
+
+    sampling: SamplingConfig
+    sampling_overrides: SamplingOverrides
+    num_groups: Sequence[int] | None
+
+
+def generation_args(call: CallRecord) -> GenerationArgs:
+    """Return arguments of a call of :meth:`ActorWorker.generate_sequences`.
 
     A record has its arguments without names, so they are told apart by type. ``num_groups`` is a sequence of integers.
     """
     sampling = next(value for value in call.args if isinstance(value, SamplingConfig))
-    sequences = [value for value in call.args if isinstance(value, (list, tuple))]
-    return sampling, next((value for value in sequences if value and isinstance(value[0], tuple)), ())
+    sequences = [value for value in call.args if isinstance(value, (list, tuple)) and value]
+    overrides = next((value for value in sequences if isinstance(value[0], tuple)), ())
+    return GenerationArgs(sampling, overrides, next((value for value in sequences if isinstance(value[0], int)), None))
 
 
 def _has_rows(rows: Reference, row_ids: np.ndarray) -> bool:

@@ -41,6 +41,14 @@ class NoPlanError(ValueError):
     """No plan fits into the ranks' memory; the message says what is missing."""
 
 
+class NoFasterPlanError(NoPlanError):
+    """No plan is faster than ``Problem.ceiling``, or none was found in time. ``lower_bound``: seconds; no plan takes fewer."""
+
+    def __init__(self, lower_bound: float) -> None:
+        super().__init__(f"no plan was found that takes less than the best one; none takes less than {lower_bound:.4g} s")
+        self.lower_bound = lower_bound
+
+
 def no_plan_error(problem: Problem, scope: str) -> NoPlanError:
     """Return the error for a problem without a plan: it names a call that fits nowhere alone, or what the roles hold together.
 

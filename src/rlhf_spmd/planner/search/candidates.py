@@ -9,27 +9,39 @@ from itertools import pairwise
 from operator import le
 from types import MappingProxyType
 
-from rlhf_spmd.planner.problem import Choice, Plan, Problem, RankRange, WeightLayout
+from rlhf_spmd.planner.problem import Choice, Extent, Plan, Problem, RankRange, WeightLayout, extent_of, num_ranks
 
+DeviceRuns = Sequence[tuple[RankRange, int]]  # ranges of ranks with equal devices, and their kind
 ResidentBytes = tuple[tuple[RankRange, float], ...]  # bytes of homes between calls, on each rank of a range
 
 
-def halves(ranks: RankRange, local_size: int) -> tuple[RankRange, RankRange]:
-    """Return two halves, of complete hosts if there are several, the larger first. Halves of equal size are halved alike."""
+def halves(ranks: RankRange, local_size: int, device_runs: DeviceRuns) -> tuple[RankRange, RankRange]:
+    """Return the two parts into which a range is cut.
+
+    Ranks with several kinds of devices are cut between two kinds, as near to the middle as possible. Equal ranks are halved, in
+    complete hosts if there are several, the larger half first. Ranges of equal extents are cut alike.
+    """
+    borders = [run.first for run, _ in device_runs if ranks.first < run.first < ranks.end]
     first_host = ranks.first // local_size
     num_hosts = -(-ranks.end // local_size) - first_host
-    cut = (first_host + -(-num_hosts // 2)) * local_size if num_hosts > 1 else ranks.first + -(-ranks.count // 2)
+    if borders:
+        cut = min(borders, key=lambda border: abs(2 * border - ranks.first - ranks.end))
+    elif num_hosts > 1:
+        cut = (first_host + -(-num_hosts // 2)) * local_size
+    else:
+        cut = ranks.first + -(-ranks.count // 2)
     return RankRange(ranks.first, cut - ranks.first), RankRange(cut, ranks.end - cut)
 
 
-def all_ranges(size: int, local_size: int) -> tuple[set[RankRange], set[RankRange]]:
+def all_ranges(local_size: int, device_runs: DeviceRuns) -> tuple[set[RankRange], set[RankRange]]:
     """Return the repeated halves of the cluster, itself included; and the rest of the cluster beside each of them at its edge."""
+    size = device_runs[-1][0].end
     rank_ranges = set()
     todo = [RankRange(0, size)]
     while todo:
         rank_range = todo.pop()
         rank_ranges.add(rank_range)
-        todo += halves(rank_range, local_size) if rank_range.count > 1 else ()
+        todo += halves(rank_range, local_size, device_runs) if rank_range.count > 1 else ()
     rests = {
         RankRange(rank_range.end, size - rank_range.count)
         for rank_range in rank_ranges
@@ -39,47 +51,56 @@ def all_ranges(size: int, local_size: int) -> tuple[set[RankRange], set[RankRang
     return rank_ranges, rests - rank_ranges
 
 
-def range_sizes(size: int, local_size: int) -> list[int]:
-    """Return the numbers of ranks that a search may give a call, without duplicates."""
-    return list(dict.fromkeys(ranks.count for ranks in sorted(set.union(*all_ranges(size, local_size)))))
+def range_extents(local_size: int, device_runs: DeviceRuns) -> list[Extent]:
+    """Return the extents of the ranges that a search may give a call, without duplicates."""
+    ranges = sorted(set.union(*all_ranges(local_size, device_runs)))
+    return list(dict.fromkeys(extent_of(device_runs, ranks) for ranks in ranges))
 
 
 class RankRanges:
-    """The ranges of ranks that a plan may give a call: those of :func:`all_ranges`, of sizes for which some call has an option.
+    """The ranges of ranks that a plan may give a call: those of :func:`all_ranges` for which some call has an option.
 
-    - by_size: size -> its ranges, ascending
+    - by_extent, by_size: ranks by kind of device, or number of ranks -> the ranges that have them, ascending
     - rests: the ranges beside a repeated half
+    - halves(ranks): the two parts of a range
     """
 
     def __init__(self, problem: Problem) -> None:
         self.all_ranks = RankRange(0, problem.size)
         self.local_size = problem.local_size
-        sizes = {option.size for call in problem.calls for option in call.options}
-        rank_ranges, rests = all_ranges(problem.size, problem.local_size)
-        self.rests = sorted(ranks for ranks in rests if ranks.count in sizes)
-        self.by_size: dict[int, list[RankRange]] = {}
+        self.device_runs = problem.device_runs
+        self.extent = problem.extent
+        extents = {option.extent for call in problem.calls for option in call.options}
+        rank_ranges, rests = all_ranges(problem.local_size, problem.device_runs)
+        self.rests = sorted(ranks for ranks in rests if self.extent(ranks) in extents)
+        self.by_extent: dict[Extent, list[RankRange]] = {}
         for ranks in sorted({*rank_ranges, *self.rests}):
-            if ranks.count in sizes:
-                self.by_size.setdefault(ranks.count, []).append(ranks)
+            if self.extent(ranks) in extents:
+                self.by_extent.setdefault(self.extent(ranks), []).append(ranks)
+        self.by_size: dict[int, list[RankRange]] = {}
+        for ranks in sorted(ranks for same_extent in self.by_extent.values() for ranks in same_extent):
+            self.by_size.setdefault(ranks.count, []).append(ranks)
         self._memory = problem.memory_runs
+        self.halves = cache(lambda ranks: halves(ranks, self.local_size, self.device_runs))
         self.ranges_up_to_symmetry = cache(self._ranges_up_to_symmetry)  # the cache lives as long as this object
 
-    def _ranges_up_to_symmetry(self, size: int, occupied: frozenset[RankRange]) -> tuple[RankRange, ...]:
-        """Return ranges of this size. Of those that differ only by a symmetry, one is returned.
+    def _ranges_up_to_symmetry(self, extent: Extent, occupied: frozenset[RankRange]) -> tuple[RankRange, ...]:
+        """Return ranges of this extent. Of those that differ only by a symmetry, one is returned.
 
-        Two halves can be exchanged if they have the same size, memory, and parts of each ``occupied`` range. An exchange maps
+        Two halves can be exchanged if they have the same extent, memory, and parts of each ``occupied`` range. An exchange maps
         hosts to hosts, halves to halves, and each occupied range to itself. So a plan stays a plan if all that it has in the one
         half and in the other is exchanged. An exchange need not map a range of :attr:`rests` to such a range. It does if it keeps
         the halves at the edges of the cluster; where there are such ranges, these halves therefore count as different.
         """
-        ranges = [ranks for ranks in self.rests if ranks.count == size]
+        ranges = [ranks for ranks in self.rests if self.extent(ranks) == extent]
+        size = num_ranks(extent)
         todo = [self.all_ranks]
         while todo:
             rank_range = todo.pop()
-            if rank_range.count == size:
+            if self.extent(rank_range) == extent:
                 ranges.append(rank_range)
             elif rank_range.count > size:
-                first, second = halves(rank_range, self.local_size)
+                first, second = self.halves(rank_range)
                 todo.append(first)
                 if self._half_signature(first, occupied) != self._half_signature(second, occupied):
                     todo.append(second)
@@ -90,7 +111,7 @@ class RankRanges:
         edges = (rank_range.first == 0, rank_range.end == self.all_ranks.end) if self.rests else ()
         clips = {(ranks, *_clip(ranks, rank_range)) for ranks in occupied if ranks.overlaps(rank_range)}
         memory = [(*_clip(ranks, rank_range), amount) for ranks, amount in self._memory if ranks.overlaps(rank_range)]
-        return rank_range.count, edges, frozenset(clips), tuple(memory)
+        return self.extent(rank_range), edges, frozenset(clips), tuple(memory)
 
 
 def _clip(ranks: RankRange, rank_range: RankRange) -> tuple[int, int]:
@@ -143,15 +164,15 @@ class CandidateTables:
         """Return bytes left on the fullest of these ranks."""
         return min(left for run, left in self.rooms(resident) if run.overlaps(ranks))
 
-    def largest_room(self, resident: ResidentBytes, ranges: RankRanges) -> dict[int, float]:
-        """Return, by size, bytes left in the emptiest range of this size; for sizes with many ranges, on the emptiest rank."""
+    def largest_room(self, resident: ResidentBytes, ranges: RankRanges) -> dict[Extent, float]:
+        """Return, by extent, bytes left in the emptiest range; for extents with many ranges, on the emptiest rank."""
         rooms = self.rooms(resident)
         emptiest = max(left for _, left in rooms)
-        by_size = {}
-        for size, same_size in ranges.by_size.items():
-            fullest = (min(left for run, left in rooms if run.overlaps(ranks)) for ranks in same_size)
-            by_size[size] = max(fullest) if len(same_size) <= 8 else emptiest
-        return by_size
+        by_extent = {}
+        for extent, same_extent in ranges.by_extent.items():
+            fullest = (min(left for run, left in rooms if run.overlaps(ranks)) for ranks in same_extent)
+            by_extent[extent] = max(fullest) if len(same_extent) <= 8 else emptiest
+        return by_extent
 
     def _home_bytes(self, role: str, option: int) -> tuple[float, float]:
         """Return bytes on each rank of the role's home: resident bytes, and the largest call bytes of the tied calls."""
@@ -159,21 +180,21 @@ class CandidateTables:
         resident = problem.calls[problem.homes[role]].options[option].resident
         return resident, max(problem.calls[call_index].options[option].call_bytes for call_index in problem.tied[role])
 
-    def _tied_table(self, call_index: int, size: int) -> FastestWithin:
+    def _tied_table(self, call_index: int, extent: Extent) -> FastestWithin:
         """Return the table of a tied call."""
         call = self.problem.calls[call_index]
-        indices = self.problem.options_by_size[call_index].get(size, ())
+        indices = self.problem.options_by_extent[call_index].get(extent, ())
         return FastestWithin((sum(self.home_bytes(call.role, index)), call.options[index].seconds, index) for index in indices)
 
-    def _home_options(self, role: str, size: int) -> list[int]:
+    def _home_options(self, role: str, extent: Extent) -> list[int]:
         """Return options of a role's home, the fastest first, without dominated ones.
 
-        An option dominates another of its size if it takes no longer in any tied call, needs no more bytes, and has the same
+        An option dominates another of its extent if it takes no longer in any tied call, needs no more bytes, and has the same
         layout in case the role has movable calls. Then it is as good in every plan: no schedule is later, no rank fuller, and
         copies of weights cost the same.
         """
         problem = self.problem
-        indices = problem.options_by_size[problem.homes[role]].get(size, [])
+        indices = problem.options_by_extent[problem.homes[role]].get(extent, [])
         tied_calls = [problem.calls[call_index] for call_index in problem.tied[role]]
         rows = [[*(call.options[i].seconds for call in tied_calls), *self.home_bytes(role, i)] for i in indices]
         has_movable = any(problem.calls[call_index].role == role for call_index in problem.movable)
@@ -182,15 +203,15 @@ class CandidateTables:
         return [indices[i] for i in undominated(rows, kinds)]
 
     def _build_movable_table(
-        self, call_index: int, size: int, num_home_ranks: int, layout: WeightLayout | None, on_one_host: bool
+        self, call_index: int, extent: Extent, num_home_ranks: int, layout: WeightLayout | None, on_one_host: bool
     ) -> FastestWithin:
-        """Return the table of a movable call on ``size`` ranks; see :meth:`Problem.weight_copy_cost_between`.
+        """Return the table of a movable call on ranks of ``extent``; see :meth:`Problem.weight_copy_cost_between`.
 
         ``num_home_ranks`` 0: copying the weights costs nothing.
         """
         call = self.problem.calls[call_index]
         rows = []
-        for index in self._undominated_options(call_index, size):
+        for index in self._undominated_options(call_index, extent):
             option = call.options[index]
             copy_seconds, copy_bytes = 0.0, 0.0
             if num_home_ranks:
@@ -199,9 +220,9 @@ class CandidateTables:
             rows.append((option.call_bytes + copy_bytes, option.seconds + copy_seconds, index))
         return FastestWithin(rows)
 
-    def _find_undominated_options(self, call_index: int, size: int) -> list[int]:
+    def _find_undominated_options(self, call_index: int, extent: Extent) -> list[int]:
         """Return options of a movable call, without those that another one with the same layout beats."""
-        indices = self.problem.options_by_size[call_index].get(size, [])
+        indices = self.problem.options_by_extent[call_index].get(extent, [])
         options = [self.problem.calls[call_index].options[index] for index in indices]
         rows = [[option.seconds, option.call_bytes] for option in options]
         return [indices[i] for i in undominated(rows, [option.layout for option in options])]
@@ -211,19 +232,19 @@ class CandidateTables:
         on_one_host = self.problem.on_one_host(home.rank_range, ranks)
         role = self.problem.calls[call_index].role
         layout = self.problem.home_layout(role, home) if home.rank_range == ranks else None
-        return self._movable_table(call_index, ranks.count, home.rank_range.count, layout, on_one_host)
+        return self._movable_table(call_index, self.problem.extent(ranks), home.rank_range.count, layout, on_one_host)
 
-    def movable_tables(self, call_index: int, home: Choice | None, size: int) -> Sequence[FastestWithin]:
-        """Return a table for each relation of ``size`` ranks to the home's. Without a home, copying costs nothing."""
+    def movable_tables(self, call_index: int, home: Choice | None, extent: Extent) -> Sequence[FastestWithin]:
+        """Return a table for each relation of ranks of ``extent`` to the home's. Without a home, copying costs nothing."""
         if home is None:
-            return [self._movable_table(call_index, size, 0, None, False)]
+            return [self._movable_table(call_index, extent, 0, None, False)]
         num_home_ranks = home.rank_range.count
         on_one_host = self.problem.on_one_host(home.rank_range)
-        other_ranks_near = on_one_host and size <= self.problem.local_size
-        tables = [self._movable_table(call_index, size, num_home_ranks, None, other_ranks_near)]
-        if size == num_home_ranks:
+        other_ranks_near = on_one_host and num_ranks(extent) <= self.problem.local_size
+        tables = [self._movable_table(call_index, extent, num_home_ranks, None, other_ranks_near)]
+        if extent == self.problem.extent(home.rank_range):
             layout = self.problem.home_layout(self.problem.calls[call_index].role, home)
-            tables.append(self._movable_table(call_index, size, num_home_ranks, layout, on_one_host))
+            tables.append(self._movable_table(call_index, extent, num_home_ranks, layout, on_one_host))
         return tables
 
 
@@ -269,7 +290,8 @@ def _choose_homes(
     least_resident: dict[str, float] = {}
     seconds: dict[str, float] = {}
     for role, ranks in homes.items():
-        options[role] = [decided_options[role]] if role in decided_options else tables.home_options(role, ranks.count)
+        extent = problem.extent(ranks)
+        options[role] = [decided_options[role]] if role in decided_options else tables.home_options(role, extent)
         if not options[role]:
             return None
         seconds[role] = problem.calls[problem.homes[role]].options[options[role][0]].seconds

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import count
 
 from rlhf_spmd.planner.problem import Choice, Plan, Problem, RankRange, simulate
-from rlhf_spmd.planner.search import SearchResult, no_plan_error
+from rlhf_spmd.planner.search import NoFasterPlanError, SearchResult, no_plan_error
 from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, ResidentBytes, greedy_choices
 from rlhf_spmd.planner.search.phase_scheduling import Fixed, Free, OutOfTimeError, Phase, SearchBudget, Table, phases
 
@@ -28,7 +28,8 @@ INFINITE = float("inf")
 
 def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult:
     """Return the best plan, or after ``limit`` seconds the best plan so far and the bound that is proved by then. It never
-    stops without a plan. ``seed`` is not read. Raises NoPlanError if no plan fits."""
+    stops without a plan. ``seed`` is not read. Raises NoPlanError if no plan fits, and NoFasterPlanError for a problem with a
+    ceiling below which it has no plan."""
     return _ExactSearch(problem, limit).run()
 
 
@@ -52,7 +53,7 @@ class _ExactSearch:
         self.tables = CandidateTables(problem)
         self.budget = SearchBudget(INFINITE)
         self.phases = [Phase(problem, call_indices, self.ranges, self.budget) for call_indices in phases(problem)]
-        self.best = INFINITE
+        self.best = problem.ceiling
         self.plan: Plan | None = None
         self.roles = sorted(problem.homes, key=lambda role: -problem.least_resident[role])
         self.node_numbers = count()
@@ -60,29 +61,31 @@ class _ExactSearch:
         self.frontier: list[tuple[tuple[float, float, int], _SearchNode]] = []
 
     def run(self) -> SearchResult:
-        """Return the result. Searches deepest first until there is a plan, then best first."""
+        """Return the result. Searches deepest first until there is a plan or a ceiling, then best first."""
         if self.problem.ahead:
             # the best plan of steps that do not overlap is no slower where they do, so its seconds are a first bound
-            in_turn = search(replace(self.problem, ahead=0, generating=frozenset()), self.limit / 2)
-            self.plan = in_turn.plan
-            self.best = simulate(self.problem, in_turn.plan).seconds
+            in_turn = search(replace(self.problem, ahead=0, generating=frozenset(), ceiling=INFINITE), self.limit / 2)
+            seconds = simulate(self.problem, in_turn.plan).seconds
+            if seconds < self.best:
+                self.plan = in_turn.plan
+                self.best = seconds
             self.budget.evaluations = in_turn.evaluations
         bounds = self.tightened_bounds((0.0,) * len(self.phases), {}, self.least_seconds_tables(()))
         if bounds:
             self.push(_SearchNode(bounds, (), None))
         proved = sum(bounds or ())
-        if self.plan:
+        if self.is_best_first:
             self.budget.until = self.started + self.limit
         try:
             while self.frontier:
                 _, node = heapq.heappop(self.frontier)
-                had_plan = self.plan is not None
-                if had_plan:
+                was_best_first = self.is_best_first
+                if was_best_first:
                     proved = sum(node.bounds)
                     if proved >= self.best:
                         break
                 self.branch(node)
-                if self.plan and not had_plan:
+                if self.is_best_first and not was_best_first:
                     self.budget.until = self.started + self.limit
                     nodes = [waiting for _, waiting in self.frontier]
                     self.frontier = []
@@ -91,18 +94,23 @@ class _ExactSearch:
             proved = self.best
         except OutOfTimeError:
             pass
-        if self.plan is None:
-            raise no_plan_error(self.problem, "")
         proved = min(proved, self.best)
+        if self.plan is None:
+            raise NoFasterPlanError(proved) if self.is_best_first else no_plan_error(self.problem, "")
         seconds = time.perf_counter() - self.started
         return SearchResult(self.plan, self.best, proved, proved == self.best, self.budget.evaluations, seconds)
+
+    @property
+    def is_best_first(self) -> bool:
+        """Return True if there is a plan, or a ceiling, that cuts branches."""
+        return self.best < INFINITE
 
     def push(self, node: _SearchNode) -> None:
         """Add a node to the frontier if it may lead to a better plan."""
         bound = sum(node.bounds)
         depth = -2 * len(node.homes) - (node.ranks is not None)
         if bound < self.best:
-            order = (bound, depth) if self.plan else (depth, bound)
+            order = (bound, depth) if self.is_best_first else (depth, bound)
             heapq.heappush(self.frontier, ((*order, next(self.node_numbers)), node))
 
     def branch(self, node: _SearchNode) -> None:
@@ -122,10 +130,10 @@ class _ExactSearch:
         fixed = self.home_assignments(homes)
         free = {i: table for i, table in self.least_seconds_tables(homes).items() if i not in tied}
         occupied = frozenset(home.rank_range for home in homes)
-        for size in self.ranges.by_size:
-            for ranks in self.ranges.ranges_up_to_symmetry(size, occupied):
+        for extent in self.ranges.by_extent:
+            for ranks in self.ranges.ranges_up_to_symmetry(extent, occupied):
                 room = self.tables.room(resident, ranks)
-                home_calls = {i: (ranks, self.tables.tied_table(i, size).within(room)[0]) for i in tied}
+                home_calls = {i: (ranks, self.tables.tied_table(i, extent).within(room)[0]) for i in tied}
                 if tightened := self.tightened_bounds(bounds, fixed | home_calls, free):
                     self.push(_SearchNode(tightened, homes, ranks))
 
@@ -135,7 +143,7 @@ class _ExactSearch:
         tied = self.problem.tied[role]
         fixed = self.home_assignments(homes)
         free = {i: table for i, table in self.least_seconds_tables(homes).items() if i not in tied}
-        for option in self.tables.home_options(role, ranks.count):
+        for option in self.tables.home_options(role, self.problem.extent(ranks)):
             home_calls = {i: (ranks, self.problem.calls[i].options[option].seconds) for i in tied}
             next_homes = (*homes, Choice(ranks, option))
             tightened = self.tightened_bounds(bounds, fixed | home_calls, free) if self.fits(next_homes) else None
@@ -181,7 +189,7 @@ class _ExactSearch:
         }
 
     def least_seconds_tables(self, homes: Homes) -> dict[int, Table]:
-        """Return for each undecided call the fewest seconds on each number of ranks, wherever most memory is left."""
+        """Return for each undecided call the fewest seconds on each extent, wherever most memory is left."""
         if homes in self.last_tables:
             return self.last_tables[homes]
         rooms = self.tables.largest_room(self.resident(homes), self.ranges)
@@ -192,14 +200,14 @@ class _ExactSearch:
             if call.role in by_role and not is_movable:
                 continue
             table = []
-            for size in self.ranges.by_size:
+            for extent in self.ranges.by_extent:
                 if is_movable:
-                    candidates = self.tables.movable_tables(call_index, by_role.get(call.role), size)
+                    candidates = self.tables.movable_tables(call_index, by_role.get(call.role), extent)
                 else:
-                    candidates = [self.tables.tied_table(call_index, size)]
-                seconds = min(candidate.within(rooms[size])[0] for candidate in candidates)
+                    candidates = [self.tables.tied_table(call_index, extent)]
+                seconds = min(candidate.within(rooms[extent])[0] for candidate in candidates)
                 if seconds < INFINITE:
-                    table.append((size, seconds))
+                    table.append((extent, seconds))
             undecided[call_index] = tuple(table)
         self.last_tables = {homes: undecided}
         return undecided
@@ -215,7 +223,9 @@ class _ExactSearch:
         ranks_of = {role: packed[call_index] for role, call_index in self.problem.homes.items() if call_index in packed}
         ranks_of |= {role: home.rank_range for role, home in by_role.items()}
         placed = {role: ranks_of[role] for role in self.roles if role in ranks_of}
-        if len(placed) < len(self.roles) or not all(self.tables.home_options(role, r.count) for role, r in placed.items()):
+        if len(placed) < len(self.roles):
+            return
+        if not all(self.tables.home_options(role, self.problem.extent(ranks)) for role, ranks in placed.items()):
             return
         choices = greedy_choices(self.tables, placed, {}, {role: home.option for role, home in by_role.items()})
         if choices:

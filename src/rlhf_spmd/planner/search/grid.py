@@ -29,7 +29,9 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult
     sizes = sorted({size for ratio in RATIOS if (size := max(int(ratio * problem.size), 1)) in ranges.by_size})
     candidates: list[list[int]] = []
     for role in roles:
-        candidates.append([size for size in sizes if greedy_choices(tables, {role: ranges.by_size[size][0]}, {})])
+        candidates.append(
+            [size for size in sizes if any(greedy_choices(tables, {role: ranks}, {}) for ranks in ranges.by_size[size])]
+        )
     candidates += [[0, *sizes] for _ in copied_roles]  # 0: the role's own ranks
     best: tuple[float, Plan] | None = None
     evaluations = 0

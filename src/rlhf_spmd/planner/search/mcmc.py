@@ -25,7 +25,8 @@ def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> SearchResult
     draw = random.Random(seed)
     ranges = RankRanges(problem)
     options = [
-        {size: indices for size, indices in by_size.items() if size in ranges.by_size} for by_size in problem.options_by_size
+        {extent: indices for extent, indices in by_extent.items() if extent in ranges.by_extent}
+        for by_extent in problem.options_by_extent
     ]
 
     def with_choice(plan: Plan, call_index: int, choice: Choice) -> Plan:
@@ -38,9 +39,9 @@ def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> SearchResult
     plan: Plan = (Choice(ranges.all_ranks, 0),) * len(problem.calls)
     for call_index in independent:
         call_options = problem.calls[call_index].options
-        indices = (index for same_size in options[call_index].values() for index in same_size)
+        indices = (index for same_extent in options[call_index].values() for index in same_extent)
         fastest = min(indices, key=lambda index: call_options[index].seconds)
-        plan = with_choice(plan, call_index, Choice(ranges.by_size[call_options[fastest].size][0], fastest))
+        plan = with_choice(plan, call_index, Choice(ranges.by_extent[call_options[fastest].extent][0], fastest))
     best: tuple[float, Plan] | None = None
     schedule = simulate(problem, plan)
     evaluations = 1
@@ -51,8 +52,8 @@ def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> SearchResult
         if time.perf_counter() - started >= limit:
             break
         call_index = draw.choice(independent)
-        size = draw.choice(list(options[call_index]))
-        choice = Choice(draw.choice(ranges.by_size[size]), draw.choice(options[call_index][size]))
+        extent = draw.choice(list(options[call_index]))
+        choice = Choice(draw.choice(ranges.by_extent[extent]), draw.choice(options[call_index][extent]))
         next_plan = with_choice(plan, call_index, choice)
         next_schedule = simulate(problem, next_plan)
         evaluations += 1

@@ -10,7 +10,7 @@ before all calls of the phase before have ended:
 So the seconds of a step are the sum over its phases, and each phase can be searched by itself (:func:`phases`). A *packing* gives
 the calls of a phase their ranks. On 8 ranks, phase 1 may have all of them for generation, and phase 2 may have the critic on
 ranks 0-3 and the reference on ranks 4-7 at the same time. A call is *fixed* if its ranks are already decided, and *free* if the
-packing chooses them. A :data:`Table` has the seconds of a free call on each number of ranks.
+packing chooses them. A :data:`Table` has the seconds of a free call on each extent, the number of ranks of each kind.
 
 :class:`Phase` bounds a phase from below while roles have no home yet, and packs it when all have one. Both are the search of
 :class:`_Packing`, which proves its result because it tries all ranges but those that a bound or a symmetry excludes. The search
@@ -29,10 +29,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from rlhf_spmd.planner.problem import Problem, RankRange, start_times
-from rlhf_spmd.planner.search.candidates import RankRanges, halves
+from rlhf_spmd.planner.problem import CallNode, Extent, Problem, RankRange, num_ranks, start_times
+from rlhf_spmd.planner.search.candidates import RankRanges
 
-Table = tuple[tuple[int, float], ...]  # of a free call: (number of ranks, the fewest seconds on that number)
+Table = tuple[tuple[Extent, float], ...]  # of a free call: (extent, the fewest seconds on it)
 Free = Mapping[int, Table]  # by index of the call
 Fixed = Mapping[int, tuple[RankRange, float]]  # index of the call -> its ranks and seconds
 Occupied = frozenset[RankRange]
@@ -81,8 +81,31 @@ class SearchBudget:
             raise OutOfTimeError
 
 
+def kind_weights(calls: Sequence[CallNode], num_kinds: int) -> list[float]:
+    """Return how much a rank of each kind counts in bounds by work: its speed in these calls, 1 for the fastest kind.
+
+    Its speed in a call is the inverse of the fewest rank-seconds that the call takes on such ranks. Any weights give a true
+    bound; these give a tight one, because a slow rank then neither gains nor saves work.
+    """
+    if num_kinds == 1:
+        return [1.0]
+    least = np.full((len(calls), num_kinds), math.inf)  # rank-seconds
+    for row, call in zip(least, calls, strict=True):
+        for option in call.options:
+            if len(option.extent) == 1:
+                kind = option.extent[0][0]
+                row[kind] = min(row[kind], option.size * option.seconds)
+    calls_on_kinds = least[np.isfinite(least).any(axis=1)]  # a call may have options only on several kinds together
+    work = calls_on_kinds.min(axis=1, keepdims=True)
+    speeds = (work * (work / calls_on_kinds)).sum(axis=0)
+    return (speeds / speeds.max()).tolist() if speeds.any() else [1.0] * num_kinds
+
+
 class Phase:
-    """One of :func:`phases`. Its methods take all calls and look at the phase's own."""
+    """One of :func:`phases`. Its methods take all calls and look at the phase's own.
+
+    ``weight``: the function from an extent to the weight of its ranks, see :func:`kind_weights`.
+    """
 
     def __init__(self, problem: Problem, call_indices: range, ranges: RankRanges, budget: SearchBudget) -> None:
         self.problem = problem
@@ -92,6 +115,9 @@ class Phase:
         self._bounds_by_calls: dict[object, tuple[float, float]] = {}  # a lower bound, and the seconds of a packing
         self._packings: dict[tuple[int, ...], list[dict[int, RankRange]]] = {}  # by free calls: the last good ones
         self._max_schedules_per_bound = 0 if problem.ahead else 20_000
+        weights = kind_weights([problem.calls[i] for i in call_indices], max(kind for _, kind in problem.device_runs) + 1)
+        self.weight = cache(lambda extent: sum(count * weights[kind] for kind, count in extent))
+        self.total_weight = self.weight(problem.extent(ranges.all_ranks))
 
     def bound(self, fixed: Fixed, free: Free, floor: float, ceiling: float) -> float:
         """Return a lower bound of the phase's seconds, clipped to ``floor`` .. ``ceiling``: free calls may take any range of a size.
@@ -171,7 +197,7 @@ class _Packing:
     Two bounds cut a branch that cannot beat the best packing. Both hold for all of its packings:
 
     - the end of the calls that have ranks, if the others take their least seconds and no ranks
-    - the rank-seconds of all calls, the least of those without ranks, over all ranks
+    - the weighted rank-seconds of all calls, the least of those without ranks, over the weight of all ranks
     """
 
     def __init__(
@@ -187,21 +213,27 @@ class _Packing:
         self._free = free
         self._seconds_on = seconds_on
         self._occupied = occupied
-        self._num_ranks = phase.problem.size
+        self._extent = phase.problem.extent
+        self._weight = phase.weight
+        self._total_weight = phase.total_weight
         self._ranges: list[RankRange | None] = [None] * len(phase.problem.calls)
         self._seconds = [0.0] * len(phase.problem.calls)
         for call_index, (ranks, seconds) in fixed.items():
             self._give(call_index, ranks, seconds)
         for call_index, table in free.items():
             self._seconds[call_index] = min((seconds for _, seconds in table), default=math.inf)
-        self._area = sum(ranks.count * seconds for ranks, seconds in fixed.values())  # rank-seconds of fixed calls
+        # weighted rank-seconds of fixed calls
+        self._area = sum(self._weight(self._extent(ranks)) * seconds for ranks, seconds in fixed.values())
         self._order = sorted(free, key=lambda call_index: -self._least_area(call_index, math.inf))
         self._best = ceiling
         self._best_ranges: dict[int, RankRange] | None = None
 
     def _least_area(self, call_index: int, below: float) -> float:
-        """Return the fewest rank-seconds of a call that takes less than ``below`` seconds."""
-        return min((size * seconds for size, seconds in self._free[call_index] if seconds < below), default=math.inf)
+        """Return the fewest weighted rank-seconds of a call that takes less than ``below`` seconds."""
+        weight = self._weight
+        return min(
+            (weight(extent) * seconds for extent, seconds in self._free[call_index] if seconds < below), default=math.inf
+        )
 
     def least_seconds(self) -> float:
         """Return the fewest seconds T in which all ranks together have the rank-seconds that calls need to end within T."""
@@ -212,7 +244,7 @@ class _Packing:
         while bound < self._best:
             within = math.nextafter(bound * (1 + 1e-12), math.inf)
             area = self._area + sum(self._least_area(call_index, within) for call_index in self._order)
-            work_seconds = area / self._num_ranks
+            work_seconds = area / self._total_weight
             if work_seconds <= within:
                 break
             bound = min([work_seconds, *(seconds for seconds in table_seconds if seconds > within)])
@@ -224,7 +256,7 @@ class _Packing:
         seconds = list(self._seconds)
         for call_index, ranks in packing.items():
             ranges[call_index] = ranks
-            seconds[call_index] = dict(self._free[call_index]).get(ranks.count, math.inf)
+            seconds[call_index] = dict(self._free[call_index]).get(self._extent(ranks), math.inf)
         return self._phase.end(ranges, seconds) if max(seconds) < self._best else math.inf
 
     def run(self, floor: float = -1.0, max_evaluations: float = math.inf) -> tuple[float, dict[int, RankRange] | None]:
@@ -238,7 +270,7 @@ class _Packing:
         return self._best, self._best_ranges
 
     def _descend(self, depth: int, area: float, end: float) -> None:
-        """Try all ranges of the call at ``depth`` of the order. ``area``: rank-seconds of the calls that have ranks."""
+        """Try all ranges of the call at ``depth`` of the order. ``area``: weighted rank-seconds of the calls that have ranks."""
         if depth == len(self._order):
             self._best = end
             self._best_ranges = {call_index: ranks for call_index in self._order if (ranks := self._ranges[call_index])}
@@ -248,17 +280,18 @@ class _Packing:
         other_area = area + sum(self._least_area(other, self._best) for other in self._order[depth + 1 :])
         occupied = self._occupied.union(ranks for ranks in self._ranges if ranks)
         branches = []
-        for size, least in self._free[call_index]:
-            if least >= self._best or other_area + size * least >= self._best * self._num_ranks:
+        for extent, least in self._free[call_index]:
+            weight = self._weight(extent)
+            if least >= self._best or other_area + weight * least >= self._best * self._total_weight:
                 continue
-            for ranks in self._phase.ranges.ranges_up_to_symmetry(size, occupied):
+            for ranks in self._phase.ranges.ranges_up_to_symmetry(extent, occupied):
                 seconds = self._seconds_on(call_index, ranks) if self._seconds_on else least
-                if seconds >= self._best or other_area + size * seconds >= self._best * self._num_ranks:
+                if seconds >= self._best or other_area + weight * seconds >= self._best * self._total_weight:
                     continue
                 self._give(call_index, ranks, seconds)
                 branch_end = self._phase.end(self._ranges, self._seconds, self._max_evaluations)
                 if branch_end < self._best:
-                    branches.append((branch_end, size * seconds, ranks, seconds))
+                    branches.append((branch_end, weight * seconds, ranks, seconds))
         for branch_end, branch_area, ranks, seconds in sorted(branches):
             if branch_end >= self._best or self._best <= self._floor:
                 break
@@ -286,20 +319,21 @@ class HalvesPacking:
     For example, calls 0 and 1 take 4 seconds on one rank and 3 on two. On two ranks the subset A = {0, 1} ends after 3 + 3 = 6 seconds;
     A = {0} after 3 + max(4, 0) = 7; the empty A has one run {0, 1}, which ends after max(4, 4) = 4, the least.
 
-    ``tables``: for each call in program order: number of ranks -> seconds. Halves of equal size are alike. A set of calls is a
-    number, whose bits are its calls.
+    ``tables``: for each call in program order: extent -> seconds. Ranges of equal extents are alike. A set of calls is a number,
+    whose bits are its calls.
     """
 
-    def __init__(self, ranges: RankRanges, tables: Sequence[Mapping[int, float]]) -> None:
+    def __init__(self, ranges: RankRanges, tables: Sequence[Mapping[Extent, float]]) -> None:
         self.ranges = ranges
         self.tables = tables
         self.subsets, self.rests, self.starts = _splits(len(tables))
-        self.ends = cache(self._ends)
+        self._first_of_extent: dict[Extent, RankRange] = {}
+        self._ends_of = cache(self._compute_ends)
 
     @property
     def seconds(self) -> float:
         """Return the seconds until the last call ends; inf if there is no packing."""
-        end = float(self.ends(self.ranges.all_ranks.count)[0][-1])
+        end = float(self.ends(self.ranges.all_ranks)[0][-1])
         return end if end < NEVER else math.inf
 
     def packing(self) -> dict[int, RankRange]:
@@ -308,17 +342,22 @@ class HalvesPacking:
             return {}
         return self._place(self.ranges.all_ranks, (1 << len(self.tables)) - 1)
 
-    def _ends(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return E(r, S) for a range r of ``count`` ranks.
+    def ends(self, ranks: RankRange) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return :meth:`_compute_ends` of the first range with this extent."""
+        return self._ends_of(self._first_of_extent.setdefault(self.ranges.extent(ranks), ranks))
+
+    def _compute_ends(self, ranks: RankRange) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return E(r, S) for the range r = ``ranks``.
 
         1. for each set of calls: the least end
         2. for each pair of a set and a subset: the end if the halves take the subset and the other calls
         3. for each pair: the end if the subset runs on the complete range
         """
-        alone = _members(len(self.tables)) @ np.array([table.get(count, NEVER) for table in self.tables])
-        if count == 1:
+        extent = self.ranges.extent(ranks)
+        alone = _members(len(self.tables)) @ np.array([table.get(extent, NEVER) for table in self.tables])
+        if num_ranks(extent) == 1:
             return alone, np.full(len(self.subsets), NEVER), alone[self.subsets] + NEVER * (self.rests > 0)
-        first, second = (self.ends(half.count)[0] for half in halves(RankRange(0, count), self.ranges.local_size))
+        first, second = (self.ends(half)[0] for half in self.ranges.halves(ranks))
         halved = np.maximum(first[self.subsets], second[self.rests])
         least_halved = np.minimum.reduceat(halved, self.starts)
         complete = alone[self.subsets] + least_halved[_runs(len(self.tables))].sum(0)
@@ -326,13 +365,13 @@ class HalvesPacking:
 
     def _place(self, ranks: RankRange, calls: int) -> dict[int, RankRange]:
         """Return the ranks of a set of calls on a range."""
-        _, halved, complete = self.ends(ranks.count)
+        _, halved, complete = self.ends(ranks)
         pair = self._best_pair(complete, calls)
         places = {call: ranks for call in range(len(self.tables)) if self.subsets[pair] >> call & 1}
         for run in filter(None, _runs(len(self.tables))[:, pair]):
             split = self._best_pair(halved, run)
             parts = (self.subsets[split], self.rests[split])
-            for half, part in zip(halves(ranks, self.ranges.local_size), parts, strict=True):
+            for half, part in zip(self.ranges.halves(ranks), parts, strict=True):
                 places |= self._place(half, part) if part else {}
         return places
 

@@ -1,0 +1,102 @@
+"""Calls on several kinds of devices: seconds follow from the rows that the trainer deals to each replica."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from rlhf_spmd.controller import MICRO_DP, THREE_D, GroupShape, ResourcePool
+from rlhf_spmd.controller.protocols import ProtocolRanks, RankSpeeds
+from rlhf_spmd.generation.config import GenerationConfig
+from rlhf_spmd.models.lora import LoraConfig
+from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.planner.device_times import DeviceTimes, KindSpeeds, measured_speeds
+from rlhf_spmd.planner.machine import ClusterConfig, Machine
+from rlhf_spmd.planner.memory import RoleSettings
+from rlhf_spmd.planner.model_call import ModelCall
+from rlhf_spmd.planner.problem import RankRange, extent_of, runs_of_equals
+from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Numbers, Workload, call_settings, shape_of
+
+SPEC = ModelSpec("llama", 128256, 4096, 14336, 32, 32, 8, 128)
+
+
+@dataclass(frozen=True)
+class LinearTimes:
+    """A replica takes ``fixed`` seconds and ``per_row`` for each of its rows, twice as long when it generates."""
+
+    fixed: float
+    per_row: float
+
+    def tp_sizes(self, shape: ModelShape) -> list[int]:
+        return [1, 2, 4]
+
+    def infer_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings) -> np.ndarray:
+        return self.fixed + self.per_row * work.rows * work.row_share / settings.dp
+
+    train_seconds = infer_seconds
+
+    def generate_seconds(self, shape: ModelShape, work: Workload, settings: CallSettings, kv_bytes: Numbers) -> np.ndarray:
+        return self.fixed + 2 * self.per_row * work.rows * work.row_share / settings.dp
+
+
+def model_call(kind: str, rows: int = 960) -> ModelCall:
+    return ModelCall(
+        name=f"actor.{kind}",
+        role="actor",
+        method=kind,
+        kind=kind,
+        after=frozenset(),
+        spec=SPEC,
+        shape=shape_of(SPEC, "lm"),
+        work=Workload(rows, 1024, (1024,)),
+        settings=RoleSettings(trained=True),
+        generation=GenerationConfig(),
+        lora=LoraConfig(),
+        num_dealt_units=rows,
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_call_takes_as_long_as_its_slowest_replica(seed: int) -> None:
+    """Whose rows are those that the controller deals by the same speeds."""
+    rng = random.Random(seed)
+    pp, dp, tp = (rng.choice([1, 2, 3, 4]) for _ in range(3))
+    size = pp * dp * tp
+    kinds = tuple(sorted(rng.choices(range(rng.choice([1, 2, 3])), k=size), reverse=rng.random() < 0.5))
+    times = [LinearTimes(rng.random(), rng.random()) for _ in range(3)]
+    speeds = KindSpeeds(*(tuple(rng.sample([0.2, 0.4, 0.7, 1.0], k=3)) for _ in range(2)))
+    for kind, protocol, of_kinds in (("train", THREE_D, speeds.compute), ("generate", MICRO_DP, speeds.generation)):
+        call = model_call(kind)
+        settings = call_settings([(1, 1, size), (pp, tp, dp)])
+        extent = extent_of(runs_of_equals(kinds), RankRange(0, size))
+        seconds = DeviceTimes(times, speeds).seconds(call, settings, extent, 0.0)[1]
+        pool = ResourcePool("all", tuple(range(size)))
+        ranks = ProtocolRanks(protocol, GroupShape(Layout(pp, tp, dp)), pool, RankSpeeds([of_kinds[kind] for kind in kinds]))
+        part_speeds = ranks.speeds or (1.0,) * ranks.num_parts
+        expected = 0.0
+        for part in range(ranks.num_parts):
+            slowest = min((kinds[rank] for rank in ranks.workers(part)), key=lambda kind: of_kinds[kind])
+            rows = call.work.rows * part_speeds[part] / sum(part_speeds)
+            expected = max(expected, times[slowest].fixed + times[slowest].per_row * rows * (2 if kind == "generate" else 1))
+        assert seconds == pytest.approx(expected)
+        largest = DeviceTimes(times, speeds).largest_share(call, settings, extent)
+        assert np.broadcast_to(largest, 2)[1] == pytest.approx(max(part_speeds) * ranks.num_parts / sum(part_speeds))
+
+
+def test_speeds_are_those_of_the_times() -> None:
+    machine = Machine(16, 4, ClusterConfig().machine().device, (1e12,) * 16, 1e9)
+    times = [LinearTimes(0.0, 2.0), LinearTimes(0.0, 1.0), LinearTimes(0.0, 8.0)]
+    calls = [model_call("train"), model_call("infer")]
+    assert measured_speeds(calls, machine, times, 16384) == KindSpeeds((0.5, 1.0, 0.125), (1.0, 1.0, 1.0))
+    slow_start = [
+        *times[:2],
+        LinearTimes(240.0, 1.0),
+    ]  # 240 rows of a host on 4 replicas: 60 + 240 seconds, three calls of 60, 120
+    assert measured_speeds([*calls, model_call("generate")], machine, slow_start, 16384) == KindSpeeds(
+        (0.5, 1.0, 0.2), (0.5, 1.0, 0.3333)
+    )
+    assert measured_speeds(calls, machine, times[:1], 16384) == KindSpeeds()
