@@ -18,7 +18,7 @@ from rlhf_spmd.planner.problem import SHARDING_OF_ZERO, Option
 from rlhf_spmd.planner.search.candidates import range_sizes, undominated
 from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Numbers, Workload, call_settings
 
-IN_FLIGHT = (1, 4, 16, 64, 256, 1024)  # rows in flight that are tried
+IN_FLIGHT = tuple(1 << n for n in range(11))  # rows in flight that are tried
 
 
 class CallTimes(Protocol):
