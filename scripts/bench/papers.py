@@ -11,7 +11,7 @@ from measure import ROOT
 from rlhf_spmd import plan
 from rlhf_spmd.planner.machine import ClusterConfig
 from rlhf_spmd.planner.planning import ProblemBuilder
-from rlhf_spmd.planner.problem import CallNode, Option, Problem, RankRange, simulate
+from rlhf_spmd.planner.problem import CallNode, Option, Plan, Problem, RankRange, simulate
 from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, greedy_choices, plan_of
 
 KEYS = (
@@ -60,39 +60,71 @@ def limited(problem: Problem, keep: Callable[[CallNode, Option], bool]) -> Probl
         calls = [problem.calls[i] for i in indices]
         options = [n for n in range(len(calls[0].options)) if all(keep(call, call.options[n]) for call in calls)]
         kept |= dict.fromkeys(indices, options)
-    limited_calls = tuple(
+    nodes = tuple(
         replace(call, options=tuple(call.options[n] for n in kept[index])) for index, call in enumerate(problem.calls)
     )
-    return replace(problem, calls=limited_calls)
+    return replace(problem, calls=nodes)
 
 
 def fastest_in_groups(problem: Problem, groups: Sequence[tuple[str, ...]], least_share: float = 1 / 16) -> float:
-    """Return seconds of the fastest step whose roles share ranks as ``groups`` say, over all numbers of ranks; inf if none fits.
+    """Return seconds of :func:`fastest_plan_in_groups`; inf if none fits."""
+    plan = fastest_plan_in_groups(problem, groups, least_share)
+    return simulate(problem, plan).seconds if plan else inf
 
+
+def fastest_plan_in_groups(problem: Problem, groups: Sequence[tuple[str, ...]], least_share: float = 1 / 16) -> Plan | None:
+    """Return the fastest plan whose roles share ranks as ``groups`` say, over all numbers of ranks; None if none fits.
+
+    A group may name a call that moves, as in ``plan.yaml``; the other calls of its role stay at the role's ranks.
     ``least_share``: the smallest share of the ranks that a group gets.
     """
     ranges = RankRanges(problem)
     tables = CandidateTables(problem)
     sizes = [size for size in ranges.by_size if size >= problem.size * least_share]
-    best = inf
+    best: tuple[float, Plan | None] = (inf, None)
     for allocation in product(sizes, repeat=len(groups)):
         homes = _placed(ranges, groups, allocation)
         if homes is None:
             continue
-        choices = greedy_choices(tables, homes, {i: homes[problem.calls[i].role] for i in problem.movable})
-        if choices:
-            schedule = simulate(problem, plan_of(choices))
-            best = min(best, schedule.seconds if schedule.fits else inf)
-    return best
+        calls = ((i, problem.calls[i]) for i in problem.movable)
+        movable = {i: homes.get(call.name, homes[call.role]) for i, call in calls}
+        plan = fastest_plan_on(tables, {role: homes[role] for role in problem.homes}, movable)
+        if plan:
+            best = min(best, (simulate(problem, plan).seconds, plan), key=lambda each: each[0])
+    return best[1]
+
+
+def fastest_plan_on(tables: CandidateTables, homes: Mapping[str, RankRange], movable: Mapping[int, RankRange]) -> Plan | None:
+    """Return a plan on these ranks that no other option of a single home makes faster; None if none fits.
+
+    The greedy choice takes the option that trains fastest. Another one may save its role's other calls more than it costs.
+    """
+    decided: dict[str, int] = {}
+    best: tuple[float, Plan | None] = (inf, None)
+    while True:
+        before = best[0]
+        for role, ranks in homes.items():
+            for option in tables.home_options(role, tables.problem.extent(ranks)):
+                choices = greedy_choices(tables, homes, movable, decided | {role: option})
+                if choices is None:
+                    continue
+                plan = plan_of(choices)
+                schedule = simulate(tables.problem, plan)
+                if schedule.fits and schedule.seconds < best[0]:
+                    best = schedule.seconds, plan
+                    decided = {name: choices[tables.problem.homes[name]].option for name in homes}
+        if best[0] == before:
+            return best[1]
 
 
 def _placed(ranges: RankRanges, groups: Sequence[tuple[str, ...]], sizes: Sequence[int]) -> dict[str, RankRange] | None:
-    """Return role -> its ranks with these sizes of the groups, one behind the other on all ranks; None if there are no such ranges."""
+    """Return role or call -> its ranks with these sizes of the groups on all ranks, the largest first; None if there are no such
+    ranges."""
     if sum(sizes) != ranges.all_ranks.count:
         return None
     first = 0
     homes: dict[str, RankRange] = {}
-    for group, size in zip(groups, sizes, strict=True):
+    for group, size in sorted(zip(groups, sizes, strict=True), key=lambda each: -each[1]):
         ranks = next((ranks for ranks in ranges.by_size[size] if ranks.first == first), None)
         if ranks is None:
             return None

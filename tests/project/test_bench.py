@@ -61,12 +61,48 @@ def counts_what_formulas_say(report: Report) -> bool:
     return True
 
 
+def has_all_systems(report: Report) -> bool:
+    (row,) = report["rows"]
+    baselines = ("deepspeed_chat", "openrlhf", "nemo_aligner", "nemo_no_cache")
+    assert all(row[name] > row["hybridflow"] > 0 for name in baselines), row
+    assert row["nemo_no_cache"] > 10 * row["nemo_aligner"]  # each token takes a pass over its row
+    return {gain["baseline"] for gain in report["gains"]} == set(baselines)
+
+
+def is_colocated(report: Report) -> bool:
+    (row,) = report["rows"]
+    assert row["colocate"] < row["split"] < row["standalone"]
+    return row["paper"] == row["ours"] == "colocate" and set(row["calls"]) == {"colocate", "split", "apart", "standalone"}
+
+
+def moves_least(report: Report) -> bool:
+    for row in report["rows"]:
+        assert 0 < row["zero_redundancy"] < row["naive_groups"] <= row["full_gather"] < row["openrlhf"], row
+    return 0 < report["mean"] < report["most"] < 1
+
+
+def has_a_fastest_tp(report: Report) -> bool:
+    seconds = [row["generation_s"] for row in report["rows"]]
+    transitions = [row["transition_s"] for row in report["rows"]]
+    return transitions == sorted(transitions, reverse=True) and min(seconds) < min(seconds[0], seconds[-1])
+
+
+def maps_to_the_optimum(report: Report) -> bool:
+    (row,) = report["rows"]
+    return row["gap"] < 1e-9 and row["exact_step"] <= row["enumerate_step"] and row["options_s"] > 0
+
+
 SCRIPTS: dict[str, tuple[str, Callable[[Report], bool]]] = {
     "controller.py --ranks 2 --repeats 2 --starts 1": (
         "controller.any_rank",
         lambda report: all(case.get("received_by_rank_0", 0) == 0 < case["median_us"] for case in report["cases"]),
     ),
-    "planner.py estimator": ("14 of 14 within 25 %", estimates_well),
+    "planner.py": ("14 of 14 within 25 %", estimates_well),
+    "paper_hybridflow.py end_to_end --algorithms ppo --models 7B --gpus 8": ("| openrlhf | ppo |", has_all_systems),
+    "paper_hybridflow.py crossover --gpus 16": ("1 of 1 as published", is_colocated),
+    "paper_hybridflow.py transition": ("less time: mean", moves_least),
+    "paper_hybridflow.py generation_tp --models 7B": ("less than tp 8", has_a_fastest_tp),
+    "paper_hybridflow.py mapping --gpus 16": ("| 16 | 7B |", maps_to_the_optimum),
     "train.py step --model tiny --ranks 1 --steps 2 --programs ppo": ("step_s", has_phases),
     "update.py --models tiny --seconds 0 --least 1 --peers sorted packed_sdpa --layouts tp2": ("packed_sdpa", compares_updates),
     "update.py --device cpu --models tiny:1 --no-files --rows 4 8 24 --checkpointing full --optimizer no_masters "

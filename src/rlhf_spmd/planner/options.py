@@ -20,7 +20,7 @@ from rlhf_spmd.planner.problem import SHARDING_OF_ZERO, Extent, Option, RankRang
 from rlhf_spmd.planner.search.candidates import range_extents, undominated
 from rlhf_spmd.planner.shapes import CallSettings, Numbers, call_settings
 
-IN_FLIGHT = (1, 4, 16, 64, 256, 1024)  # rows in flight that are tried
+IN_FLIGHT = tuple(1 << n for n in range(11))  # rows in flight that are tried
 
 
 class _Estimate(NamedTuple):
