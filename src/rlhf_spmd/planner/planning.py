@@ -53,7 +53,7 @@ class ProblemBuilder:
     def problem(self) -> Problem:
         """Return the problem. Raises ValueError if a call has no layout, or the fixed plan has a layout that cannot be."""
         machine = self.machine
-        builder = OptionBuilder(machine, DeviceTimes(self.times, self.speeds), self.budget)
+        builder = OptionBuilder(machine, DeviceTimes(self.times, self.speeds), self.budget, self.ahead)
         call_nodes: dict[int, CallNode] = {}
         for index, call in enumerate(self.calls):
             if call.shares_home:

@@ -75,6 +75,7 @@ class Option:
     - cache: the part of ``call_bytes`` that a KV cache takes
     - zero, zero_size: ZeRO stage, and ranks that share one copy of the weights; 0: all replicas. ep: ranks that share the experts
     - in_place: at home, the call uses the weights in the home's layout, so ``zero`` must be the home's
+    - copies: versions of the weights that a call beside its home keeps, of which it uses one
     - expert_parallel_generation: ranks of tp share the experts, so weights are copied in the home's layout, too
     - devices: kinds of the ranks for which ``seconds`` are; empty: all devices are equal
     - settings: the option as the caller describes it, a ``PlacedCall``; no search reads it
@@ -92,6 +93,7 @@ class Option:
     in_place: bool = False
     expert_parallel_generation: bool = False
     cache: float = 0.0
+    copies: int = 1
     devices: Extent = ()
     settings: Any = None
 
@@ -162,7 +164,7 @@ class Problem:
     - weights: bytes of each role's weights
     - link, network: bytes/s of a rank inside a host and between hosts
     - ahead: steps that generation runs ahead of training (``max_staleness``)
-    - generating: indices of the calls that run ahead
+    - generating: indices of the calls that run ahead, on other ranks than their home
     """
 
     calls: tuple[CallNode, ...]
@@ -241,6 +243,14 @@ class Problem:
         """Return True if all ranks of these ranges are on the same host."""
         return len({rank // self.local_size for ranks in ranges for rank in (ranks.first, ranks.end - 1)}) == 1
 
+    @cached_property
+    def _names_ahead(self) -> frozenset[str]:
+        return frozenset(self.calls[i].name for i in self.generating)
+
+    def must_be_apart(self, call: CallNode) -> bool:
+        """Return True if a call runs ahead of training, and so on other ranks than its home."""
+        return self.ahead > 0 and call.name in self._names_ahead
+
     def home_layout(self, role: str, home: Choice) -> WeightLayout:
         """Return how the weights of a role lie at its home."""
         return self.calls[self.homes[role]].options[home.option].layout
@@ -254,8 +264,10 @@ class Problem:
         - Otherwise each rank gets a complete shard beside what it has (ReaL, section 6).
 
         The slower of receiving and sending counts; the home's ranks share the sending. ``IMPOSSIBLE`` if the trainer cannot do
-        it: a call with ``zero`` runs only in its home's layout.
+        it: a call with ``zero`` runs only in its home's layout, and a call that runs ahead on none of its home's ranks.
         """
+        if self.must_be_apart(call) and home.rank_range.overlaps(choice.rank_range):
+            return IMPOSSIBLE
         on_one_host = self.on_one_host(home.rank_range, choice.rank_range)
         layout = self.home_layout(call.role, home) if home.rank_range == choice.rank_range else None
         option = call.options[choice.option]
@@ -282,7 +294,7 @@ class Problem:
                 shard -= self.weights[role] / num_shards
             on_one_host = on_one_host or num_shards <= self.local_size
         sent = shard * option.size / num_home_ranks
-        return max(shard, sent) / (self.link if on_one_host else self.network), shard
+        return max(shard, sent) / (self.link if on_one_host else self.network), shard * option.copies
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,9 @@ class FastestWithin:
         return self._fastest[index] if index >= 0 else (float("inf"), -1)
 
 
+NO_OPTIONS = FastestWithin(())
+
+
 class CandidateTables:
     """Tables of a problem's options, each built at its first use.
 
@@ -229,6 +232,8 @@ class CandidateTables:
 
     def movable_table(self, call_index: int, home: Choice, ranks: RankRange) -> FastestWithin:
         """Return the table of a movable call on ``ranks``, copies of the weights from ``home`` included."""
+        if self.problem.must_be_apart(self.problem.calls[call_index]) and home.rank_range.overlaps(ranks):
+            return NO_OPTIONS
         on_one_host = self.problem.on_one_host(home.rank_range, ranks)
         role = self.problem.calls[call_index].role
         layout = self.problem.home_layout(role, home) if home.rank_range == ranks else None
@@ -274,7 +279,7 @@ def greedy_choices(
     ``homes``: ranks of each role's home. ``movable``: ranks of the movable calls. ``decided_options``: options of some homes.
     """
     choices = _choose_homes(tables, homes, decided_options)
-    return None if choices is None else _choose_movable(tables, choices, movable)
+    return None if choices is None else choose_movable(tables, choices, movable)
 
 
 def _choose_homes(
@@ -314,7 +319,7 @@ def _choose_homes(
     return choices
 
 
-def _choose_movable(
+def choose_movable(
     tables: CandidateTables, choices: dict[int, Choice], movable: Mapping[int, RankRange]
 ) -> dict[int, Choice] | None:
     """Return ``choices``, those of homes, with the fastest choice that fits for each movable call; None if none fits."""

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import heapq
 import time
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from itertools import count
 
-from rlhf_spmd.planner.problem import Choice, Plan, Problem, RankRange, simulate
+from rlhf_spmd.planner.problem import Choice, Plan, Problem, RankRange
 from rlhf_spmd.planner.search import NoFasterPlanError, SearchResult, no_plan_error
-from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, ResidentBytes, greedy_choices
+from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, ResidentBytes, greedy_choices, plan_of
+from rlhf_spmd.planner.search.overlapping import OverlappingPlans
 from rlhf_spmd.planner.search.phase_scheduling import Fixed, Free, OutOfTimeError, Phase, SearchBudget, Table, phases
 
 Homes = tuple[Choice, ...]  # of the first roles, in the order of the search
@@ -63,13 +65,7 @@ class _ExactSearch:
     def run(self) -> SearchResult:
         """Return the result. Searches deepest first until there is a plan or a ceiling, then best first."""
         if self.problem.ahead:
-            # the best plan of steps that do not overlap is no slower where they do, so its seconds are a first bound
-            in_turn = search(replace(self.problem, ahead=0, generating=frozenset(), ceiling=INFINITE), self.limit / 2)
-            seconds = simulate(self.problem, in_turn.plan).seconds
-            if seconds < self.best:
-                self.plan = in_turn.plan
-                self.best = seconds
-            self.budget.evaluations = in_turn.evaluations
+            self.try_overlapping_plans()
         bounds = self.tightened_bounds((0.0,) * len(self.phases), {}, self.least_seconds_tables(()))
         if bounds:
             self.push(_SearchNode(bounds, (), None))
@@ -99,6 +95,18 @@ class _ExactSearch:
             raise NoFasterPlanError(proved) if self.is_best_first else no_plan_error(self.problem, "")
         seconds = time.perf_counter() - self.started
         return SearchResult(self.plan, self.best, proved, proved == self.best, self.budget.evaluations, seconds)
+
+    def try_overlapping_plans(self) -> None:
+        """Try good plans of steps that overlap, for half of the time."""
+        plans = OverlappingPlans(self.problem, self.ranges, self.tables, self.budget.spend)
+        self.budget.until = self.started + self.limit / 2
+        with suppress(OutOfTimeError):
+            for start in plans.separated():
+                seconds, choices = plans.improve(start)
+                if seconds < self.best:
+                    self.best = seconds
+                    self.plan = plan_of(choices)
+        self.budget.until = INFINITE
 
     @property
     def is_best_first(self) -> bool:

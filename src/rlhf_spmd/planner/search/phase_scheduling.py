@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -38,6 +39,7 @@ Fixed = Mapping[int, tuple[RankRange, float]]  # index of the call -> its ranks 
 Occupied = frozenset[RankRange]
 SecondsOn = Callable[[int, RankRange], float]  # seconds of a call on a range
 T = TypeVar("T")
+BOUND_ACCURACY = 1e-3  # of bounds by pairs of calls
 NEVER = 1e300  # seconds of a call without an option: finite, so that sums stay numbers
 
 
@@ -81,6 +83,21 @@ class SearchBudget:
             raise OutOfTimeError
 
 
+def paired_calls(problem: Problem) -> dict[int, list[tuple[int, int]]]:
+    """Return home -> (call, number of steps) of its role's calls that it waits for, in steps that overlap.
+
+    The next such call, or the one so many steps later, waits for the home. So the seconds of both are at most those of so many steps.
+    """
+    earlier: list[set[int]] = []  # by call: the calls that it waits for, directly or not
+    for call in problem.calls:
+        earlier.append(set(call.after).union(*(earlier[before] for before in call.after)))
+    pairs = {}
+    for role, home in problem.homes.items():
+        before = [i for i in sorted(earlier[home]) if problem.calls[i].role == role]
+        pairs[home] = [(i, problem.ahead + 1 if i in problem.generating else 1) for i in before]
+    return pairs
+
+
 def kind_weights(calls: Sequence[CallNode], num_kinds: int) -> list[float]:
     """Return how much a rank of each kind counts in bounds by work: its speed in these calls, 1 for the fastest kind.
 
@@ -104,7 +121,8 @@ def kind_weights(calls: Sequence[CallNode], num_kinds: int) -> list[float]:
 class Phase:
     """One of :func:`phases`. Its methods take all calls and look at the phase's own.
 
-    ``weight``: the function from an extent to the weight of its ranks, see :func:`kind_weights`.
+    - weight: the function from an extent to the weight of its ranks, see :func:`kind_weights`
+    - pairs: see :func:`paired_calls`
     """
 
     def __init__(self, problem: Problem, call_indices: range, ranges: RankRanges, budget: SearchBudget) -> None:
@@ -116,6 +134,7 @@ class Phase:
         self._packings: dict[tuple[int, ...], list[dict[int, RankRange]]] = {}  # by free calls: the last good ones
         self._max_schedules_per_bound = 0 if problem.ahead else 20_000
         weights = kind_weights([problem.calls[i] for i in call_indices], max(kind for _, kind in problem.device_runs) + 1)
+        self.pairs = paired_calls(problem) if problem.ahead else {}
         self.weight = cache(lambda extent: sum(count * weights[kind] for kind, count in extent))
         self.total_weight = self.weight(problem.extent(ranges.all_ranks))
 
@@ -225,6 +244,9 @@ class _Packing:
         # weighted rank-seconds of fixed calls
         self._area = sum(self._weight(self._extent(ranks)) * seconds for ranks, seconds in fixed.values())
         self._order = sorted(free, key=lambda call_index: -self._least_area(call_index, math.inf))
+        self._work_tables: dict[
+            int, tuple[list[float], list[float]]
+        ] = {}  # seconds, ascending; fewest rank-seconds within them
         self._best = ceiling
         self._best_ranges: dict[int, RankRange] | None = None
 
@@ -248,7 +270,67 @@ class _Packing:
             if work_seconds <= within:
                 break
             bound = min([work_seconds, *(seconds for seconds in table_seconds if seconds > within)])
+        if not self._phase.pairs or bound >= self._best:
+            return bound
+        # the same for pairs of calls; the work that is needed falls as the seconds grow, so halving finds where both meet
+        upper = min(self._best, 2 * bound)
+        if self._paired_work(upper) > upper * self._total_weight:
+            return upper
+        while upper - bound > BOUND_ACCURACY * upper:
+            middle = (bound + upper) / 2
+            if self._paired_work(middle) > middle * self._total_weight * (1 + 1e-12):
+                bound = middle
+            else:
+                upper = middle
         return bound
+
+    def _paired_work(self, period: float) -> float:
+        """Return the fewest weighted rank-seconds of all calls in steps of ``period`` seconds, with what :func:`paired_calls` says."""
+        limits = dict.fromkeys(self._free, period)
+        alone = set(self._free)
+        work = self._area
+        for home, pairs in self._phase.pairs.items():
+            for call_index, steps in pairs:
+                if home not in self._free and call_index in self._free:
+                    limits[call_index] = min(limits[call_index], steps * period - self._seconds[home])
+                elif home in self._free and call_index not in self._free:
+                    limits[home] = min(limits[home], steps * period - self._seconds[call_index])
+        for home, pairs in self._phase.pairs.items():
+            free = [(call_index, steps) for call_index, steps in pairs if call_index in self._free]
+            if home in self._free and free:
+                alone -= {home, *(call_index for call_index, _ in free)}
+                work += min(
+                    (
+                        self._weight(extent) * seconds
+                        + sum(
+                            self._work_beside(i, min(limits[i], steps * period - seconds), steps, extent) for i, steps in free
+                        )
+                        for extent, seconds in self._free[home]
+                        if seconds <= limits[home]
+                    ),
+                    default=math.inf,
+                )
+        return work + sum(self._work_within(i, limits[i]) for i in alone)
+
+    def _work_beside(self, call_index: int, limit: float, steps: int, home: Extent) -> float:
+        """Return :meth:`_work_within` of a call whose home has ranks of extent ``home``, and those of no call that runs ahead."""
+        if steps == 1:
+            return self._work_within(call_index, limit)
+        room = (self._total_weight - self._weight(home)) * (1 + 1e-12)
+        fitting = ((self._weight(extent), seconds) for extent, seconds in self._free[call_index] if seconds <= limit)
+        return min((weight * seconds for weight, seconds in fitting if weight <= room), default=math.inf)
+
+    def _work_within(self, call_index: int, limit: float) -> float:
+        """Return the fewest weighted rank-seconds of a free call that takes at most ``limit`` seconds."""
+        if call_index not in self._work_tables:
+            table = sorted((seconds, self._weight(extent) * seconds) for extent, seconds in self._free[call_index])
+            self._work_tables[call_index] = (
+                [seconds for seconds, _ in table],
+                list(accumulate((work for _, work in table), min)),
+            )
+        ends, works = self._work_tables[call_index]
+        index = bisect_right(ends, limit * (1 + 1e-12)) - 1
+        return works[index] if index >= 0 else math.inf
 
     def ends(self, packing: Mapping[int, RankRange]) -> float:
         """Return when a packing of the free calls ends."""
