@@ -1,7 +1,6 @@
-"""The planner's cost model and searches against what ReaL and HybridFlow published. Pure arithmetic on one core.
+"""The planner's cost model and searches against what HybridFlow published. Pure arithmetic on one core.
 
-    python scripts/bench/planner.py estimator --out estimator.json      half a minute
-    python scripts/bench/planner.py crossover --out crossover.json
+    python scripts/bench/planner.py --out crossover.json
 
 Llama-3 shapes, seconds of a step; what counts is the order of plans.
 """
@@ -9,176 +8,19 @@ Llama-3 shapes, seconds of a step; what counts is the order of plans.
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from measure import ROOT, machine_facts, run_parts, save, table
 from rlhf_spmd import plan
-from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner.costs import Calibration, FormulaTimes
-from rlhf_spmd.planner.machine import GPUS, Machine
 from rlhf_spmd.planner.planning import ProblemBuilder
 from rlhf_spmd.planner.problem import Problem, RankRange, simulate
 from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, greedy_choices, plan_of
-from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
-
-# Seconds of published calls
-
-LLAMA_7B = ModelSpec("llama", 128256, 4096, 14336, 32, 32, 8, 128)
-H100S = Machine(16, 8, GPUS["h100"], (GPUS["h100"].memory,) * 16, 50e9)
-ROWS, PROMPT, RESPONSE, MINI_BATCHES = 512, 1024, 1024, 8
-BEYOND = 1.07  # of a step: data transfer, reallocation and the master take 3 to 11 % beyond the calls in table 6
-FITTED = ("memory", "launch", "call")
-
-
-@dataclass(frozen=True)
-class Call:
-    """A line of table 4 or 5. ``split``: its #Micro-Batches. ``seconds``: of table 6."""
-
-    plan: str
-    name: str
-    tp: int
-    pp: int
-    dp: int
-    split: int
-    seconds: float
-    graphs: bool = False
-
-    @property
-    def head(self) -> str:
-        return "value" if self.name[:3] in ("Rew", "Cri") else "lm"
-
-
-REAL = (
-    Call("searched", "ActorGen", 2, 2, 4, 1, 16.3, graphs=True),
-    Call("searched", "ActorGen", 2, 2, 4, 1, 34.5),
-    Call("searched", "RewInf", 2, 1, 4, 16, 6.0),
-    Call("searched", "RefInf", 1, 2, 4, 16, 8.0),
-    Call("searched", "CriticInf", 1, 2, 8, 8, 4.7),
-    Call("searched", "CriticTrain", 4, 2, 1, 2, 28.1),
-    Call("searched", "ActorTrain", 2, 4, 1, 2, 26.6),
-    Call("heuristic", "ActorGen", 8, 1, 2, 4, 44.2, graphs=True),
-    Call("heuristic", "ActorGen", 8, 1, 2, 4, 104.6),
-    Call("heuristic", "RewInf", 8, 1, 2, 4, 7.3),
-    Call("heuristic", "RefInf", 8, 1, 2, 4, 7.6),
-    Call("heuristic", "CriticInf", 8, 1, 2, 4, 6.8),
-    Call("heuristic", "CriticTrain", 8, 1, 2, 4, 24.3),
-    Call("heuristic", "ActorTrain", 8, 1, 2, 4, 24.7),
-)
-STEPS = {("searched", True): 64.0, ("searched", False): 82.2, ("heuristic", True): 122.6, ("heuristic", False): 183.0}
-
-
-def estimate(call: Call, calibration: Calibration, spec: ModelSpec = LLAMA_7B, machine: Machine = H100S) -> float:
-    """Seconds of a call of ReaL's."""
-    shape, layout = shape_of(spec, call.head), [(call.pp, call.tp, call.dp)]
-    length, rows = PROMPT + RESPONSE, ROWS // call.dp // call.split  # of a replica's part
-    if call.name.endswith("Train"):
-        work, number = Workload(ROWS, 0, (length,), MINI_BATCHES), call.split * (2 * call.pp if call.pp > 1 else 1)
-        tokens = ROWS // MINI_BATCHES // call.dp // number * length
-        how = call_settings(layout, micro_tokens=[tokens], zero=[1], checkpointing=[2])
-        return float(FormulaTimes(machine, calibration).train_seconds(shape, work, how)[0])
-    if call.name.endswith("Inf"):
-        part = Workload(ROWS // call.split, 0, (length,))
-        how = call_settings(layout, micro_tokens=[rows // call.pp * length])
-        alone = replace(calibration, call=0.0)
-        return calibration.call + call.split * float(FormulaTimes(machine, alone).infer_seconds(shape, part, how)[0])
-    work = Workload(ROWS, PROMPT, (RESPONSE,))
-    how = call_settings(layout, micro_tokens=[rows // call.pp * PROMPT], max_num_seqs=[rows], graphs=[int(call.graphs)])
-    return float(FormulaTimes(machine, calibration).generate_seconds(shape, work, how, math.inf)[0])
-
-
-def step_seconds(seconds: Sequence[float], plan: str, graphs: bool) -> float:
-    """Seconds of a step; ``seconds`` are those of REAL's calls. In the searched plan the first two inferences run side by side, and so
-    do the two trainings."""
-    of = {call.name: s for call, s in zip(REAL, seconds, strict=True) if call.plan == plan and call.graphs in (graphs, False)}
-    of["ActorGen"] = next(s for call, s in zip(REAL, seconds, strict=True) if (call.plan, call.graphs) == (plan, graphs))
-    if plan == "heuristic":
-        return sum(of.values())
-    return of["ActorGen"] + max(of["RewInf"], of["RefInf"]) + of["CriticInf"] + max(of["CriticTrain"], of["ActorTrain"])
-
-
-def fit(calls: Sequence[Call], fitted: Sequence[str], start: Calibration) -> Calibration:
-    """The constants ``fitted`` for the least mean square of log(estimate / paper), by Gauss and Newton's steps from ``start``."""
-
-    def calibration(logs: np.ndarray) -> Calibration:
-        return replace(start, **dict(zip(fitted, np.exp(logs).tolist(), strict=True)))
-
-    def residuals(logs: np.ndarray) -> np.ndarray:
-        tried = calibration(logs)
-        return np.array([math.log(estimate(call, tried) / call.seconds) for call in calls])
-
-    logs, small = np.log([getattr(start, name) for name in fitted]), 1e-3
-    for _ in range(15):
-        here = residuals(logs)
-        slopes = np.stack([(residuals(logs + small * axis) - here) / small for axis in np.eye(len(logs))], axis=1)
-        step = np.linalg.lstsq(slopes, here)[0]
-        shorter = (logs - share * step for share in (1.0, 0.5, 0.25, 0.1, 0.03))
-        better = next((tried for tried in shorter if sum(residuals(tried) ** 2) < sum(here**2)), None)
-        if better is None:
-            break
-        logs = better
-    return calibration(logs)
-
-
-def errors(calibration: Calibration) -> np.ndarray:
-    return np.array([estimate(call, calibration) / call.seconds - 1 for call in REAL])
-
-
-def left_out(fitted: Sequence[str], start: Calibration) -> np.ndarray:
-    """The error of each call where the constants are fitted to all others."""
-    found = []
-    for call in REAL:
-        others = [other for other in REAL if (other.plan, other.name) != (call.plan, call.name) or other.graphs != call.graphs]
-        found.append(estimate(call, fit(others, fitted, start)) / call.seconds - 1)
-    return np.array(found)
-
-
-def without(term: str) -> Calibration:
-    """The default with a term that costs nothing."""
-    nothing = {"call": 1e-9, "launch": 1e-9, "kernels": 0.0}
-    return replace(Calibration(), **{term: nothing.get(term, 1e9)})
-
-
-def estimator(out: Path | None = None) -> None:
-    """The calls of ReaL's tables 4 to 6 (arXiv 2406.14088; LLaMA-3 7B actor and critic on 2 nodes of 8 H100, 512 rows of 1,024
-    prompt and 1,024 response tokens, 8 mini-batches). Seconds of the paper, ours, and the errors of ours and of ours where the
-    constants are fitted to all other calls; the step, whose calls overlap as the devices of table 4 let them; then the errors
-    without single terms, each fitted anew.
-
-    How ReaL's settings read here (its code, realhf/impl/model/backend): "#Micro-Batches" n of inference and generation are n
-    calls one after the other, each of which a pipeline cuts into pp micro-batches; of training n micro-batches, or with a
-    pipeline 2 * pp * n. Layers are recomputed, the optimizer is sharded (ZeRO 1), tp sums by all-reduces, and the head takes all
-    tokens.
-    """
-    default = Calibration()
-    found = zip(REAL, errors(default).tolist(), left_out(FITTED, default).tolist(), strict=True)
-    calls = [{**asdict(call), "ours": call.seconds * (1 + e), "off": e, "left_out": other} for call, e, other in found]
-    steps = []
-    for (kind, graphs), paper in STEPS.items():
-        ours = BEYOND * step_seconds([call["ours"] for call in calls], kind, graphs)
-        steps.append({"plan": kind, "graphs": graphs, "seconds": paper, "ours": ours, "off": ours / paper - 1})
-    cases = {"all terms": (FITTED, default), "matrix products fitted, too": ((*FITTED, "matrix"), default)}
-    for term in ("call", "launch", "kernels", "memory", "link"):
-        cases[f"without {term}"] = (tuple(name for name in FITTED if name != term), without(term))
-    terms = []
-    for name, (fitted, start) in cases.items():
-        best = fit(REAL, fitted, start)
-        row: dict[str, Any] = {"terms": name, "mean": float(abs(errors(best)).mean())}
-        row["left_out"] = float(abs(left_out(fitted, start)).mean())
-        terms.append({**row, "constants": {name: getattr(best, name) for name in fitted}})
-    print(table(calls, "plan name graphs tp pp dp split seconds ours off left_out"), end="\n\n")
-    wrong = [abs(call["off"]) for call in calls]
-    print(f"mean error {np.mean(wrong):.1%}, {sum(error <= 0.25 for error in wrong)} of {len(wrong)} within 25 %\n")
-    print(table(steps, "plan graphs seconds ours off"), table(terms, "terms mean left_out constants"), sep="\n\n")
-    save({"calls": calls, "steps": steps, "terms": terms, "calibration": asdict(default)}, out)
-
 
 # Placements on real models
 
@@ -256,4 +98,4 @@ def crossover(out: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_parts(estimator, crossover)
+    run_parts(crossover)
