@@ -1,7 +1,7 @@
 """The evaluations of ReaL (Mei et al. 2024, arXiv 2406.14088) by the planner's cost model, and reallocation on CPU ranks.
 
     python scripts/bench/paper_real.py gain --out gain.json
-    python scripts/bench/paper_real.py search --out search.json                a quarter of an hour
+    python scripts/bench/paper_real.py search --out search.json                minutes
     python scripts/bench/paper_real.py reallocation --out reallocation.json    gloo ranks, 5 minutes
 
 All parts but the last are arithmetic on one core. ReaL's cluster: hosts of 8 H100, 3.2 Tb/s between them.
@@ -344,7 +344,7 @@ SEARCHED = {
 def search(
     cases: Sequence[str] = tuple(SEARCHED),
     exact_limit: float = 20.0,
-    limits: Sequence[float] = (5.0, 150.0),
+    limits: Sequence[float] = (1.0, 5.0, 30.0, 150.0),
     seed: int = 0,
     out: Path | None = None,
 ) -> None:
