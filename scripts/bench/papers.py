@@ -9,7 +9,10 @@ from math import inf
 
 from measure import ROOT
 from rlhf_spmd import plan
-from rlhf_spmd.planner.machine import ClusterConfig
+from rlhf_spmd.planner.costs import FormulaTimes
+from rlhf_spmd.planner.device_times import CallTimes
+from rlhf_spmd.planner.machine import ClusterConfig, Machine
+from rlhf_spmd.planner.model_call import ModelCall
 from rlhf_spmd.planner.planning import ProblemBuilder
 from rlhf_spmd.planner.problem import CallNode, Option, Plan, Problem, RankRange, simulate
 from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, greedy_choices, plan_of
@@ -37,11 +40,20 @@ SHAPES = {  # in the order of KEYS
 
 
 def step_problem(
-    algorithm: str, models: Mapping[str, str], cluster: ClusterConfig, settings: Sequence[str], budget: int = 16384
+    algorithm: str,
+    models: Mapping[str, str],
+    cluster: ClusterConfig,
+    settings: Sequence[str],
+    budget: int = 16384,
+    times: Callable[[Machine], CallTimes] = FormulaTimes,
+    calls: Callable[[Sequence[ModelCall]], Sequence[ModelCall]] = list,
 ) -> Problem:
     """Return a step of ``configs/quickstart_<algorithm>.yaml`` with ``settings`` on ``cluster``.
 
-    ``models``: role -> a model of :data:`SHAPES`. ``budget``: tokens of a micro-batch.
+    - models: role -> a model of :data:`SHAPES`
+    - budget: tokens of a micro-batch
+    - times: seconds of calls on a machine
+    - calls: the calls that the paper's system makes, from ours
     """
     sizes = [
         f"models.{role}.spec.{key}={value}"
@@ -49,16 +61,23 @@ def step_problem(
         for key, value in zip(KEYS, SHAPES[size], strict=True)
     ]
     request = plan.read_request(str(ROOT / "configs" / f"quickstart_{algorithm}.yaml"), [*settings, *sizes])
+    machine, _ = plan.machine_of(cluster)
+    kind_times = [times(machine.with_kind(kind)) for kind in range(len(cluster.device_names))]
     ahead = request.config.placement.max_staleness
-    return ProblemBuilder(request.calls, *plan.machine_of(cluster), budget, ahead).problem()
+    return ProblemBuilder(calls(request.calls), machine, kind_times, budget, ahead).problem()
 
 
 def limited(problem: Problem, keep: Callable[[CallNode, Option], bool]) -> Problem:
-    """Return the problem with the options that ``keep`` accepts, which is asked for each call; tied calls keep the same ones."""
+    """Return the problem with the options that ``keep`` accepts, which is asked for each call; tied calls keep the same ones.
+
+    Raises ValueError if a call keeps none.
+    """
     kept: dict[int, list[int]] = {}
     for indices in [*problem.tied.values(), *((i,) for i in problem.movable)]:
         calls = [problem.calls[i] for i in indices]
         options = [n for n in range(len(calls[0].options)) if all(keep(call, call.options[n]) for call in calls)]
+        if not options:
+            raise ValueError(f"{calls[0].name} keeps no option")
         kept |= dict.fromkeys(indices, options)
     nodes = tuple(
         replace(call, options=tuple(call.options[n] for n in kept[index])) for index, call in enumerate(problem.calls)

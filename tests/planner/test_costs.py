@@ -379,7 +379,7 @@ def test_matrix_products_lose_with_small_slices_as_vidur_measured() -> None:
 def test_published_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """ReaL's tables 4 to 6. The bounds are what a planner needs: which plan is better, and by how much."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    bench = runpy.run_path(str(ROOT / "scripts" / "bench" / "planner.py"))
+    bench = runpy.run_path(str(ROOT / "scripts" / "bench" / "paper_real_calls.py"))
     errors = np.abs(bench["errors"](Calibration()))
     assert len(errors) == 14 and errors.mean() <= 0.08 and (errors <= 0.25).all()
     ours = [bench["estimate"](call, Calibration()) for call in bench["REAL"]]

@@ -25,7 +25,7 @@ from rlhf_spmd.planner.problem import (
     simulate,
     start_times,
 )
-from rlhf_spmd.planner.search import NoPlanError, exact
+from rlhf_spmd.planner.search import NoPlanError, exact, mcmc
 from rlhf_spmd.planner.search import enumerate as enumerate_roles
 from rlhf_spmd.planner.search.candidates import RankRanges, range_extents
 from rlhf_spmd.planner.search.phase_scheduling import HalvesPacking
@@ -173,6 +173,19 @@ def test_other_searches_find_plans_that_fit_and_none_that_is_better(other: str) 
         assert result.seconds >= searched(problem) - 1e-9
         fitting += 1
     assert fitting >= 15
+
+
+def test_mcmc_descends_from_a_start_whose_weights_cannot_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve models with thirty options each, of 10 s and more; one has a call whose fastest option is impossible, as it shards
+    weights unlike its home. A walk that accepts every plan ends at 228 s."""
+    options = tuple(Option(1, 1, 1, 10.0 + n, 0.0, 0.0) for n in range(30))
+    calls = [CallNode(f"home{n}", f"r{n}", frozenset(range(n)), options, home=True) for n in range(12)]
+    movable = (*options, Option(1, 1, 1, 1.0, 0.0, 0.0, zero=1))
+    calls.append(CallNode("movable", "r0", frozenset(range(12)), movable))
+    problem = Problem(tuple(calls), 1, (1.0,), {f"r{n}": 0.0 for n in range(12)}, 1.0, 1.0)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(mcmc.time, "perf_counter", lambda: next(clock))
+    assert 130.0 <= mcmc.search(problem, limit=3000).seconds <= 1.05 * 130.0  # after 3,000 plans
 
 
 def test_bounds_are_bounds() -> None:

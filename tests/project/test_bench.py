@@ -25,7 +25,37 @@ def estimates_well(report: Report) -> bool:
     everything, *others = report["terms"]
     fewer = [term for term in others if term["terms"].startswith("without")]
     assert len(fewer) == 5 and all(term["left_out"] > everything["left_out"] for term in fewer), "a term that does nothing"
+    other_plan = [abs(call["other_plan"]) for call in report["calls"]]
+    assert sum(other_plan) / len(other_plan) < 0.15
     return (len(report["calls"]), len(report["steps"])) == (14, 4) and everything["mean"] <= everything["left_out"] < 0.1
+
+
+def gains(report: Report) -> bool:
+    rows = report["rows"]
+    assert all(1.0 <= row["gain_at_once"] <= row["gain"] for row in rows), "one layout is among the plans"
+    for row in rows:
+        starts = {call["call"]: (call["start"], call["ranks"]) for call in row["plan"]}
+        if row["algorithm"] == "remax":  # the calls of generation run side by side
+            (start, ranks), (other_start, other_ranks) = (starts[f"actor.generate_{name}"] for name in ("sequences", "greedy"))
+            assert start == other_start == 0 and ranks != other_ranks
+    return {call["start"] for row in rows for call in row["heuristic_plan"][:1]} == {0.0}
+
+
+def scales(report: Report) -> bool:
+    few, many = report["rows"]
+    assert many["seconds"] < few["seconds"] and 0 < many["static_share"] < few["static_share"] < 1
+    return many["linear"] < 1
+
+
+def improves_step_by_step(report: Report) -> bool:
+    seconds = [row["ours"] for row in report["rows"]]
+    return len(seconds) == 5 and seconds == sorted(seconds, reverse=True)
+
+
+def moves_weights(report: Report) -> bool:
+    one_layout, *others = report["rows"]
+    assert "reallocate" not in one_layout and all(row["reallocate"] > 0 for row in others)
+    return len(others) == 3 and all(row["step"] > 0 for row in report["rows"])
 
 
 def has_phases(report: Report) -> bool:
@@ -97,12 +127,24 @@ SCRIPTS: dict[str, tuple[str, Callable[[Report], bool]]] = {
         "controller.any_rank",
         lambda report: all(case.get("received_by_rank_0", 0) == 0 < case["median_us"] for case in report["cases"]),
     ),
-    "planner.py": ("14 of 14 within 25 %", estimates_well),
     "paper_hybridflow.py end_to_end --algorithms ppo --models 7B --gpus 8": ("| openrlhf | ppo |", has_all_systems),
     "paper_hybridflow.py crossover --gpus 16": ("1 of 1 as published", is_colocated),
     "paper_hybridflow.py transition": ("less time: mean", moves_least),
     "paper_hybridflow.py generation_tp --models 7B": ("less than tp 8", has_a_fastest_tp),
     "paper_hybridflow.py mapping --gpus 16": ("| 16 | 7B |", maps_to_the_optimum),
+    "paper_real_calls.py": ("off: mean error 6.6%, 14 of 14 within 25 %", estimates_well),
+    "paper_real.py gain --actors 7B --contexts 2048": ("| 7B | 16 | 2048 |", gains),
+    "paper_real.py algorithms --names remax dpo --actor 7B --gpus 16": ("| remax | 16 |", gains),
+    "paper_real.py scaling --actors 7B --gpus 8 16": ("| 7B | 16 |", scales),
+    "paper_real.py breakdown --actors 7B": ("| 7B | with CUDA graphs | 122.6 |", improves_step_by_step),
+    "paper_real.py search --cases one_host_short --limits 0.2": (
+        "| one_host_short | 8 |",
+        lambda report: all(row["gap"] < 1e-9 and row["mcmc_0.2"] >= 0 for row in report["rows"]),
+    ),
+    "paper_real.py reallocation --model tiny --prompts 8 --prompt-length 6 --response-length 6 --steps 2": (
+        "trainings side by side",
+        moves_weights,
+    ),
     "train.py step --model tiny --ranks 1 --steps 2 --programs ppo": ("step_s", has_phases),
     "update.py --models tiny --seconds 0 --least 1 --peers sorted packed_sdpa --layouts tp2": ("packed_sdpa", compares_updates),
     "update.py --device cpu --models tiny:1 --no-files --rows 4 8 24 --checkpointing full --optimizer no_masters "

@@ -10,7 +10,7 @@ from rlhf_spmd.planner.problem import Choice, Plan, Problem, Schedule, simulate
 from rlhf_spmd.planner.search import SearchResult, no_plan_error
 from rlhf_spmd.planner.search.candidates import RankRanges
 
-BETA = 50.0  # a plan that is slower by 2% of the start's cost is accepted with probability 1/e
+BETA = 50.0  # a plan that is slower by 2% of the start's seconds is accepted with probability 1/e
 EXCESS_COST = 10.0  # steps that a plan costs more if it exceeds a rank's memory by as much again
 
 
@@ -18,8 +18,9 @@ def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> SearchResult
     """Return the best plan of a walk of ``limit`` seconds.
 
     It starts with the fastest option of each call, whatever its memory, and changes ranks and option of a random call. The cost
-    is the step's seconds, more if memory is exceeded; ``BETA`` is divided by the start's cost. Raises NoPlanError if no plan on
-    the way fits.
+    is the step's seconds, more if memory is exceeded; ``BETA`` is divided by the seconds of the start's calls. The start's own
+    cost would not do: where its weights cannot be copied, it is so large that every plan is accepted. Raises NoPlanError if no
+    plan on the way fits.
     """
     started = time.perf_counter()
     draw = random.Random(seed)
@@ -37,15 +38,16 @@ def search(problem: Problem, limit: float = 10.0, seed: int = 0) -> SearchResult
 
     independent = [call_index for call_index, call in enumerate(problem.calls) if not call.shares_home]
     plan: Plan = (Choice(ranges.all_ranks, 0),) * len(problem.calls)
+    scale = 0.0
     for call_index in independent:
         call_options = problem.calls[call_index].options
         indices = (index for same_extent in options[call_index].values() for index in same_extent)
         fastest = min(indices, key=lambda index: call_options[index].seconds)
+        scale += call_options[fastest].seconds
         plan = with_choice(plan, call_index, Choice(ranges.by_extent[call_options[fastest].extent][0], fastest))
     best: tuple[float, Plan] | None = None
     schedule = simulate(problem, plan)
     evaluations = 1
-    scale = _cost(schedule)
     while True:
         if schedule.fits and (best is None or schedule.seconds < best[0]):
             best = schedule.seconds, plan

@@ -1,14 +1,14 @@
-"""The planner's cost model against the calls that ReaL published. Pure arithmetic on one core.
+"""Estimates of single calls against ReaL's tables 4 to 6 (Mei et al. 2024, arXiv 2406.14088). Arithmetic on one core.
 
-    python scripts/bench/planner.py --out estimator.json      half a minute
+    python scripts/bench/paper_real_calls.py --out calls.json      half a minute
 
-Llama-3 shapes, seconds of a step; what counts is the order of plans.
+``paper_real.py`` has the evaluations of plans.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from rlhf_spmd.planner.costs import Calibration, FormulaTimes
 from rlhf_spmd.planner.machine import GPUS, Machine
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 
+PROMPT, MINI_BATCHES = 1024, 8
+BEYOND = 1.07  # of a step: data transfer, reallocation and the master take 3 to 11 % beyond the calls in table 6
+
 LLAMA_7B = ModelSpec("llama", 128256, 4096, 14336, 32, 32, 8, 128)
 H100S = Machine(16, 8, GPUS["h100"], (GPUS["h100"].memory,) * 16, 50e9)
-ROWS, PROMPT, RESPONSE, MINI_BATCHES = 512, 1024, 1024, 8
-BEYOND = 1.07  # of a step: data transfer, reallocation and the master take 3 to 11 % beyond the calls in table 6
+ROWS, RESPONSE = 512, 1024
 FITTED = ("memory", "launch", "call")
 
 
@@ -43,6 +45,7 @@ class Call:
 
     @property
     def head(self) -> str:
+        """Return the head of the call's model."""
         return "value" if self.name[:3] in ("Rew", "Cri") else "lm"
 
 
@@ -66,36 +69,42 @@ STEPS = {("searched", True): 64.0, ("searched", False): 82.2, ("heuristic", True
 
 
 def estimate(call: Call, calibration: Calibration, spec: ModelSpec = LLAMA_7B, machine: Machine = H100S) -> float:
-    """Seconds of a call of ReaL's."""
-    shape, layout = shape_of(spec, call.head), [(call.pp, call.tp, call.dp)]
-    length, rows = PROMPT + RESPONSE, ROWS // call.dp // call.split  # of a replica's part
+    """Return our seconds of a call of ReaL's."""
+    shape = shape_of(spec, call.head)
+    layout = [(call.pp, call.tp, call.dp)]
+    length = PROMPT + RESPONSE
+    rows = ROWS // call.dp // call.split  # of a replica's part
+    times = FormulaTimes(machine, calibration)
     if call.name.endswith("Train"):
-        work, number = Workload(ROWS, 0, (length,), MINI_BATCHES), call.split * (2 * call.pp if call.pp > 1 else 1)
-        tokens = ROWS // MINI_BATCHES // call.dp // number * length
-        how = call_settings(layout, micro_tokens=[tokens], zero=[1], checkpointing=[2])
-        return float(FormulaTimes(machine, calibration).train_seconds(shape, work, how)[0])
+        work = Workload(ROWS, 0, (length,), MINI_BATCHES)
+        num_micro_batches = call.split * (2 * call.pp if call.pp > 1 else 1)
+        tokens = ROWS // MINI_BATCHES // call.dp // num_micro_batches * length
+        settings = call_settings(layout, micro_tokens=[tokens], zero=[1], checkpointing=[2])
+        return float(times.train_seconds(shape, work, settings)[0])
     if call.name.endswith("Inf"):
         part = Workload(ROWS // call.split, 0, (length,))
-        how = call_settings(layout, micro_tokens=[rows // call.pp * length])
-        alone = replace(calibration, call=0.0)
-        return calibration.call + call.split * float(FormulaTimes(machine, alone).infer_seconds(shape, part, how)[0])
+        settings = call_settings(layout, micro_tokens=[rows // call.pp * length])
+        alone = FormulaTimes(machine, replace(calibration, call=0.0))
+        return calibration.call + call.split * float(alone.infer_seconds(shape, part, settings)[0])
     work = Workload(ROWS, PROMPT, (RESPONSE,))
-    how = call_settings(layout, micro_tokens=[rows // call.pp * PROMPT], max_num_seqs=[rows], graphs=[int(call.graphs)])
-    return float(FormulaTimes(machine, calibration).generate_seconds(shape, work, how, math.inf)[0])
+    settings = call_settings(layout, micro_tokens=[rows // call.pp * PROMPT], max_num_seqs=[rows], graphs=[int(call.graphs)])
+    return float(times.generate_seconds(shape, work, settings, math.inf)[0])
 
 
 def step_seconds(seconds: Sequence[float], plan: str, graphs: bool) -> float:
-    """Seconds of a step; ``seconds`` are those of REAL's calls. In the searched plan the first two inferences run side by side, and so
-    do the two trainings."""
-    of = {call.name: s for call, s in zip(REAL, seconds, strict=True) if call.plan == plan and call.graphs in (graphs, False)}
-    of["ActorGen"] = next(s for call, s in zip(REAL, seconds, strict=True) if (call.plan, call.graphs) == (plan, graphs))
+    """Return seconds of a step from those of REAL's calls.
+
+    In the searched plan the first two inferences run side by side, and so do the two trainings.
+    """
+    by_call = dict(zip(REAL, seconds, strict=True))
+    of = {c.name: s for c, s in by_call.items() if c.plan == plan and (c.graphs == graphs or c.name != "ActorGen")}
     if plan == "heuristic":
         return sum(of.values())
     return of["ActorGen"] + max(of["RewInf"], of["RefInf"]) + of["CriticInf"] + max(of["CriticTrain"], of["ActorTrain"])
 
 
 def fit(calls: Sequence[Call], fitted: Sequence[str], start: Calibration) -> Calibration:
-    """The constants ``fitted`` for the least mean square of log(estimate / paper), by Gauss and Newton's steps from ``start``."""
+    """Return constants ``fitted`` with the least mean square of log(estimate / paper), by Gauss and Newton's steps from ``start``."""
 
     def calibration(logs: np.ndarray) -> Calibration:
         return replace(start, **dict(zip(fitted, np.exp(logs).tolist(), strict=True)))
@@ -104,7 +113,8 @@ def fit(calls: Sequence[Call], fitted: Sequence[str], start: Calibration) -> Cal
         tried = calibration(logs)
         return np.array([math.log(estimate(call, tried) / call.seconds) for call in calls])
 
-    logs, small = np.log([getattr(start, name) for name in fitted]), 1e-3
+    logs = np.log([getattr(start, name) for name in fitted])
+    small = 1e-3
     for _ in range(15):
         here = residuals(logs)
         slopes = np.stack([(residuals(logs + small * axis) - here) / small for axis in np.eye(len(logs))], axis=1)
@@ -118,29 +128,30 @@ def fit(calls: Sequence[Call], fitted: Sequence[str], start: Calibration) -> Cal
 
 
 def errors(calibration: Calibration) -> np.ndarray:
+    """Return the relative error of each call."""
     return np.array([estimate(call, calibration) / call.seconds - 1 for call in REAL])
 
 
-def left_out(fitted: Sequence[str], start: Calibration) -> np.ndarray:
-    """The error of each call where the constants are fitted to all others."""
-    found = []
-    for call in REAL:
-        others = [other for other in REAL if (other.plan, other.name) != (call.plan, call.name) or other.graphs != call.graphs]
-        found.append(estimate(call, fit(others, fitted, start)) / call.seconds - 1)
-    return np.array(found)
+def held_out(fitted: Sequence[str], start: Calibration, fold: Callable[[Call], Any]) -> np.ndarray:
+    """Return the error of each call, the constants fitted to calls of other folds."""
+    by_fold = {
+        name: fit([call for call in REAL if fold(call) != name], fitted, start) for name in dict.fromkeys(map(fold, REAL))
+    }
+    return np.array([estimate(call, by_fold[fold(call)]) / call.seconds - 1 for call in REAL])
 
 
 def without(term: str) -> Calibration:
-    """The default with a term that costs nothing."""
+    """Return the default with a term that costs nothing."""
     nothing = {"call": 1e-9, "launch": 1e-9, "kernels": 0.0}
     return replace(Calibration(), **{term: nothing.get(term, 1e9)})
 
 
 def estimator(out: Path | None = None) -> None:
-    """The calls of ReaL's tables 4 to 6 (arXiv 2406.14088; LLaMA-3 7B actor and critic on 2 nodes of 8 H100, 512 rows of 1,024
-    prompt and 1,024 response tokens, 8 mini-batches). Seconds of the paper, ours, and the errors of ours and of ours where the
-    constants are fitted to all other calls; the step, whose calls overlap as the devices of table 4 let them; then the errors
-    without single terms, each fitted anew.
+    """Estimates of ReaL's calls of 7B + 7B on 16 H100, against tables 4 to 6: half a minute.
+
+    Columns: seconds of the paper and ours; errors with the default constants, which are fitted to all calls; with constants
+    fitted to all other calls (``left_out``); and with constants fitted to the calls of the other plan (``other_plan``). Then
+    steps, whose calls overlap as the devices of table 4 let them, and errors without single terms, each fitted anew.
 
     How ReaL's settings read here (its code, realhf/impl/model/backend): "#Micro-Batches" n of inference and generation are n
     calls one after the other, each of which a pipeline cuts into pp micro-batches; of training n micro-batches, or with a
@@ -148,12 +159,15 @@ def estimator(out: Path | None = None) -> None:
     tokens.
     """
     default = Calibration()
-    found = zip(REAL, errors(default).tolist(), left_out(FITTED, default).tolist(), strict=True)
-    calls = [{**asdict(call), "ours": call.seconds * (1 + e), "off": e, "left_out": other} for call, e, other in found]
+    folds = {"off": errors(default), "left_out": held_out(FITTED, default, lambda call: call)}
+    folds["other_plan"] = held_out(FITTED, default, lambda call: call.plan)
+    calls = [{**asdict(call), **{name: float(off[i]) for name, off in folds.items()}} for i, call in enumerate(REAL)]
+    for call in calls:
+        call["ours"] = call["seconds"] * (1 + call["off"])
     steps = []
-    for (kind, graphs), paper in STEPS.items():
-        ours = BEYOND * step_seconds([call["ours"] for call in calls], kind, graphs)
-        steps.append({"plan": kind, "graphs": graphs, "seconds": paper, "ours": ours, "off": ours / paper - 1})
+    for (plan, graphs), paper in STEPS.items():
+        ours = BEYOND * step_seconds([call["ours"] for call in calls], plan, graphs)
+        steps.append({"plan": plan, "graphs": graphs, "seconds": paper, "ours": ours, "off": ours / paper - 1})
     cases = {"all terms": (FITTED, default), "matrix products fitted, too": ((*FITTED, "matrix"), default)}
     for term in ("call", "launch", "kernels", "memory", "link"):
         cases[f"without {term}"] = (tuple(name for name in FITTED if name != term), without(term))
@@ -161,11 +175,11 @@ def estimator(out: Path | None = None) -> None:
     for name, (fitted, start) in cases.items():
         best = fit(REAL, fitted, start)
         row: dict[str, Any] = {"terms": name, "mean": float(abs(errors(best)).mean())}
-        row["left_out"] = float(abs(left_out(fitted, start)).mean())
+        row["left_out"] = float(abs(held_out(fitted, start, lambda call: call)).mean())
         terms.append({**row, "constants": {name: getattr(best, name) for name in fitted}})
-    print(table(calls, "plan name graphs tp pp dp split seconds ours off left_out"), end="\n\n")
-    wrong = [abs(call["off"]) for call in calls]
-    print(f"mean error {np.mean(wrong):.1%}, {sum(error <= 0.25 for error in wrong)} of {len(wrong)} within 25 %\n")
+    print(table(calls, "plan name graphs tp pp dp split seconds ours off left_out other_plan"), end="\n\n")
+    for name, off in folds.items():
+        print(f"{name}: mean error {abs(off).mean():.1%}, {sum(abs(off) <= 0.25)} of {len(off)} within 25 %")
     print(table(steps, "plan graphs seconds ours off"), table(terms, "terms mean left_out constants"), sep="\n\n")
     save({"calls": calls, "steps": steps, "terms": terms, "calibration": asdict(default)}, out)
 
