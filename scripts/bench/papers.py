@@ -40,7 +40,14 @@ SHAPES = {  # in the order of KEYS
 def step_problem(
     algorithm: str, models: Mapping[str, str], cluster: ClusterConfig, settings: Sequence[str], budget: int = 16384
 ) -> Problem:
-    """Return a step of ``configs/quickstart_<algorithm>.yaml`` with ``settings`` on ``cluster``.
+    """Return the problem of :func:`step_builder`."""
+    return step_builder(algorithm, models, cluster, settings, budget).problem()
+
+
+def step_builder(
+    algorithm: str, models: Mapping[str, str], cluster: ClusterConfig, settings: Sequence[str], budget: int = 16384
+) -> ProblemBuilder:
+    """Return the builder of a step of ``configs/quickstart_<algorithm>.yaml`` with ``settings`` on ``cluster``.
 
     ``models``: role -> a model of :data:`SHAPES`. ``budget``: tokens of a micro-batch.
     """
@@ -50,7 +57,7 @@ def step_problem(
     request = plan.read_request(str(ROOT / "configs" / f"quickstart_{algorithm}.yaml"), [*settings, *sizes])
     machine, _ = plan.machine_of(cluster)
     ahead = request.config.placement.max_staleness
-    return ProblemBuilder(request.calls, machine, FormulaTimes(machine), budget, ahead).problem()
+    return ProblemBuilder(request.calls, machine, FormulaTimes(machine), budget, ahead)
 
 
 def limited(problem: Problem, keep: Callable[[CallNode, Option], bool]) -> Problem:
