@@ -7,13 +7,18 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 
+import numpy as np
+
 from measure import ROOT
 from rlhf_spmd import plan
-from rlhf_spmd.planner.costs import FormulaTimes
-from rlhf_spmd.planner.machine import ClusterConfig
+from rlhf_spmd.planner.costs import CALL_SECONDS, FormulaTimes
+from rlhf_spmd.planner.machine import ClusterConfig, Machine
+from rlhf_spmd.planner.memory import RankMemory
+from rlhf_spmd.planner.model_call import ModelCall
 from rlhf_spmd.planner.planning import ProblemBuilder
 from rlhf_spmd.planner.problem import CallNode, Option, Problem, RankRange, simulate
 from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, greedy_choices, plan_of
+from rlhf_spmd.planner.shapes import Workload, call_settings
 
 KEYS = (
     "hidden_size",
@@ -52,7 +57,9 @@ def step_builder(
     ``models``: role -> a model of :data:`SHAPES`. ``budget``: tokens of a micro-batch.
     """
     sizes = [
-        f"models.{role}.spec.{key}={value}" for role, size in models.items() for key, value in zip(KEYS, SHAPES[size], strict=True)
+        f"models.{role}.spec.{key}={value}"
+        for role, size in models.items()
+        for key, value in zip(KEYS, SHAPES[size], strict=True)
     ]
     request = plan.read_request(str(ROOT / "configs" / f"quickstart_{algorithm}.yaml"), [*settings, *sizes])
     machine, _ = plan.machine_of(cluster)
@@ -60,12 +67,38 @@ def step_builder(
     return ProblemBuilder(request.calls, machine, FormulaTimes(machine), budget, ahead)
 
 
+def with_generation_from_shards(problem: Problem, calls: Sequence[ModelCall], machine: Machine, budget: int) -> Problem:
+    """Return the problem with more options of generation: each rank keeps its shard, and every token gathers all layers in turn.
+
+    A token's gathers hide behind its computation, or the other way round. ``calls``: of the problem. ``machine``: with the kind of
+    device that generates. ``budget``: tokens of a micro-batch.
+    """
+    nodes = list(problem.calls)
+    times = FormulaTimes(machine)
+    for index in problem.generating:
+        call = calls[index]
+        options = [option for option in nodes[index].options if option.tp * option.pp == 1 < option.size]
+        for number, option in enumerate(options):
+            settings = call_settings([(1, 1, option.size)], micro_tokens=[budget], zero=[3])
+            gathered = RankMemory(call.shape, settings, call.settings, 0).infer(call.work)["gathered weights"]
+            token = float(times.infer_seconds(call.shape, Workload(1, 0, (1,)), settings)[0]) - CALL_SECONDS
+            options[number] = replace(
+                option,
+                seconds=max(option.seconds, (1 + call.work.response) * token),
+                call_bytes=option.call_bytes + float(np.max(gathered)),
+                zero=3,
+                settings=replace(option.settings, zero=3),
+            )
+        nodes[index] = replace(nodes[index], options=(*nodes[index].options, *options))
+    return replace(problem, calls=tuple(nodes))
+
+
 def limited(problem: Problem, keep: Callable[[CallNode, Option], bool]) -> Problem:
     """Return the problem with the options that ``keep`` accepts, which is asked for each call; tied calls keep the same ones."""
     kept: dict[int, list[int]] = {}
     for indices in [*problem.tied.values(), *((i,) for i in problem.movable)]:
-        calls = [problem.calls[i] for i in indices]
-        options = [n for n in range(len(calls[0].options)) if all(keep(call, call.options[n]) for call in calls)]
+        tied = [problem.calls[i] for i in indices]
+        options = [n for n in range(len(tied[0].options)) if all(keep(call, call.options[n]) for call in tied)]
         kept |= dict.fromkeys(indices, options)
     calls = tuple(
         replace(call, options=tuple(call.options[n] for n in kept[index])) for index, call in enumerate(problem.calls)
