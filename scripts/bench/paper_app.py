@@ -63,7 +63,7 @@ def compare(bench: str, cases: Iterable[Case], batches: Sequence[int], out: Path
         same = most_samples(step, case.limits, case.placements, known)
         best = most_samples(step, case.limits, case.placements, batches)
         row |= {
-            "same_batch": same["samples_per_s"],
+            "same_batch": same["samples_per_s"] if known else None,
             "ours": best["samples_per_s"],
             "same_peak_gib": same.get("peak_gib"),
             **best,

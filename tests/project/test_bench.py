@@ -108,8 +108,10 @@ SCRIPTS: dict[str, tuple[str, Callable[[Report], bool]]] = {
         "fastest",
         lambda report: min(report["rows"][0][name] for name in ("colocate", "interleave", "separate_0.5", "ahead_0.5")) > 0,
     ),
-    "paper_app.py placements --ranks 2 --model tiny --responses 8 --prompts 8 --steps 4 --strategies flattening "
-    "ahead": ("times as fast", places_for_real),
+    "paper_app.py placements --ranks 2 --model tiny --responses 8 --prompts 8 --steps 4 --strategies flattening ahead": (
+        "times as fast",
+        places_for_real,
+    ),
     "train.py step --model tiny --ranks 1 --steps 2 --programs ppo": ("step_s", has_phases),
     "update.py --models tiny --seconds 0 --least 1 --peers sorted packed_sdpa --layouts tp2": ("packed_sdpa", compares_updates),
     "update.py --device cpu --models tiny:1 --no-files --rows 4 8 24 --checkpointing full --optimizer no_masters "
