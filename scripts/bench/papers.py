@@ -7,15 +7,19 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 
+import numpy as np
+
 from measure import ROOT
 from rlhf_spmd import plan
-from rlhf_spmd.planner.costs import FormulaTimes
+from rlhf_spmd.planner.costs import CALL_SECONDS, FormulaTimes
 from rlhf_spmd.planner.device_times import CallTimes
 from rlhf_spmd.planner.machine import ClusterConfig, Machine
+from rlhf_spmd.planner.memory import RankMemory
 from rlhf_spmd.planner.model_call import ModelCall
 from rlhf_spmd.planner.planning import ProblemBuilder
 from rlhf_spmd.planner.problem import CallNode, Option, Plan, Problem, RankRange, simulate
 from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, greedy_choices, plan_of
+from rlhf_spmd.planner.shapes import Workload, call_settings
 
 KEYS = (
     "hidden_size",
@@ -48,7 +52,20 @@ def step_problem(
     times: Callable[[Machine], CallTimes] = FormulaTimes,
     calls: Callable[[Sequence[ModelCall]], Sequence[ModelCall]] = list,
 ) -> Problem:
-    """Return a step of ``configs/quickstart_<algorithm>.yaml`` with ``settings`` on ``cluster``.
+    """Return the problem of :func:`step_builder`."""
+    return step_builder(algorithm, models, cluster, settings, budget, times, calls).problem()
+
+
+def step_builder(
+    algorithm: str,
+    models: Mapping[str, str],
+    cluster: ClusterConfig,
+    settings: Sequence[str],
+    budget: int = 16384,
+    times: Callable[[Machine], CallTimes] = FormulaTimes,
+    calls: Callable[[Sequence[ModelCall]], Sequence[ModelCall]] = list,
+) -> ProblemBuilder:
+    """Return the builder of a step of ``configs/quickstart_<algorithm>.yaml`` with ``settings`` on ``cluster``.
 
     - models: role -> a model of :data:`SHAPES`
     - budget: tokens of a micro-batch
@@ -64,7 +81,33 @@ def step_problem(
     machine, _ = plan.machine_of(cluster)
     kind_times = [times(machine.with_kind(kind)) for kind in range(len(cluster.device_names))]
     ahead = request.config.placement.max_staleness
-    return ProblemBuilder(calls(request.calls), machine, kind_times, budget, ahead).problem()
+    return ProblemBuilder(calls(request.calls), machine, kind_times, budget, ahead)
+
+
+def with_generation_from_shards(problem: Problem, calls: Sequence[ModelCall], machine: Machine, budget: int) -> Problem:
+    """Return the problem with more options of generation: each rank keeps its shard, and every token gathers all layers in turn.
+
+    A token's gathers hide behind its computation, or the other way round. ``calls``: of the problem. ``machine``: with the kind of
+    device that generates. ``budget``: tokens of a micro-batch.
+    """
+    nodes = list(problem.calls)
+    times = FormulaTimes(machine)
+    for index in problem.generating:
+        call = calls[index]
+        options = [option for option in nodes[index].options if option.tp * option.pp == 1 < option.size]
+        for number, option in enumerate(options):
+            settings = call_settings([(1, 1, option.size)], micro_tokens=[budget], zero=[3])
+            gathered = RankMemory(call.shape, settings, call.settings, 0).infer(call.work)["gathered weights"]
+            token = float(times.infer_seconds(call.shape, Workload(1, 0, (1,)), settings)[0]) - CALL_SECONDS
+            options[number] = replace(
+                option,
+                seconds=max(option.seconds, (1 + call.work.response) * token),
+                call_bytes=option.call_bytes + float(np.max(gathered)),
+                zero=3,
+                settings=replace(option.settings, zero=3),
+            )
+        nodes[index] = replace(nodes[index], options=(*nodes[index].options, *options))
+    return replace(problem, calls=tuple(nodes))
 
 
 def limited(problem: Problem, keep: Callable[[CallNode, Option], bool]) -> Problem:
@@ -74,10 +117,10 @@ def limited(problem: Problem, keep: Callable[[CallNode, Option], bool]) -> Probl
     """
     kept: dict[int, list[int]] = {}
     for indices in [*problem.tied.values(), *((i,) for i in problem.movable)]:
-        calls = [problem.calls[i] for i in indices]
-        options = [n for n in range(len(calls[0].options)) if all(keep(call, call.options[n]) for call in calls)]
+        tied = [problem.calls[i] for i in indices]
+        options = [n for n in range(len(tied[0].options)) if all(keep(call, call.options[n]) for call in tied)]
         if not options:
-            raise ValueError(f"{calls[0].name} keeps no option")
+            raise ValueError(f"{tied[0].name} keeps no option")
         kept |= dict.fromkeys(indices, options)
     nodes = tuple(
         replace(call, options=tuple(call.options[n] for n in kept[index])) for index, call in enumerate(problem.calls)

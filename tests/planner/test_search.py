@@ -274,6 +274,16 @@ def test_weights_that_move_take_time_before_the_call_and_bytes_while_it_runs() -
     assert simulate(narrow, (Choice(RankRange(1, 1), 2), home)).excess == pytest.approx(1 / 14)
 
 
+@pytest.mark.parametrize(("home_tp", "tp", "seconds"), [(1, 1, 28 / 4), (4, 2, 12 / 2), (4, 4, 4), (1, 4, 8)])
+def test_ranks_of_a_host_share_its_adapters_when_they_gather_the_same_shard(home_tp: int, tp: int, seconds: float) -> None:
+    """32 bytes in shards on two hosts of four ranks; an adapter has 1 byte per second. Last: slices that no ring can gather."""
+    train = call("train", {0}, replace(one(8, 4, tp=home_tp), zero=1), role="actor")
+    generate = call("generate", set(), one(8, 1, tp=tp), role="actor", home=False)
+    problem = Problem((generate, train), 4, (99.0,) * 8, {"actor": 32.0}, 9.0, 1.0)
+    choice = Choice(RankRange(0, 8), 0)
+    assert problem.weight_copy_cost(generate, choice, choice)[0] == seconds
+
+
 @pytest.mark.parametrize(("ahead", "seconds"), [(0, 9), (1, 5), (2, 5)])
 def test_generation_ahead_of_training_runs_beside_it(ahead: int, seconds: float) -> None:
     graph = call("generate", set(), one(1, 4), role="actor", home=False), call("train", {0}, one(1, 5), role="actor")

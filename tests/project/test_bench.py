@@ -122,6 +122,29 @@ def maps_to_the_optimum(report: Report) -> bool:
     return row["gap"] < 1e-9 and row["exact_step"] <= row["enumerate_step"] and row["options_s"] > 0
 
 
+def strategies_of(report: Report) -> dict[str, Report]:
+    return {row["strategy"]: row for row in report["rows"]}
+
+
+def interleaves(report: Report) -> bool:
+    rows = strategies_of(report)
+    one, in_our_order = rows["interleave 1"]["same_batch"], rows["interleave 1, our order"]["same_batch"]
+    larger_batch_pays = rows["flattening"]["same_batch"] < one
+    return len(rows) == 5 and larger_batch_pays and in_our_order < one and rows["flattening"]["paper"] == 16.12
+
+
+def separates(report: Report) -> bool:
+    """A weights' gather for each token is most of the step; a hybrid engine or separation spares it."""
+    gather, hybrid, separation = report["rows"]
+    assert gather["generation_share"] > 0.9 > max(hybrid["generation_share"], separation["generation_share"])
+    return min(hybrid["ours_ratio"], separation["ours_ratio"]) > 3 and separation["paper_ratio"] > 5
+
+
+def places_for_real(report: Report) -> bool:
+    assert [row["strategy"] for row in report["rows"]] == ["flattening", "ahead"]
+    return all(row["seconds"] > 0 and row["times_as_fast"] > 0 for row in report["rows"])
+
+
 SCRIPTS: dict[str, tuple[str, Callable[[Report], bool]]] = {
     "controller.py --ranks 2 --repeats 2 --starts 1": (
         "controller.any_rank",
@@ -144,6 +167,28 @@ SCRIPTS: dict[str, tuple[str, Callable[[Report], bool]]] = {
     "paper_real.py reallocation --model tiny --prompts 8 --prompt-length 6 --response-length 6 --steps 2": (
         "trainings side by side",
         moves_weights,
+    ),
+    "paper_app.py interleaving --gpus 8 --models 7B --batches 24": ("interleave 2, all generate", interleaves),
+    "paper_app.py separation --gpus 32 --models 33B --batches 12": ("| separation |", separates),
+    "paper_app.py heterogeneous --batches 12": (
+        "8 V100",
+        lambda report: len(report["rows"]) == 5 and all(row["ours"] > 0 for row in report["rows"]),
+    ),
+    "paper_app.py trlx --gpus 8 --models 7B --batches 24": (
+        "trlX",
+        lambda report: all(row["ours"] < strategies_of(report)["flattening"]["ours"] for row in report["rows"][5:7]),
+    ),
+    "paper_app.py shared --models 7B --batches 8": (
+        "one model",
+        lambda report: report["rows"][1]["same_peak_gib"] < report["rows"][0]["same_peak_gib"],
+    ),
+    "paper_app.py lengths --models 7B --gpus 8 --rows 48 --responses 128 --shares 0.5": (
+        "fastest",
+        lambda report: min(report["rows"][0][name] for name in ("colocate", "interleave", "separate_0.5", "ahead_0.5")) > 0,
+    ),
+    "paper_app.py placements --ranks 2 --model tiny --responses 8 --prompts 8 --steps 4 --strategies flattening ahead": (
+        "times as fast",
+        places_for_real,
     ),
     "train.py step --model tiny --ranks 1 --steps 2 --programs ppo": ("step_s", has_phases),
     "update.py --models tiny --seconds 0 --least 1 --peers sorted packed_sdpa --layouts tp2": ("packed_sdpa", compares_updates),

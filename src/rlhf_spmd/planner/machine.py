@@ -45,6 +45,7 @@ class Gpu:
 GPUS = {
     "a100": Gpu(312e12, 79.2 * GIB, 2.039e12, 300e9, 25e9),
     "a100_40": Gpu(312e12, 39.5 * GIB, 1.555e12, 300e9, 25e9),
+    "v100": Gpu(125e12, 31.7 * GIB, 0.9e12, 150e9, 12.5e9),  # in fp16; it has no bf16
     "a10": Gpu(125e12, 22.1 * GIB, 0.6e12, 25e9, 25e9),
     "l40s": Gpu(362e12, 44.5 * GIB, 0.864e12, 25e9, 25e9),
     "h100": Gpu(989e12, 79.2 * GIB, 3.35e12, 450e9, 50e9, groups_experts=True),
@@ -74,7 +75,8 @@ class ClusterConfig:
 
     - nodes: hosts
     - gpus_per_node: ranks of a host
-    - gpu: `a100`, `a100_40`, `a10`, `l40s`, `h100`, `h200`, `h800`, `b200`, or a file that `plan profile` wrote
+    - gpu: `a100`, `a100_40`, `v100` (fp16, it has no bf16), `a10`, `l40s`, `h100`, `h200`, `h800`, `b200`, or a file that
+      `plan profile` wrote
     - network_gb_s: gigabytes per second between hosts, for each device, in one direction
     - memory_gb: GiB of a device that are to be used; null: what the table or the profile says
     - host_memory_gb: GiB of a host's own memory that offloading may fill, for all ranks of the host; null: no limit

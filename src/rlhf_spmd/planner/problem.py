@@ -263,6 +263,9 @@ class Problem:
           (HybridFlow, table 2: (tp - t_g p_g) / (t_g p_g t p) of the weights).
         - Otherwise each rank gets a complete shard beside what it has (ReaL, section 6).
 
+        In the second case ranks gather in rings: ranks of a host that need the same shard get it once from other hosts, by all their
+        adapters. In the third each gets its own.
+
         The slower of receiving and sending counts; the home's ranks share the sending. ``IMPOSSIBLE`` if the trainer cannot do
         it: a call with ``zero`` runs only in its home's layout, and a call that runs ahead on none of its home's ranks.
         """
@@ -286,15 +289,18 @@ class Problem:
             return 0.0, 0.0
         if option.zero or (layout and option.in_place and layout[:2] == option.layout[:2]):
             return IMPOSSIBLE
-        shard = self.weights[role] / (option.pp * option.tp)
+        num_slices = option.pp * option.tp
+        shard = self.weights[role] / num_slices
+        network = self.network
         if layout:
             pp, tp, zero, zero_size, ep = layout
             num_shards = max(pp * tp * zero_size if zero_size else num_home_ranks if zero else pp * tp, pp * tp * ep)
             if not (option.in_place or option.expert_parallel_generation) and pp % option.pp == 0 and tp % option.tp == 0:
                 shard -= self.weights[role] / num_shards
+                network = min(self.link, self.network * max(self.local_size // num_slices, 1))
             on_one_host = on_one_host or num_shards <= self.local_size
         sent = shard * option.size / num_home_ranks
-        return max(shard, sent) / (self.link if on_one_host else self.network), shard * option.copies
+        return max(shard, sent) / (self.link if on_one_host else network), shard * option.copies
 
 
 @dataclass(frozen=True)
