@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlhf_spmd.inference.sampling_params import SamplingParams as SamplingParams
     from rlhf_spmd.notebook import train as train
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 _MODULES = {
     "LLM": "inference.llm",
     "RequestOutput": "inference.sampling_params",

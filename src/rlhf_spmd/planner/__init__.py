@@ -18,6 +18,7 @@ each call; the choices are written as ``plan.yaml``.
 - ``costs``, ``profile``: seconds of a call, by formulas or from measured layers
 - ``memory``: bytes of a role on a rank; ``preflight/memory_estimate`` adds them up over the roles of a run
 - ``model_call``: a call that is planned, and its layouts
+- ``device_times``: seconds of a call on ranks of several kinds, among which rows are dealt by speed
 - ``options``: the options of a call
 - ``search/<name>``: one function ``search`` each
 - ``plan_file``, ``plan_summary``: ``plan.yaml``, and a plan for people

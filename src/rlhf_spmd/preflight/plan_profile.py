@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from rlhf_spmd.workers.train_engine import TrainEngine
 BASE_LAYERS = 1
 LARGER_LAYERS = (5, 3, 2)  # tried in this order; the first that fits
 NEW_TOKENS = 24  # tokens that a decode measurement generates
-REPEATS = 3  # runs of a measurement, of which the fastest counts
+REPEATS = 5  # runs of a measurement, of which the median counts: a plan predicts usual steps, not the fastest
 MESSAGE_ELEMENTS = 1 << 22
 
 
@@ -273,7 +274,7 @@ class LayerProfiler:
         return max(all_tokens - first, 1e-9) / NEW_TOKENS
 
     def seconds(self, body: Callable[[], object], repeats: int = REPEATS, before: Callable[[], object] = lambda: None) -> float:
-        """Return the seconds of the fastest of ``repeats`` runs, on the slowest rank. A first run does not count.
+        """Return the seconds of the median of ``repeats`` runs, on the slowest rank. A first run does not count.
 
         ``before``: runs before each of them.
         """
@@ -285,7 +286,7 @@ class LayerProfiler:
             body()
             wait(self.world.device)
             seconds.append(time.perf_counter() - started)
-        return float(self.world.all.all_reduce(torch.tensor([min(seconds[1:])]), "profile", "max"))
+        return float(self.world.all.all_reduce(torch.tensor([median(seconds[1:])]), "profile", "max"))
 
 
 def _powers(limit: int) -> list[int]:

@@ -7,6 +7,7 @@ Each search is one function ``search(problem, limit, seed)``, which returns a :c
 - ``grid``: APP's ratios
 - ``enumerate``: HybridFlow's partitions of the roles
 - ``phase_scheduling``: gives the calls of a phase their ranks, for ``exact`` (``enumerate`` reads the phases)
+- ``overlapping``: good plans of steps that overlap, with which ``exact`` begins
 - ``exact``: branch and bound, which proves its result
 """
 
