@@ -52,10 +52,7 @@ TURNS = (
     Plan("searched", {}),
     Plan("dp", {}, {}),
     Plan("tp 2", {}, for_roles(layout__tp=2)),
-    Plan("tp 2, generation tp 2", {}, for_roles(layout__tp=2) | {"models.actor.generation.tp": 2}),
     Plan("pp 2", {}, for_roles(layout__pp=2)),
-    Plan("zero 3", {}, for_roles(layout__zero=3)),
-    Plan("split", {}, {"placement.strategy": "split"}),
     Plan("interleave", {}, {"placement.strategy": "interleave"}),
     Plan("separate", {}, {"placement.strategy": "separate"}),
 )
@@ -189,18 +186,18 @@ def compare(
     save({"bench": bench, "model": model, "share": share, "machine": machine_facts(), "rows": rows}, out)
 
 
-def turns(model: str = "S", steps: int = 8, profiles: Path | None = None, out: Path | None = None) -> None:
+def turns(model: str = "S", steps: int = 6, profiles: Path | None = None, out: Path | None = None) -> None:
     """Placements and layouts of PPO whose generation and training take turns."""
     compare(TURNS, model, steps, profiles, 1.0, "planner_runs", out)
 
 
-def ahead(model: str = "S", steps: int = 10, profiles: Path | None = None, out: Path | None = None) -> None:
+def ahead(model: str = "S", steps: int = 7, profiles: Path | None = None, out: Path | None = None) -> None:
     """Generation ahead of training, and twice as many prompts in flight as a step takes."""
     compare(AHEAD_PLANS, model, steps, profiles, 1.0, "planner_ahead", out)
 
 
 def unequal(
-    model: str = "S", steps: int = 8, share: float = 0.5, profiles: Path | None = None, out: Path | None = None
+    model: str = "S", steps: int = 6, share: float = 0.5, profiles: Path | None = None, out: Path | None = None
 ) -> None:
     """The second rank runs for ``--share`` of the time only."""
     compare(UNEQUAL, model, steps, profiles, share, "planner_unequal", out)

@@ -111,6 +111,7 @@ class OverlappingPlans:
 
     def _seconds(self, choices: Mapping[int, Choice], below: float) -> float:
         """Return the seconds of a step, or inf if a rank is busy for at least ``below`` seconds."""
+        self.spend()
         problem = self.problem
         seconds = []
         for index, call in enumerate(problem.calls):
@@ -124,5 +125,4 @@ class OverlappingPlans:
         busy = (sum(s for s, ranks in zip(seconds, ranges, strict=True) if ranks.first <= rank < ranks.end) for rank in edges)
         if max(busy) >= below:
             return math.inf
-        self.spend()
         return start_times(problem, range(len(seconds)), ranges, seconds)[1]
