@@ -29,6 +29,7 @@ from rlhf_spmd.planner.plan_summary import measured_seconds
 from train import WORK, settings_of, write_inputs
 
 RANKS = 2
+MAX_TOKENS = 2048  # of a micro-batch
 PERIOD_S = 0.02  # of a slowed rank's stops
 ROLES = ("actor", "critic", "reference")
 AHEAD = {"placement.max_staleness": 1, "algorithm.rollout_correction": "{bypass_mode: true}"}
@@ -162,6 +163,7 @@ def compare(
         root = Path(name)
         write_inputs(root, replace(WORK[model], num_prompts=2 * WORK[model].num_prompts))  # enough to be in flight
         settings = settings_of("ppo", root, WORK[model], steps) | {"models.actor.generation.reuse_rollout_log_probs": False}
+        settings["algorithm.ppo_max_token_len_per_gpu"] = MAX_TOKENS
         profiles = [profile_of(directory or root, settings, share) for share in dict.fromkeys((1.0, share))]
         groups = ",".join(f"{{nodes: {RANKS // len(profiles)}, gpu: {path}}}" for path in profiles)
         link = json.loads(profiles[-1].read_text(encoding="utf-8"))["device"]["link"]
