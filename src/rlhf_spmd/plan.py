@@ -29,7 +29,7 @@ from rlhf_spmd.planner.device_times import CallTimes
 from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
 from rlhf_spmd.planner.memory import MEMORY_MODEL_ERROR
 from rlhf_spmd.planner.model_call import ModelCall
-from rlhf_spmd.planner.placement import AUTO
+from rlhf_spmd.planner.placement import AUTO, check_speeds
 from rlhf_spmd.planner.plan_file import PlanFile, read_plan
 from rlhf_spmd.planner.plan_summary import PlanSummary, comparison, measured_seconds, read_trace, table
 from rlhf_spmd.planner.planning import PlanResult, ProblemBuilder, to_file
@@ -175,6 +175,8 @@ def read_request(path: str | None, overrides: Sequence[str], rules: Rules = PLAN
     }
     graph = trace(replace(run_plan, roles=role_plans, training=training, exact_rollouts=exact_rollouts(config, role_plans)))
     planned: Any = run_plan.config  # with the sections that a training run does not have
+    num_ranks = sum(hosts * devices for hosts, devices, _ in planned.cluster.hosts)
+    check_speeds(config.placement, num_ranks)
     work = planned.workload.workload(next(iter(run_plan.streams.values())), config.sampling.n)
     return PlanRequest(
         run_plan.config, planned.cluster, planned.plan, model_calls(graph, role_plans, work), work, graph, role_plans
@@ -197,8 +199,12 @@ def machine_of(cluster: ClusterConfig) -> tuple[Machine, list[CallTimes]]:
         return machine, [FormulaTimes(machine.with_kind(kind)) for kind in range(len(names))]
     profiles = [read_profile(name) for name in names]
     machine = cluster.machine({name: measured.device for name, measured in zip(names, profiles, strict=True)})
-    for measured in profiles:
-        measured.check_ranks(machine.size, "cluster.gpu")
+    for name, measured in zip(names, profiles, strict=True):
+        measured.check_ranks(machine.size, f"cluster: gpu={name}")
+    if len({(measured.device.itemsize, measured.device.on_host) for measured in profiles}) > 1:
+        raise ValueError(
+            f"cluster.groups: the profiles {', '.join(names)} are of different types of numbers, or of CPUs and GPUs"
+        )
     return machine, [ProfileTimes(measured, machine.with_kind(kind)) for kind, measured in enumerate(profiles)]
 
 
@@ -267,6 +273,13 @@ def _evaluate(request: PlanRequest, file: PlanFile, budget: int) -> tuple[PlanRe
     """Return a plan with its predictions, and its schedule. ``budget``: tokens of a micro-batch."""
     builder = ProblemBuilder(request.calls, *request.target, budget, request.config.placement.max_staleness, file)
     problem = builder.problem()
+    for call in filter(problem.must_be_apart, problem.calls):
+        home = file.calls[problem.calls[problem.homes[call.role]].name]
+        if home.rank_range.overlaps(file.calls[call.name].rank_range):
+            raise ValueError(
+                f"placement.max_staleness={problem.ahead} lets {call.name} run ahead of training, but {call.role} trains on its "
+                "ranks; take placement.strategy=separate"
+            )
     choices = tuple(Choice(file.calls[call.name].rank_range, 0) for call in problem.calls)
     schedule = simulate(problem, choices)
     result = SearchResult(choices, schedule.seconds, 0.0, False, 1, 0.0)
@@ -281,8 +294,11 @@ def check_calls(file: PlanFile, calls: Sequence[ModelCall], machine: Machine, pa
     if differences:
         raise ValueError(f"plan.fixed={path} is of other calls: {differences[0]}; the step's are {', '.join(names)}")
     last = max(call.rank_range.end for call in file.calls.values())
-    if last > machine.size:
-        raise ValueError(f"plan.fixed={path} has rank {last - 1}, and the cluster has ranks 0 to {machine.size - 1}")
+    has_speeds = bool(file.speeds or file.generation_speeds)
+    if last > machine.size or (has_speeds and file.ranks != machine.size):
+        raise ValueError(
+            f"plan.fixed={path} is for {max(last, file.ranks)} ranks, and the cluster has {machine.size}; plan with the same cluster"
+        )
 
 
 def summary_of(request: PlanRequest, planned: PlanResult) -> PlanSummary:

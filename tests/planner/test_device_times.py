@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.layout import Layout
+from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.device_times import DeviceTimes, KindSpeeds, measured_speeds
 from rlhf_spmd.planner.machine import ClusterConfig, Machine
 from rlhf_spmd.planner.memory import RoleSettings
@@ -79,9 +80,10 @@ def test_a_call_takes_as_long_as_its_slowest_replica(seed: int) -> None:
         part_speeds = ranks.speeds or (1.0,) * ranks.num_parts
         expected = 0.0
         for part in range(ranks.num_parts):
-            slowest = min((kinds[rank] for rank in ranks.workers(part)), key=lambda kind: of_kinds[kind])
             rows = call.work.rows * part_speeds[part] / sum(part_speeds)
-            expected = max(expected, times[slowest].fixed + times[slowest].per_row * rows * (2 if kind == "generate" else 1))
+            for rank in ranks.workers(part):  # all ranks of a replica wait for one another
+                kind_times = times[kinds[rank]]
+                expected = max(expected, kind_times.fixed + kind_times.per_row * rows * (2 if kind == "generate" else 1))
         assert seconds == pytest.approx(expected)
         largest = DeviceTimes(times, speeds).largest_share(call, settings, extent)
         assert np.broadcast_to(largest, 2)[1] == pytest.approx(max(part_speeds) * ranks.num_parts / sum(part_speeds))
@@ -92,11 +94,21 @@ def test_speeds_are_those_of_the_times() -> None:
     times = [LinearTimes(0.0, 2.0), LinearTimes(0.0, 1.0), LinearTimes(0.0, 8.0)]
     calls = [model_call("train"), model_call("infer")]
     assert measured_speeds(calls, machine, times, 16384) == KindSpeeds((0.5, 1.0, 0.125), (1.0, 1.0, 1.0))
-    slow_start = [
-        *times[:2],
-        LinearTimes(240.0, 1.0),
-    ]  # 240 rows of a host on 4 replicas: 60 + 240 seconds, three calls of 60, 120
-    assert measured_speeds([*calls, model_call("generate")], machine, slow_start, 16384) == KindSpeeds(
-        (0.5, 1.0, 0.2), (0.5, 1.0, 0.3333)
-    )
+    # 240 rows of a host on 4, 2 and 1 replicas: (120, 60, 300), (240, 120, 360) and (480, 240, 480) seconds; twice the rows' part for
+    # generation
+    slow_start = [*times[:2], LinearTimes(240.0, 1.0)]
+    both_sorts = KindSpeeds((0.5, 1.0, 0.3444), (0.5, 1.0, 0.5))
+    generate = model_call("generate")
+    assert measured_speeds([*calls, generate], machine, slow_start, 16384) == both_sorts
     assert measured_speeds(calls, machine, times[:1], 16384) == KindSpeeds()
+
+
+def test_rows_in_flight_are_those_of_a_host() -> None:
+    """A host of a large cluster computes its part of the rows that go on, so its speed is that of decoding."""
+    gpus = [ClusterConfig(nodes=32, gpu=name).machine() for name in ("h100", "a100")]
+    times = [FormulaTimes(machine) for machine in gpus]
+    call = model_call("generate", rows=4096)
+    alone = measured_speeds([call], gpus[0], times, 16384).generation
+    work = replace(call.work, in_flight=8192, recomputed=4096)
+    in_flight = measured_speeds([replace(call, work=work)], gpus[0], times, 16384).generation
+    assert 0.3 < in_flight[1] < alone[1] < 1.0 and in_flight[1] > 0.8 * alone[1]

@@ -335,6 +335,45 @@ def test_speeds_of_a_plan_are_checked(tmp_path: Path, speeds: str) -> None:
     assert plan.read_plan(str(again)) == file
 
 
+def test_unequal_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory is compared with that of a call's own ranks: a small device elsewhere neither shrinks a cache nor fills the others."""
+    settings = [*large("actor", "reward"), "cluster.gpus_per_node=8", "plan.fixed=config"]
+    settings += [f"models.{role}.layout.zero=3" for role in ("actor", "critic", "reference", "reward")]
+    pools = "{fast: [0,1,2,3,4,5,6,7], rest: [8,9,10,11,12,13,14,15]}"
+    settings += [f"placement.pools={pools}", "models.actor.calls.generate_sequences={pool: fast}", "models.reward.pool=rest"]
+    seconds = []
+    for other in ("h200", "l40s"):
+        groups = f"cluster.groups=[{{nodes: 1, gpu: h200}}, {{nodes: 1, gpu: {other}}}]"
+        with contextlib.suppress(SystemExit):  # what trains on all ranks may not fit the small ones
+            plan.main(["--config", PPO, *settings, groups, "--json"])
+        seconds.append(json.loads(capsys.readouterr().out)["calls"]["actor.generate_sequences"]["seconds"])
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.1)
+    preset = str(CONFIGS / "presets" / "ppo_llama3.1_8b_8gpu.yaml")
+    planned = planned_by(capsys, "cluster.groups=[{nodes: 1, gpu: h100}, {nodes: 1, gpu: v100}]", config=preset)
+    assert 0 < planned["memory_gb"] <= planned["room_gb"] <= 79.2
+
+
+def test_plans_of_other_settings_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    preset, out = str(CONFIGS / "presets" / "ppo_llama3.1_8b_8gpu.yaml"), tmp_path / "plan.yaml"
+    groups = "cluster.groups=[{{nodes: {}, gpu: h100}}, {{nodes: 1, gpu: a100}}]"
+    planned_by(capsys, groups.format(1), "plan.search=grid", f"plan.out={out}", config=preset)
+    mixed = groups.format(1)
+    cases = (
+        ([groups.format(2), f"plan.fixed={out}"], "is for 16 ranks, and the cluster has 24"),
+        (["cluster.nodes=1", "placement.speeds=[1.0, 0.5]"], "placement.speeds has 2 numbers, this job has 8 ranks"),
+        ([mixed, f"placement.speeds={[1.0] * 7 + [0.1] + [0.4] * 8}", "plan.fixed=config"], "have different speeds"),
+        (["cluster.nodes=1", "plan.fixed=config", "placement.max_staleness=1"], "take placement.strategy=separate"),
+        (["cluster.nodes=1", "cluster.gpus_per_node=1", "placement.max_staleness=1"], "needs ranks on which its role does not"),
+        (["cluster.groups=[{gpu: H100}]"], "cluster.groups: gpu='H100' is not known; did you mean 'h100'?"),
+        (["cluster.groups=[{gpus_per_node: 8}, {gpus_per_node: 4}]"], "need equally many devices, and groups have 8 and 4"),
+    )
+    for arguments, message in cases:
+        with pytest.raises(SystemExit) as ending:
+            plan.main(["--config", preset, *arguments])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert ending.value.code == 2 and message in line, line
+
+
 def test_a_cluster_of_several_kinds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Its plan is proved, and lies between those of clusters that have only the slow or only the fast kind. A configuration without
     speeds gives all ranks as many rows, so the slow ones set the time."""

@@ -64,10 +64,11 @@ class DeviceTimes:
         if len(extent) == 1:
             return _seconds(self.times[extent[0][0]], call, call.work, settings, kv_bytes)
         slowest = np.zeros(len(settings))
-        for kind, share, is_slowest in row_shares(settings, extent, self.speeds.of(call)):
-            work = replace(call.work, row_share=share)
+        largest = self.largest_share(call, settings, extent)
+        for kind, share, has_kind in row_shares(settings, extent, self.speeds.of(call)):
+            work = replace(call.work, row_share=np.maximum(share, 1e-9), largest_share=largest)
             seconds = _seconds(self.times[kind], call, work, settings, kv_bytes)
-            slowest = np.maximum(slowest, np.where(is_slowest, seconds, 0.0))
+            slowest = np.maximum(slowest, np.where(has_kind, seconds, 0.0))
         return slowest
 
 
@@ -78,49 +79,48 @@ def _seconds(times: CallTimes, call: ModelCall, work: Workload, settings: CallSe
 
 
 def row_shares(settings: CallSettings, extent: Extent, speeds: Sequence[float]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield for each kind of an extent: the kind; the rows of a replica whose slowest rank is of this kind, as a multiple of the mean
+    """Yield for each kind of an extent: the kind; the most rows of a replica that has ranks of this kind, as a multiple of the mean
     [n]; and True where there are such replicas [n].
 
     A replica's stages lie one behind the other on the ranks, as ``parallel/layout.py`` has them.
     """
     kind_of_rank = np.repeat([kind for kind, _ in extent], [count for _, count in extent])
-    kinds = sorted({kind for kind, _ in extent}, key=lambda kind: speeds[kind])
-    kind_speeds = np.array([speeds[kind] for kind in kinds])
-    order = np.empty(max(kinds) + 1, dtype=np.int64)  # of the kinds by their speed
-    order[kinds] = np.arange(len(kinds))
-    total_speed = np.empty(len(settings))
-    has_kind = np.zeros((len(kinds), len(settings)), dtype=bool)
+    kinds = sorted({kind for kind, _ in extent})
+    shares = np.zeros((len(kinds), len(settings)))
     grids = np.stack([settings.pp, settings.dp, settings.tp * settings.cp], axis=1)
     distinct, index_of = np.unique(grids, axis=0, return_inverse=True)
     for index, (pp, dp, ranks) in enumerate(distinct):
-        slowest = order[kind_of_rank].reshape(pp, dp, ranks).min(axis=(0, 2))
-        num_replicas = np.bincount(slowest, minlength=len(kinds))
-        same_grid = index_of.reshape(-1) == index
-        total_speed[same_grid] = num_replicas @ kind_speeds / dp
-        has_kind[:, same_grid] = num_replicas[:, None] > 0
-    for index, kind in enumerate(kinds):
-        yield kind, kind_speeds[index] / total_speed, has_kind[index]
+        replicas = kind_of_rank.reshape(pp, dp, ranks)
+        has_kind = np.stack([(replicas == kind).any(axis=(0, 2)) for kind in kinds])  # [kinds, dp]
+        slowest = np.where(has_kind, np.array([speeds[kind] for kind in kinds])[:, None], np.inf).min(axis=0)
+        share = slowest * dp / slowest.sum()
+        shares[:, index_of.reshape(-1) == index] = np.where(has_kind, share, 0.0).max(axis=1)[:, None]
+    for kind, share in zip(kinds, shares, strict=True):
+        yield kind, share, share > 0
 
 
 def measured_speeds(calls: Sequence[ModelCall], machine: Machine, times: Sequence[CallTimes], budget: int) -> KindSpeeds:
     """Return the speeds of the kinds of devices in these calls.
 
-    A kind's speed is the inverse of its seconds for all calls of a sort, each in its fastest layout on a host with the host's part
-    of the rows. ``budget``: tokens of a micro-batch.
+    In a layout a kind's speed is the fewest seconds of all kinds over its own, on one host with the host's part of the rows. A
+    call's speeds are the means over its layouts without stages; those of a sort of calls are the means over its calls, each
+    weighted with its seconds. ``budget``: tokens of a micro-batch.
     """
     if len(times) == 1:
         return KindSpeeds()
     device_times = DeviceTimes(times)
-    totals = {True: np.zeros(len(times)), False: np.zeros(len(times))}  # by whether the calls generate
+    totals = {"compute": np.zeros(len(times)), "generation": np.zeros(len(times))}  # speeds * seconds
     for call in calls:
         grids = layouts(call, machine.local_size, device_times.tp_sizes(call.shape))
+        grids = [grid for grid in grids if grid[0] == 1] or grids
         if not grids:
             continue
         settings = call_settings(grids, micro_tokens=(budget,), cp=(call.cp,))
-        work = replace(call.work, rows=max(call.work.rows * machine.local_size // machine.size, call.work.group))
-        seconds = [_seconds(kind_times, call, work, settings, np.inf).min() for kind_times in times]
-        totals[call.kind == "generate"] += seconds
-    generation, compute = (
-        np.round(total.min() / total, 4) if total.all() else np.ones(len(times)) for total in totals.values()
-    )
-    return KindSpeeds(tuple(compute.tolist()), tuple(generation.tolist()))
+        if call.has_graphs_on(machine.device):
+            settings = settings.set(graphs=settings.pp == 1)
+        work = call.work.on_part_of(machine.local_size / machine.size)
+        seconds = np.array([_seconds(kind_times, call, work, settings, np.inf) for kind_times in times])
+        fastest = seconds.min(axis=0)
+        totals["generation" if call.kind == "generate" else "compute"] += (fastest / seconds).mean(axis=1) * fastest.min()
+    speeds = {sort: np.round(total / total.max(), 4) if total.any() else np.ones(len(times)) for sort, total in totals.items()}
+    return KindSpeeds(tuple(speeds["compute"].tolist()), tuple(speeds["generation"].tolist()))

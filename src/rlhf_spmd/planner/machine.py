@@ -80,8 +80,8 @@ class ClusterConfig:
     - network_gb_s: gigabytes per second between hosts, for each device, in one direction
     - memory_gb: GiB of a device that are to be used; null: what the table or the profile says
     - host_memory_gb: GiB of a host's own memory that offloading may fill, for all ranks of the host; null: no limit
-    - groups: hosts of several kinds, in order of their ranks, each `{nodes, gpus_per_node, gpu}`; then `cluster.nodes` is not
-      read ([Unequal devices](planner.md#unequal-devices))
+    - groups: hosts of several kinds, in order of their ranks, each `{nodes, gpus_per_node, gpu}`, instead of `cluster.nodes`
+      and `cluster.gpu`; the other keys are those of all groups ([Unequal devices](planner.md#unequal-devices))
     """
 
     nodes: PositiveInt = 1
@@ -103,14 +103,18 @@ class ClusterConfig:
         for name in kinds:
             if name not in GPUS and not is_file(name):
                 available = f"{', '.join(GPUS)}, or a file that `rlhf-spmd plan profile` wrote"
-                raise ValueError(f"{where}.gpu={name!r} is not known{nearest(name, list(GPUS)) or ';'} available: {available}")
+                key = f"{where}.groups: gpu" if self.groups else f"{where}.gpu"
+                raise ValueError(
+                    f"{key}={name!r} is not known{nearest(name.lower(), list(GPUS)) or ';'} available: {available}"
+                )
         if len(set(map(is_file, kinds))) > 1:
             raise ValueError(
                 f"{where}.groups: measured times of one kind and formulas for another cannot be compared; profile all kinds, or none"
             )
         if len({devices for _, devices, _ in self.hosts}) > 1:
             raise ValueError(
-                f"{where}.groups: hosts of different numbers of devices; training refuses them, too; give all as many"
+                f"{where}.groups: all hosts need equally many devices, and groups have "
+                f"{' and '.join(str(devices) for _, devices, _ in self.hosts)}; give all the same gpus_per_node"
             )
 
     @property

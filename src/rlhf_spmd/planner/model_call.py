@@ -10,6 +10,7 @@ from rlhf_spmd.models.layout_rules import check_layout
 from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.quantized import check_quantized
 from rlhf_spmd.models.spec import ModelSpec
+from rlhf_spmd.planner.machine import Gpu
 from rlhf_spmd.planner.memory import RoleSettings
 from rlhf_spmd.planner.shapes import ModelShape, Workload, divisors
 
@@ -56,6 +57,11 @@ class ModelCall:
     def shares_experts(self) -> bool:
         """Return True if the ranks of tp share the experts in generation."""
         return self.kind == "generate" and self.generation.ep > 1
+
+    def has_graphs_on(self, device: Gpu) -> bool:
+        """Return True if decode steps without pipeline stages can be CUDA graphs on this device."""
+        captures = self.captures and not device.on_host and (self.spec.experts is None or device.groups_experts)
+        return self.kind == "generate" and captures and not self.generation.enforce_eager
 
     def check_cut(self, pp: int, tp: int, cp: int, ep: int, where: str) -> None:
         """Raise ValueError if the model cannot be cut so."""

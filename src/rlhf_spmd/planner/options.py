@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -94,7 +95,8 @@ class OptionBuilder:
             weights_and_states = None
             if tied_call.kind == "generate" and plan.calls[tied_call.name].gpu_memory_utilization is None:
                 weights_and_states = self._weights_and_states(tied_call, settings, calls, plan)
-            estimate = self._estimate_call(tied_call, settings, role, extent, weights_and_states)
+            limit = min(self.machine.memory[rank] for rank in placed.rank_range.ranks)
+            estimate = self._estimate_call(tied_call, settings, role, extent, weights_and_states, limit)
             options.append(self._build_options(tied_call, settings, role, estimate, [0], extent))
         return options
 
@@ -153,7 +155,7 @@ class OptionBuilder:
         if call.kind == "train":
             options |= {"zero": (0, 1, 2, 3), "checkpointing": (0, 1, 2), "sequence_parallel": (0, 1)}
         elif call.kind == "generate":
-            rows = max(call.work.rows // min(dp for _, _, dp in grids), 1)
+            rows = max((call.work.in_flight or call.work.rows) // min(dp for _, _, dp in grids), 1)
             limit = min(rows, call.generation.max_num_batched_tokens)
             options |= {"max_num_seqs": sorted({min(rows_in_flight, limit) for rows_in_flight in IN_FLIGHT})}
         elif call.home:
@@ -171,9 +173,7 @@ class OptionBuilder:
 
     def _with_graphs(self, call: ModelCall, settings: CallSettings) -> CallSettings:
         """Return the settings with CUDA graphs where decode steps of a call can be captured."""
-        device = self.machine.device
-        captures = call.captures and not device.on_host and (call.spec.experts is None or device.groups_experts)
-        if call.kind == "generate" and captures and not call.generation.enforce_eager:
+        if call.has_graphs_on(self.machine.device):
             return settings.set(graphs=settings.pp == 1)
         return settings
 
@@ -184,11 +184,13 @@ class OptionBuilder:
         role: RoleSettings,
         extent: Extent,
         weights_and_states: Numbers | None = None,
+        limit: float = math.inf,
     ) -> _Estimate:
         """Return the predictions for a call on ranks of ``extent``.
 
-        ``weights_and_states``: their bytes on the call's ranks, if the KV cache takes what the configured
-        ``gpu_memory_utilization`` leaves beside them; None: the cache has all rows in flight.
+        - weights_and_states: their bytes on the call's ranks, if the KV cache takes what the configured
+          ``gpu_memory_utilization`` leaves beside them; None: the cache has all rows in flight
+        - limit: bytes of the smallest of these devices, which is then read
         """
         shape = call.shape
         share = self.times.largest_share(call, settings, extent)
@@ -205,7 +207,6 @@ class OptionBuilder:
             )
             if weights_and_states is not None:
                 memory_share = config.memory_share(device.on_host)
-                limit = min(self.machine.memory)
                 on_gpu = memory_share * limit - other_bytes - weights_and_states
                 cache = np.minimum(cache, np.maximum(memory_share * (limit - other_bytes) if device.on_host else on_gpu, 0))
             seconds = self.times.seconds(call, settings, extent, cache)

@@ -79,11 +79,7 @@ def place_roles(
     Raises ValueError for a pool that does not exist, does not fit or is not used, for ratios that cannot be, and for ranks in no
     pool.
     """
-    for key, speeds in (("speeds", config.speeds), ("generation_speeds", config.generation_speeds)):
-        if speeds and len(speeds) != world_size:
-            raise ValueError(
-                f"placement.{key} has {len(speeds)} numbers, this job has {world_size} ranks; give one for each, or none"
-            )
+    check_speeds(config, world_size)
     pools = {name: _checked_pool(f"placement.pools.{name}", name, ranks, world_size) for name, ranks in config.pools.items()}
     if "all" in pools and len(pools["all"].ranks) < world_size:
         raise ValueError(f"placement.pools.all={config.pools['all']}: the pool of all ranks is called so; use another name")
@@ -110,6 +106,15 @@ def place_roles(
             f"ranks {idle} of {world_size} are in no role's pool; start fewer ranks or put them into placement.pools"
         )
     return placed
+
+
+def check_speeds(config: PlacementConfig, world_size: int) -> None:
+    """Raise ValueError if there are speeds of another number of ranks."""
+    for key, speeds in (("speeds", config.speeds), ("generation_speeds", config.generation_speeds)):
+        if speeds and len(speeds) != world_size:
+            raise ValueError(
+                f"placement.{key} has {len(speeds)} numbers, this job has {world_size} ranks; give one for each, or none"
+            )
 
 
 def _check_ratios(config: PlacementConfig, named: Mapping[str, str | None], roles: Roles) -> None:

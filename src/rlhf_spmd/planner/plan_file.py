@@ -251,7 +251,10 @@ def apply_plan(file: dict[str, Any], plan: PlanFile) -> dict[str, Any]:
     for role in set(models) - set(settings["models"]):  # without a model: the strategy places them
         if isinstance(models[role], Mapping):
             models[role] = _without(models[role], "pool")
-    placement = _without(file.get("placement") or {}, "pools", "ratios", "strategy", "profile") | settings["placement"]
+    placement = (
+        _without(file.get("placement") or {}, "pools", "ratios", "strategy", "profile", "speeds", "generation_speeds")
+        | settings["placement"]
+    )
     algorithm = file.get("algorithm") or {}
     algorithm = algorithm if isinstance(algorithm, Mapping) else {"name": algorithm}
     return {**file, "models": models, "placement": placement, "algorithm": {**algorithm, **settings["algorithm"]}}

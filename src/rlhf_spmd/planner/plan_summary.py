@@ -67,8 +67,9 @@ class PlanSummary:
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON.
 
-        ``memory_gb``: GiB of the fullest rank in its largest call, of ``room_gb``. ``hours``: of the entire run.
+        ``memory_gb``: GiB of the fullest rank in its largest call, of ``room_gb`` that it has. ``hours``: of the entire run.
         """
+        memory_gb, room_gb = max(map(self._memory, self.planned.file.calls.values()), key=lambda pair: pair[0] / pair[1])
         planned = self.planned
         search = planned.search
         configured: dict[str, Any] | None = None
@@ -87,12 +88,16 @@ class PlanSummary:
             "warning": planned.warning,
             "algorithm": dict(planned.file.algorithm),
             "cluster": self.cluster,
-            "memory_gb": max(call.memory_gb for call in planned.file.calls.values()),
-            "room_gb": min(self.machine.memory) / GIB,
+            "memory_gb": memory_gb,
+            "room_gb": room_gb,
             "tokens_per_second": self.tokens / planned.seconds,
             "hours": None if self.steps is None else self.steps * planned.seconds / 3600,
             "configuration": configured,
         }
+
+    def _memory(self, call: PlacedCall) -> tuple[float, float]:
+        """Return the GiB of a call on each of its ranks, and the GiB of the smallest of them."""
+        return call.memory_gb, min(self.machine.memory[rank] for rank in call.rank_range.ranks) / GIB
 
     def _refusal(self) -> str | None:
         """Return why the configuration as it is does not fit, if it does not."""

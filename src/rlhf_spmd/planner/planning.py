@@ -42,16 +42,35 @@ class ProblemBuilder:
 
     @cached_property
     def speeds(self) -> KindSpeeds:
-        """Return the speeds of the kinds of devices: those of the fixed plan, or those that the times of the calls have."""
+        """Return the speeds of the kinds of devices: those of the fixed plan, or those that the times of the calls have.
+
+        Raises ValueError if the fixed plan has several speeds for one kind.
+        """
         if self.fixed is None:
             return measured_speeds(self.calls, self.machine, self.times, self.budget)
-        first_ranks = [self.machine.kinds.index(kind) for kind in range(len(self.machine.devices))]
-        compute = tuple(self.fixed.speeds[rank] for rank in first_ranks) if self.fixed.speeds else (1.0,) * len(self.times)
-        generation = self.fixed.generation_speeds
-        return KindSpeeds(compute, tuple(generation[rank] for rank in first_ranks) if generation else compute)
+        compute = self._kind_speeds("speeds", self.fixed.speeds) or (1.0,) * len(self.times)
+        return KindSpeeds(compute, self._kind_speeds("generation_speeds", self.fixed.generation_speeds) or compute)
+
+    def _kind_speeds(self, key: str, speeds: Sequence[float]) -> tuple[float, ...]:
+        """Return the speed of each kind's ranks; empty if there are none. ``speeds``: of each rank."""
+        by_kind: dict[int, set[float]] = {}
+        for kind, speed in zip(self.machine.kinds, speeds, strict=False):
+            by_kind.setdefault(kind, set()).add(speed)
+        if any(len(values) > 1 for values in by_kind.values()):
+            raise ValueError(
+                f"{key}: ranks of one kind in cluster.groups have different speeds; give each kind a group of its own"
+            )
+        return tuple(by_kind[kind].pop() for kind in sorted(by_kind))
 
     def problem(self) -> Problem:
-        """Return the problem. Raises ValueError if a call has no layout, or the fixed plan has a layout that cannot be."""
+        """Return the problem. Raises ValueError if a call has no layout, or the fixed plan has a layout that cannot be, or if a call
+        cannot run ahead of training."""
+        for call in self.calls:
+            if self.ahead and call.kind == "generate" and call.shares_home and call.settings.trained:
+                raise ValueError(
+                    f"placement.max_staleness={self.ahead}: {call.name} cannot run on other ranks than {call.role} trains on, because "
+                    "its weights have few bits or it generates several times in a step; leave max_staleness out"
+                )
         machine = self.machine
         builder = OptionBuilder(machine, DeviceTimes(self.times, self.speeds), self.budget, self.ahead)
         call_nodes: dict[int, CallNode] = {}
@@ -171,15 +190,14 @@ def to_file(
             memory_gb=round((resident + option.call_bytes + copy_bytes) / GIB, 2),
         )
     machine = builder.machine
-    return PlanFile(
-        machine.size,
-        machine.local_size,
-        algorithm,
-        placed,
-        round(schedule.seconds, 4),
-        tuple(builder.speeds.compute[kind] for kind in machine.kinds),
-        tuple(builder.speeds.generation[kind] for kind in machine.kinds),
-    )
+    if builder.fixed is None:
+        speeds = tuple(builder.speeds.compute[kind] for kind in machine.kinds)
+        generation_speeds = tuple(builder.speeds.generation[kind] for kind in machine.kinds)
+    else:
+        speeds = builder.fixed.speeds
+        generation_speeds = builder.fixed.generation_speeds
+    step_seconds = round(schedule.seconds, 4)
+    return PlanFile(machine.size, machine.local_size, algorithm, placed, step_seconds, speeds, generation_speeds)
 
 
 def _fullest_resident(problem: Problem, plan: Plan, ranks: RankRange) -> float:

@@ -75,7 +75,7 @@ class Option:
     - cache: the part of ``call_bytes`` that a KV cache takes
     - zero, zero_size: ZeRO stage, and ranks that share one copy of the weights; 0: all replicas. ep: ranks that share the experts
     - in_place: at home, the call uses the weights in the home's layout, so ``zero`` must be the home's
-    - copies: versions of the weights that a call beside its home keeps, of which it uses one
+    - copies: versions of the weights that a call beside its home keeps, of which it uses one; they count while it runs
     - expert_parallel_generation: ranks of tp share the experts, so weights are copied in the home's layout, too
     - devices: kinds of the ranks for which ``seconds`` are; empty: all devices are equal
     - settings: the option as the caller describes it, a ``PlacedCall``; no search reads it
@@ -160,7 +160,7 @@ class Problem:
     - local_size: ranks of a host
     - memory: usable bytes of each rank
     - kinds: kind of each rank's device; empty: all devices are equal
-    - ceiling: seconds; a search may end without a plan if it proves that none takes less
+    - ceiling: seconds; a search may end without a plan if none takes less, or none was found in time
     - weights: bytes of each role's weights
     - link, network: bytes/s of a rank inside a host and between hosts
     - ahead: steps that generation runs ahead of training (``max_staleness``)

@@ -212,6 +212,7 @@ class Workload:
     - responses: lengths at equally likely quantiles, ascending: their mean is the mean length, and the last one is the longest
     - group: rows that have the same prompt
     - row_share: rows of the replica that is estimated, as a multiple of the mean, a number or [n]
+    - largest_share: the same of the replica with most rows, which decides the number of micro-batches of all
     - in_flight: rows that are generated at a time, of which ``rows`` end in a step and the others go on in the next one; 0: all rows
       end in the step that they begin in
     - recomputed: those in flight whose tokens are computed again when a step begins
@@ -224,6 +225,7 @@ class Workload:
     epochs: int = 1
     group: int = 1
     row_share: Numbers = 1.0
+    largest_share: Numbers = 1.0
     in_flight: int = 0
     recomputed: int = 0
 
@@ -248,8 +250,17 @@ class Workload:
         ``rows`` rows are dealt over dp.
         """
         replica_rows = np.maximum(np.ceil(rows * self.row_share / settings.dp), 1)
-        count = np.ceil(replica_rows / np.maximum(settings.micro_tokens * settings.cp // self.length, 1))
+        most_rows = np.maximum(np.ceil(rows * self.largest_share / settings.dp), replica_rows)
+        count = np.ceil(most_rows / np.maximum(settings.micro_tokens * settings.cp // self.length, 1))
         return count, replica_rows * self.length / count / settings.cp
+
+    def on_part_of(self, share: float) -> Workload:
+        """Return the work of a share of the replicas, at least one group."""
+
+        def scaled(rows: int) -> int:
+            return max(int(rows * share), self.group) if rows else 0
+
+        return replace(self, rows=scaled(self.rows), in_flight=scaled(self.in_flight), recomputed=scaled(self.recomputed))
 
     def replica_rows(self, rows: int, settings: CallSettings) -> np.ndarray:
         """Return the rows of a replica [n] if complete groups of ``rows`` rows are dealt over dp."""
@@ -258,16 +269,14 @@ class Workload:
     def decode_phases(self, settings: CallSettings, capacity: Numbers) -> Iterator[DecodePhase]:
         """Yield the decode steps of a replica that can have ``capacity`` rows in flight.
 
-        While rows wait, each takes the place of one that ends. Then fewer and fewer are left. With ``in_flight`` as many rows
-        begin as end in every step, so none is ever short of rows; rows that have ended wait for the others of their group.
+        While rows wait, each takes the place of one that ends. Then fewer and fewer are left. With ``in_flight`` new groups begin
+        when a step begins, and it ends when as many have ended. Of the groups that began k steps ago, those are left whose longest
+        row has more than k T tokens, for T decode steps in a step. All groups that are left are those in flight, which gives T.
         """
         rows = self.replica_rows(self.rows, settings)
         lengths = np.array(self.responses)
         if self.in_flight:
-            # E[longest of a group], over equally likely quantiles
-            shares = np.arange(len(lengths) + 1) / len(lengths)
-            longest = float(lengths @ np.diff(shares**self.group))
-            decoding = np.minimum(capacity, self.replica_rows(self.in_flight, settings) * self.response / longest)
+            decoding = np.minimum(capacity, rows * self.response / self._steps_in_flight(lengths))
             yield DecodePhase(rows * self.response / decoding, decoding, self.prompt + mean_age(lengths))
             return
         at_once = np.maximum(np.minimum(capacity, rows), 1)
@@ -276,6 +285,19 @@ class Workload:
             if end > begin:
                 alive = np.maximum(at_once * (1 - index / len(lengths)), 1)
                 yield DecodePhase(end - begin, alive, self.prompt + (begin + end) / 2)
+
+    def _steps_in_flight(self, lengths: np.ndarray) -> float:
+        """Return the decode steps T of a step with rows in flight: sum over k of P(a group has more than k T tokens) is the ratio of
+        groups in flight to groups that end."""
+        ratio = self.in_flight / self.rows
+        least = 0.0
+        most = float(lengths[-1])
+        while most - least > 1e-3 * most:
+            steps = (least + most) / 2
+            ages = np.arange(0.0, lengths[-1], steps)
+            ended = np.searchsorted(lengths, ages, side="right") / len(lengths)
+            least, most = (steps, most) if (1 - ended**self.group).sum() > ratio else (least, steps)
+        return most
 
     def prefill_tokens(self, settings: CallSettings) -> np.ndarray:
         """Return the tokens [n] that a replica computes before it decodes: a prompt for each group, and those of ``recomputed``."""

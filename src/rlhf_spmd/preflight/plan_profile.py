@@ -191,6 +191,8 @@ class LayerProfiler:
                 layer[name] = layer.get(name, 0.0) + share * layer_seconds
                 ends[name] = ends.get(name, 0.0) + share * np.maximum(seconds - BASE_LAYERS * layer_seconds, 0.0)
             updates += share * update
+        # differences of noisy times may even be negative; more tokens or rows take no less time
+        layer = {name: np.maximum.accumulate(seconds) for name, seconds in layer.items()}
         layer_times = LayerTimes(
             sizes_of(shape_of(spec, head)),
             tp,

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,7 +35,7 @@ from rlhf_spmd.preflight.memory_estimate import estimate_memory
 from rlhf_spmd.preflight.placing import roles_on_pools
 from rlhf_spmd.preflight.role_memory import StepFacts, role_settings
 from rlhf_spmd.workers import ModelWorker
-from rlhf_spmd.workers.actor import generation_args
+from rlhf_spmd.workers.actor import ActorWorker, generation_args
 from rlhf_spmd.workers.config import BatchLimits
 from rlhf_spmd.workers.role_plan import RolePlan, RolePlans
 
@@ -113,14 +114,18 @@ def _group_size(call: CallRecord) -> int:
 
 def _num_ending_rows(call: CallRecord) -> int:
     """Return the rows that end in a generate call whose other rows go on in the next step (``data.gen_batch_size``); else 0."""
-    num_groups = generation_args(call).num_groups if call.spec.kind == "generate" else None
+    is_generating = call.spec.kind == "generate" and isinstance(call.role, ActorWorker)
+    num_groups = generation_args(call).num_groups if is_generating else None
     return 0 if num_groups is None else sum(num_groups) * _group_size(call)
 
 
 def _num_units(call: CallRecord) -> int:
     """Return the number of units that are distributed over replicas: groups if they stay together, else rows."""
     together = call.spec.kind == "generate" or (bool(call.inputs) and call.inputs[0].partition_spec.keep_groups)
-    return call.rows.num_groups if together and call.rows is not None else call.num_rows
+    if not together or call.rows is None:
+        return call.num_rows
+    ending = _num_ending_rows(call) // _group_size(call)  # both kinds of groups are dealt evenly
+    return math.gcd(call.rows.num_groups, ending) if ending else call.rows.num_groups
 
 
 def placed_calls(calls: Sequence[ModelCall], role_plans: RolePlans) -> dict[str, PlacedCall]:

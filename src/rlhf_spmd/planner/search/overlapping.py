@@ -20,7 +20,7 @@ Moved = Mapping[int, RankRange]  # ranks of the movable calls
 
 @dataclass(frozen=True)
 class OverlappingPlans:
-    """The search of one problem. ``spend``: counts a schedule; it may raise."""
+    """The search of one problem. ``spend``: counts a plan that is tried; it may raise."""
 
     problem: Problem
     ranges: RankRanges
@@ -101,6 +101,7 @@ class OverlappingPlans:
 
     def _fit(self, homes: Homes, movable: Moved) -> dict[int, Choice] | None:
         """Return the plan with the fastest options of movable calls, or None if it does not fit into memory."""
+        self.spend()
         problem = self.problem
         resident = tuple((home.rank_range, self.tables.home_bytes(role, home.option)[0]) for role, home in homes.items())
         for role, home in homes.items():
@@ -111,7 +112,6 @@ class OverlappingPlans:
 
     def _seconds(self, choices: Mapping[int, Choice], below: float) -> float:
         """Return the seconds of a step, or inf if a rank is busy for at least ``below`` seconds."""
-        self.spend()
         problem = self.problem
         seconds = []
         for index, call in enumerate(problem.calls):

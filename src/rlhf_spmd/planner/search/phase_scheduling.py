@@ -111,7 +111,7 @@ def kind_weights(calls: Sequence[CallNode], num_kinds: int) -> list[float]:
         for option in call.options:
             if len(option.extent) == 1:
                 kind = option.extent[0][0]
-                row[kind] = min(row[kind], option.size * option.seconds)
+                row[kind] = min(row[kind], max(option.size * option.seconds, 1e-12))
     calls_on_kinds = least[np.isfinite(least).any(axis=1)]  # a call may have options only on several kinds together
     work = calls_on_kinds.min(axis=1, keepdims=True)
     speeds = (work * (work / calls_on_kinds)).sum(axis=0)
@@ -139,7 +139,7 @@ class Phase:
         self.total_weight = self.weight(problem.extent(ranges.all_ranks))
 
     def bound(self, fixed: Fixed, free: Free, floor: float, ceiling: float) -> float:
-        """Return a lower bound of the phase's seconds, clipped to ``floor`` .. ``ceiling``: free calls may take any range of a size.
+        """Return a lower bound of the phase's seconds, clipped to ``floor`` .. ``ceiling``: free calls may take any range of an extent.
 
         The bound is the least time in which the ranks can do the work, raised by :meth:`_search_bound` to the seconds of the best
         packing. A known packing that ends by ``floor`` saves the search, because nothing above ``floor`` could be proved.
@@ -313,8 +313,8 @@ class _Packing:
         return work + sum(self._work_within(i, limits[i]) for i in alone)
 
     def _work_beside(self, call_index: int, limit: float, steps: int, home: Extent) -> float:
-        """Return :meth:`_work_within` of a call whose home has ranks of extent ``home``, and those of no call that runs ahead."""
-        if steps == 1:
+        """Return :meth:`_work_within` of a call whose home has ranks of extent ``home``; a call that runs ahead has none of them."""
+        if steps == 1 or call_index not in self._phase.problem.movable:
             return self._work_within(call_index, limit)
         room = (self._total_weight - self._weight(home)) * (1 + 1e-12)
         fitting = ((self._weight(extent), seconds) for extent, seconds in self._free[call_index] if seconds <= limit)
