@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -99,14 +100,20 @@ class _ExactSearch:
     def try_overlapping_plans(self) -> None:
         """Try good plans of steps that overlap, for half of the time."""
         plans = OverlappingPlans(self.problem, self.ranges, self.tables, self.budget.spend)
+        starts = plans.separated()
+        for start in starts[:1]:  # the fastest; without a plan the search would not stop in time
+            self.take(plans.seconds(start), start)
         self.budget.until = self.started + self.limit / 2
         with suppress(OutOfTimeError):
-            for start in plans.separated():
-                seconds, choices = plans.improve(start)
-                if seconds < self.best:
-                    self.best = seconds
-                    self.plan = plan_of(choices)
+            for start in starts:
+                self.take(*plans.improve(start))
         self.budget.until = INFINITE
+
+    def take(self, seconds: float, choices: Mapping[int, Choice]) -> None:
+        """Make a plan the best one if it is."""
+        if seconds < self.best:
+            self.best = seconds
+            self.plan = plan_of(choices)
 
     @property
     def is_best_first(self) -> bool:

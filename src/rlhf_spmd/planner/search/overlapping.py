@@ -47,18 +47,18 @@ class OverlappingPlans:
                 self.tables, homes, {i: part if i in problem.generating else rest for i in problem.movable}
             )
             if choices:
-                plans[kind] = self._seconds(choices, math.inf), choices
+                plans[kind] = self.seconds(choices), choices
         return [choices for _, choices in sorted(plans.values(), key=lambda plan: plan[0])]
 
     def improve(self, choices: dict[int, Choice]) -> tuple[float, dict[int, Choice]]:
         """Return the seconds of a step and the plan after moves of single roles and calls, each the best one, as long as one helps."""
-        best = self._seconds(choices, math.inf)
+        best = self.seconds(choices)
         has_improved = True
         while has_improved:
             has_improved = False
             for moves in (*map(self._moves_of_role, self.problem.homes), *map(self._moves_of_call, self.problem.movable)):
                 for moved in moves(choices):
-                    seconds = self._seconds(moved, best)
+                    seconds = self.seconds(moved, best)
                     if seconds < best * (1 - 1e-9):
                         best = seconds
                         choices = moved
@@ -110,7 +110,7 @@ class OverlappingPlans:
         at_home = {index: homes[role] for role in homes for index in problem.tied[role]}
         return choose_movable(self.tables, at_home, movable)
 
-    def _seconds(self, choices: Mapping[int, Choice], below: float) -> float:
+    def seconds(self, choices: Mapping[int, Choice], below: float = math.inf) -> float:
         """Return the seconds of a step, or inf if a rank is busy for at least ``below`` seconds."""
         problem = self.problem
         seconds = []
