@@ -155,9 +155,16 @@ def profile_of(directory: Path, settings: Mapping[str, Any], share: float) -> Pa
 
 
 def compare(
-    plans: Sequence[Plan], model: str, steps: int, directory: Path | None, share: float, bench: str, out: Path | None
+    plans: Sequence[Plan],
+    names: Sequence[str] | None,
+    model: str,
+    steps: int,
+    directory: Path | None,
+    share: float,
+    bench: str,
+    out: Path | None,
 ) -> None:
-    """Plan and run each plan. ``share``: of the time in which the last rank runs."""
+    """Plan and run each plan, or those of ``names``. ``share``: of the time in which the last rank runs."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -168,7 +175,7 @@ def compare(
         groups = ",".join(f"{{nodes: {RANKS // len(profiles)}, gpu: {path}}}" for path in profiles)
         link = json.loads(profiles[-1].read_text(encoding="utf-8"))["device"]["link"]
         cluster = [f"cluster.groups=[{groups}]", "cluster.gpus_per_node=1", f"cluster.network_gb_s={link / 1e9}"]
-        for index, plan in enumerate(plans):
+        for index, plan in enumerate(plan for plan in plans if names is None or plan.name in names):
             path = root / f"{index}.yaml"
             run_dir = root / f"run_{index}"
             fixed = [] if plan.fixed is None else ["plan.fixed=config", *texts_of(plan.fixed)]
@@ -188,21 +195,38 @@ def compare(
     save({"bench": bench, "model": model, "share": share, "machine": machine_facts(), "rows": rows}, out)
 
 
-def turns(model: str = "S", steps: int = 6, profiles: Path | None = None, out: Path | None = None) -> None:
+def turns(
+    names: Sequence[str] | None = None,
+    model: str = "S",
+    steps: int = 6,
+    profiles: Path | None = None,
+    out: Path | None = None,
+) -> None:
     """Placements and layouts of PPO whose generation and training take turns."""
-    compare(TURNS, model, steps, profiles, 1.0, "planner_runs", out)
+    compare(TURNS, names, model, steps, profiles, 1.0, "planner_runs", out)
 
 
-def ahead(model: str = "S", steps: int = 7, profiles: Path | None = None, out: Path | None = None) -> None:
+def ahead(
+    names: Sequence[str] | None = None,
+    model: str = "S",
+    steps: int = 7,
+    profiles: Path | None = None,
+    out: Path | None = None,
+) -> None:
     """Generation ahead of training, and twice as many prompts in flight as a step takes."""
-    compare(AHEAD_PLANS, model, steps, profiles, 1.0, "planner_ahead", out)
+    compare(AHEAD_PLANS, names, model, steps, profiles, 1.0, "planner_ahead", out)
 
 
 def unequal(
-    model: str = "S", steps: int = 6, share: float = 0.5, profiles: Path | None = None, out: Path | None = None
+    names: Sequence[str] | None = None,
+    model: str = "S",
+    steps: int = 6,
+    share: float = 0.5,
+    profiles: Path | None = None,
+    out: Path | None = None,
 ) -> None:
     """The second rank runs for ``--share`` of the time only."""
-    compare(UNEQUAL, model, steps, profiles, share, "planner_unequal", out)
+    compare(UNEQUAL, names, model, steps, profiles, share, "planner_unequal", out)
 
 
 if __name__ == "__main__":

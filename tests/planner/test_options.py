@@ -27,7 +27,7 @@ def test_rows_in_flight_fill_the_cache() -> None:
         settings += [f"models.{role}.spec.{key}={value}" for key, value in LLAMA_7B.items()]
     request = plan.read_request(str(ROOT / "configs" / "quickstart_ppo.yaml"), settings)
     machine = ClusterConfig(nodes=1, gpu="a100").machine()
-    problem = ProblemBuilder(request.calls, machine, FormulaTimes(machine), 16384).problem()
+    problem = ProblemBuilder(request.calls, machine, [FormulaTimes(machine)], 16384).problem()
     (generate,) = (call for call in problem.calls if call.name == "actor.generate_sequences")
     tried = sorted({option.settings.max_num_seqs for option in generate.options if option.size == 8})
     assert tried[-1] >= 512 and all(more <= 2 * fewer for fewer, more in pairwise(tried)), tried

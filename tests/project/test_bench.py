@@ -155,6 +155,10 @@ SCRIPTS: dict[str, tuple[str, Callable[[Report], bool]]] = {
     "paper_hybridflow.py transition": ("less time: mean", moves_least),
     "paper_hybridflow.py generation_tp --models 7B": ("less than tp 8", has_a_fastest_tp),
     "paper_hybridflow.py mapping --gpus 16": ("| 16 | 7B |", maps_to_the_optimum),
+    "planner_runs.py unequal --model tiny --steps 4 --names searched": (
+        "| searched |",
+        lambda report: report["rows"][0]["measured"] > 0 < report["rows"][0]["planned"] and report["share"] == 0.5,
+    ),
     "paper_real_calls.py": ("off: mean error 6.6%, 14 of 14 within 25 %", estimates_well),
     "paper_real.py gain --actors 7B --contexts 2048": ("| 7B | 16 | 2048 |", gains),
     "paper_real.py algorithms --names remax dpo --actor 7B --gpus 16": ("| remax | 16 |", gains),
