@@ -374,6 +374,15 @@ def test_plans_of_other_settings_are_refused(capsys: pytest.CaptureFixture[str],
         assert ending.value.code == 2 and message in line, line
 
 
+@pytest.mark.long
+def test_a_thousand_ranks_of_three_kinds_are_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    groups = "cluster.groups=[{nodes: 64, gpu: h100}, {nodes: 32, gpu: a100}, {nodes: 32, gpu: h200}]"
+    rows = ("data.train_batch_size=8192", "algorithm.ppo_mini_batch_size=1024", "sampling.n=1")
+    planned = planned_by(capsys, *large("actor", "reward"), groups, *rows)
+    assert planned["optimal"] is True and planned["fits"] is True
+    assert len({rank for call in planned["calls"].values() for rank in call["ranks"]}) == 1024
+
+
 def test_a_cluster_of_several_kinds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Its plan is proved, and lies between those of clusters that have only the slow or only the fast kind. A configuration without
     speeds gives all ranks as many rows, so the slow ones set the time."""
