@@ -24,7 +24,7 @@ from statistics import mean
 from typing import Any
 
 from measure import chosen, line, run_parts, save, table
-from papers import SHAPES, fastest_plan_in_groups, fastest_plan_on, limited, step_problem
+from papers import SHAPES, fastest_plan_in_groups, fastest_plan_on, limited, step_builder
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.machine import ClusterConfig
@@ -71,8 +71,8 @@ def paper_problem(
     batches = [f"data.train_batch_size={prompts}", f"algorithm.ppo_mini_batch_size={prompts // 8}", "sampling.n=1"]
     rest = [f"algorithm.ppo_max_token_len_per_gpu={BUDGET}", "reward.function=null", *ALGORITHMS[algorithm][1], *settings]
     sizes = {role: f"llama {size}" for role, size in models.items()}
-    problem = step_problem(algorithm, sizes, cluster_of(gpus, network), [*lengths, *batches, *rest], BUDGET)
-    return limited(problem, lambda _, option: not (option.settings.offload or option.settings.optim_offload))
+    builder = step_builder(algorithm, sizes, cluster_of(gpus, network), [*lengths, *batches, *rest], BUDGET)
+    return limited(builder.problem(), lambda _, option: not (option.settings.offload or option.settings.optim_offload))
 
 
 def call_seconds(problem: Problem, plan: Plan) -> dict[str, float]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from measure import chosen, machine_facts, median, run_parts, run_program, save, table
 from paper_real_calls import BEYOND, MINI_BATCHES, PROMPT, STEPS
-from papers import limited, step_problem
+from papers import limited, step_builder
 from rlhf_spmd.planner.costs import Calibration, FormulaTimes
 from rlhf_spmd.planner.machine import ClusterConfig
 from rlhf_spmd.planner.model_call import ModelCall
@@ -100,7 +100,7 @@ class Step:
         cluster = ClusterConfig(nodes=max(self.gpus // 8, 1), gpus_per_node=min(self.gpus, 8), gpu="h100")
         times = partial(RealTimes, graphs=graphs, parts=parts)
         by_budget = [
-            step_problem(self.algorithm, models, cluster, settings, budget, times, real_calls)
+            step_builder(self.algorithm, models, cluster, settings, budget, times, real_calls).problem()
             for budget in (max(4096, self.context), 16384)
         ]
         same_calls = zip(*(problem.calls for problem in by_budget), strict=True)

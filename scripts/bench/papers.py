@@ -43,19 +43,6 @@ SHAPES = {  # in the order of KEYS
 }
 
 
-def step_problem(
-    algorithm: str,
-    models: Mapping[str, str],
-    cluster: ClusterConfig,
-    settings: Sequence[str],
-    budget: int = 16384,
-    times: Callable[[Machine], CallTimes] = FormulaTimes,
-    calls: Callable[[Sequence[ModelCall]], Sequence[ModelCall]] = list,
-) -> Problem:
-    """Return the problem of :func:`step_builder`."""
-    return step_builder(algorithm, models, cluster, settings, budget, times, calls).problem()
-
-
 def step_builder(
     algorithm: str,
     models: Mapping[str, str],
@@ -126,12 +113,6 @@ def limited(problem: Problem, keep: Callable[[CallNode, Option], bool]) -> Probl
         replace(call, options=tuple(call.options[n] for n in kept[index])) for index, call in enumerate(problem.calls)
     )
     return replace(problem, calls=nodes)
-
-
-def fastest_in_groups(problem: Problem, groups: Sequence[tuple[str, ...]], least_share: float = 1 / 16) -> float:
-    """Return seconds of :func:`fastest_plan_in_groups`; inf if none fits."""
-    plan = fastest_plan_in_groups(problem, groups, least_share)
-    return simulate(problem, plan).seconds if plan else inf
 
 
 def fastest_plan_in_groups(problem: Problem, groups: Sequence[tuple[str, ...]], least_share: float = 1 / 16) -> Plan | None:

@@ -112,3 +112,35 @@ def test_rows_in_flight_are_those_of_a_host() -> None:
     work = replace(call.work, in_flight=8192, recomputed=4096)
     in_flight = measured_speeds([replace(call, work=work)], gpus[0], times, 16384).generation
     assert 0.3 < in_flight[1] < alone[1] < 1.0 and in_flight[1] > 0.8 * alone[1]
+
+
+def test_all_replicas_have_as_many_micro_batches_as_the_one_with_most_rows() -> None:
+    settings = call_settings([(1, 1, 4)], micro_tokens=(4096,))
+    work = replace(model_call("train").work, row_share=0.5, largest_share=2.0)
+    count, tokens = work.micro_batches(960, settings)
+    most, _ = replace(work, row_share=2.0).micro_batches(960, settings)
+    alone, _ = replace(work, largest_share=0.5).micro_batches(960, settings)
+    assert count == most == 4 * alone and count * tokens == 0.5 * 960 / 4 * 2048
+
+
+@pytest.mark.parametrize(("group", "ratio"), [(1, 1.4), (1, 2.2), (4, 1.5), (8, 3.0)])
+def test_rows_in_flight_take_the_steps_that_a_simulation_takes(group: int, ratio: float) -> None:
+    """New groups begin when a step begins; it ends when as many have ended, and their rows are as many as planned."""
+    lengths = (90.0, 150.0, 280.0, 512.0)
+    ending = 400
+    rng = np.random.default_rng(group)
+    ages = np.zeros(0)
+    limits = np.zeros(0)
+    taken = []
+    for _ in range(60):
+        missing = round(ending * ratio) - len(ages)
+        ages = np.concatenate([ages, np.zeros(missing)])
+        limits = np.concatenate([limits, rng.choice(lengths, (missing, group)).max(axis=1)])
+        steps = np.sort(limits - ages)[ending - 1]
+        oldest = np.argsort(limits - ages, kind="stable")[ending:]
+        ages = np.minimum(ages + max(steps, 0), limits)[oldest]
+        limits = limits[oldest]
+        taken.append(max(steps, 0))
+    work = Workload(ending * group, 64, lengths, group=group, in_flight=round(ending * ratio) * group)
+    (phase,) = work.decode_phases(call_settings([(1, 1, 1)]), 1e9)
+    assert float(phase.steps[0]) == pytest.approx(np.mean(taken[10:]), rel=0.15)

@@ -25,7 +25,7 @@ from rlhf_spmd.planner.problem import (
     simulate,
     start_times,
 )
-from rlhf_spmd.planner.search import NoPlanError, exact, mcmc
+from rlhf_spmd.planner.search import NoFasterPlanError, NoPlanError, exact, mcmc
 from rlhf_spmd.planner.search import enumerate as enumerate_roles
 from rlhf_spmd.planner.search.candidates import RankRanges, range_extents
 from rlhf_spmd.planner.search.phase_scheduling import HalvesPacking
@@ -141,6 +141,20 @@ def test_exact_is_the_best_of_all_plans(first: int) -> None:
         assert searched(problem) == pytest.approx(best), seed
         bound += best > searched(replace(problem, memory=(1e6,) * problem.size))
     assert bound >= 15  # in so many the memory makes a difference
+
+
+def test_a_ceiling_ends_the_search_of_problems_without_a_faster_plan() -> None:
+    searches = 0
+    for seed in range(30):
+        problem = random_problem(seed, ahead=seed % 2)
+        best = best_plan(problem)
+        if best < float("inf"):
+            searches += 1
+            assert exact.search(replace(problem, ceiling=1.3 * best)).seconds == pytest.approx(best)
+            with pytest.raises(NoFasterPlanError) as ending:
+                exact.search(replace(problem, ceiling=0.9 * best))
+            assert ending.value.lower_bound == pytest.approx(0.9 * best)
+    assert searches >= 15
 
 
 @pytest.mark.parametrize("first", tiers(range(2000, 2200, 50), (2000,)))

@@ -21,7 +21,7 @@ from rlhf_spmd import plan
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.planner.machine import GIB, Gpu, Machine
-from rlhf_spmd.planner.plan_file import PlanFile
+from rlhf_spmd.planner.plan_file import PlacedCall, PlanFile, apply_plan
 from rlhf_spmd.planner.plan_summary import measured_seconds, read_trace
 from rlhf_spmd.planner.profile import LayerTimes, Profile, ProfileTimes, read_profile, sizes_of, write_profile
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
@@ -320,7 +320,9 @@ def test_train_follows_a_plan(capsys: pytest.CaptureFixture[str], directory: Pat
         assert placement["speeds"] == placement["generation_speeds"] == []
 
 
-@pytest.mark.parametrize("speeds", ["[1.0, 0.5]", "{0-1: 1.0}", "{0-1: 1.0, 2-3: 0}", "{0-1: 1.0, 1-3: 0.5}", "{0-3: fast}"])
+@pytest.mark.parametrize(
+    "speeds", ["[1.0, 0.5]", "{0-1: 1.0}", "{0-1: 1.0, 2-3: 0}", "{0-1: 1.0, 1-3: 0.5}", "{2-3: 1.0, 0-1: 0.5}", "{0-3: fast}"]
+)
 def test_speeds_of_a_plan_are_checked(tmp_path: Path, speeds: str) -> None:
     path = tmp_path / "edited.yaml"
     call = "{ranks: 0-3, dp: 4, home: true}"
@@ -364,6 +366,7 @@ def test_plans_of_other_settings_are_refused(capsys: pytest.CaptureFixture[str],
         ([mixed, f"placement.speeds={[1.0] * 7 + [0.1] + [0.4] * 8}", "plan.fixed=config"], "have different speeds"),
         (["cluster.nodes=1", "plan.fixed=config", "placement.max_staleness=1"], "take placement.strategy=separate"),
         (["cluster.nodes=1", "cluster.gpus_per_node=1", "placement.max_staleness=1"], "needs ranks on which its role does not"),
+        (["models.actor.lora={rank: 16, bits: 4}", "placement.max_staleness=1"], "its weights have few bits or"),
         (["cluster.groups=[{gpu: H100}]"], "cluster.groups: gpu='H100' is not known; did you mean 'h100'?"),
         (["cluster.groups=[{gpus_per_node: 8}, {gpus_per_node: 4}]"], "need equally many devices, and groups have 8 and 4"),
     )
@@ -372,6 +375,24 @@ def test_plans_of_other_settings_are_refused(capsys: pytest.CaptureFixture[str],
             plan.main(["--config", preset, *arguments])
         (line,) = capsys.readouterr().err.splitlines()
         assert ending.value.code == 2 and message in line, line
+
+
+def test_prompts_that_end_and_those_in_flight_are_dealt_evenly() -> None:
+    arguments = ["data.train_batch_size=24", "data.gen_batch_size=32", "sampling.n=2", "algorithm.ppo_mini_batch_size=24"]
+    preset = str(CONFIGS / "presets" / "grpo_qwen2.5_7b_8gpu.yaml")
+    generate, *others = plan.read_request(preset, [*arguments, "cluster.nodes=1"]).calls
+    assert generate.kind == "generate" and generate.num_dealt_units == 8
+    assert (generate.work.rows, generate.work.in_flight, generate.work.recomputed) == (48, 64, 16)
+    assert all((call.work.rows, call.work.in_flight) == (48, 0) for call in others)
+
+
+def test_a_plan_replaces_the_speeds_of_the_configuration() -> None:
+    file = {"placement": {"speeds": [1.0, 0.5], "generation_speeds": [1.0, 0.5], "rollout_chunks": 2}}
+    call = PlacedCall("0-1", dp=2, home=True)
+    placement = apply_plan(file, PlanFile(2, 2, {}, {"actor.update_actor": call}))["placement"]
+    assert "speeds" not in placement and "generation_speeds" not in placement and placement["rollout_chunks"] == 2
+    placement = apply_plan(file, PlanFile(2, 2, {}, {"actor.update_actor": call}, speeds=(1.0, 0.2)))["placement"]
+    assert placement["speeds"] == [1.0, 0.2] and "generation_speeds" not in placement
 
 
 @pytest.mark.long

@@ -54,10 +54,7 @@ class DeviceTimes:
         """Return the rows of the fastest replica as a multiple of the mean, [n]."""
         if len(extent) == 1:
             return 1.0
-        shares = (
-            np.where(is_slowest, share, 0.0) for _, share, is_slowest in row_shares(settings, extent, self.speeds.of(call))
-        )
-        return np.maximum.reduce(list(shares))
+        return np.maximum.reduce([share for _, share, _ in row_shares(settings, extent, self.speeds.of(call))])
 
     def seconds(self, call: ModelCall, settings: CallSettings, extent: Extent, kv_bytes: Numbers) -> np.ndarray:
         """Return seconds [n] of a call on ranks of ``extent``. ``kv_bytes``: for keys and values on each rank, if it generates."""

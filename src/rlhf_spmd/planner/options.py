@@ -17,7 +17,7 @@ from rlhf_spmd.planner.machine import Machine
 from rlhf_spmd.planner.memory import RankMemory, RoleSettings
 from rlhf_spmd.planner.model_call import ModelCall, layouts
 from rlhf_spmd.planner.plan_file import PlacedCall, PlanFile
-from rlhf_spmd.planner.problem import SHARDING_OF_ZERO, Extent, Option, RankRange, extent_of, num_ranks, runs_of_equals
+from rlhf_spmd.planner.problem import SHARDING_OF_ZERO, Extent, Option, RankRange, device_runs, extent_of, num_ranks
 from rlhf_spmd.planner.search.candidates import range_extents, undominated
 from rlhf_spmd.planner.shapes import CallSettings, Numbers, call_settings
 
@@ -102,8 +102,8 @@ class OptionBuilder:
 
     @cached_property
     def _device_runs(self) -> list[tuple[RankRange, int]]:
-        """Return ranges of ranks with equal devices, and their kind."""
-        return runs_of_equals(self.machine.kinds or (0,) * self.machine.size)
+        """Return :func:`device_runs` of all ranks."""
+        return device_runs(self.machine.kinds, self.machine.size)
 
     def _tp_sizes(self, call: ModelCall) -> list[int]:
         """Return the tensor-parallel sizes for which there are times. Raises ValueError if there are none."""

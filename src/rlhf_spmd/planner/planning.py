@@ -58,7 +58,7 @@ class ProblemBuilder:
             by_kind.setdefault(kind, set()).add(speed)
         if any(len(values) > 1 for values in by_kind.values()):
             raise ValueError(
-                f"{key}: ranks of one kind in cluster.groups have different speeds; give each kind a group of its own"
+                f"placement.{key}: ranks of one kind in cluster.groups have different speeds; give each kind a group of its own"
             )
         return tuple(by_kind[kind].pop() for kind in sorted(by_kind))
 
@@ -68,8 +68,8 @@ class ProblemBuilder:
         for call in self.calls:
             if self.ahead and call.kind == "generate" and call.shares_home and call.settings.trained:
                 raise ValueError(
-                    f"placement.max_staleness={self.ahead}: {call.name} cannot run on other ranks than {call.role} trains on, because "
-                    "its weights have few bits or it generates several times in a step; leave max_staleness out"
+                    f"placement.max_staleness={self.ahead}: plans keep {call.name} where {call.role} trains, because its weights have "
+                    "few bits or it generates several times in a step, and generation ahead needs other ranks; leave max_staleness out"
                 )
         machine = self.machine
         builder = OptionBuilder(machine, DeviceTimes(self.times, self.speeds), self.budget, self.ahead)
@@ -172,9 +172,7 @@ def to_file(
     placed = {}
     for call, call_node, choice, (start, end) in zip(builder.calls, problem.calls, plan, schedule.spans, strict=True):
         option = call_node.options[choice.option]
-        copy_bytes = 0.0  # of the weights
-        if not call_node.home and not call_node.shares_home:
-            _, copy_bytes = problem.weight_copy_cost(call_node, plan[problem.homes[call_node.role]], choice)
+        _, copy_bytes = problem.weight_copy_cost(call_node, plan[problem.homes[call_node.role]], choice)
         resident = _fullest_resident(problem, plan, choice.rank_range)
         is_configured = builder.fixed is not None and builder.fixed.calls[call.name].gpu_memory_utilization is None
         is_planned = call.kind == "generate" and not is_configured

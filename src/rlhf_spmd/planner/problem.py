@@ -143,8 +143,13 @@ def runs_of_equals(values: Sequence[T]) -> list[tuple[RankRange, T]]:
     return [(RankRange(first, end - first), values[first]) for first, end in pairwise([*starts, len(values)])]
 
 
+def device_runs(kinds: Sequence[int], size: int) -> list[tuple[RankRange, int]]:
+    """Return ranges of ranks with equal devices, and their kind. ``kinds``: of each rank; empty: all of ``size`` ranks are equal."""
+    return runs_of_equals(kinds or (0,) * size)
+
+
 def extent_of(device_runs: Sequence[tuple[RankRange, int]], rank_range: RankRange) -> Extent:
-    """Return the ranks of ``rank_range`` by kind of device. ``device_runs``: those of the cluster, as :func:`runs_of_equals`."""
+    """Return the ranks of ``rank_range`` by kind of device. ``device_runs``: :func:`device_runs` of the cluster."""
     return tuple(
         (kind, min(run.end, rank_range.end) - max(run.first, rank_range.first))
         for run, kind in device_runs
@@ -200,8 +205,8 @@ class Problem:
 
     @cached_property
     def device_runs(self) -> list[tuple[RankRange, int]]:
-        """Return ranges of ranks with equal devices, and their kind."""
-        return runs_of_equals(self.kinds or (0,) * self.size)
+        """Return :func:`device_runs` of all ranks."""
+        return device_runs(self.kinds, self.size)
 
     @cached_property
     def extent(self) -> Callable[[RankRange], Extent]:
@@ -258,7 +263,7 @@ class Problem:
     def weight_copy_cost(self, call: CallNode, home: Choice, choice: Choice) -> tuple[float, float]:
         """Return seconds, and bytes on each rank of the call, of copying the weights from ``home``.
 
-        - Same ranks, same layout: nothing moves.
+        - A home, a tied call, or same ranks and same layout: nothing moves.
         - Same ranks, and the call's pp and tp divide the home's: each rank keeps its part and gets the rest of its shard
           (HybridFlow, table 2: (tp - t_g p_g) / (t_g p_g t p) of the weights).
         - Otherwise each rank gets a complete shard beside what it has (ReaL, section 6).
@@ -269,6 +274,8 @@ class Problem:
         The slower of receiving and sending counts; the home's ranks share the sending. ``IMPOSSIBLE`` if the trainer cannot do
         it: a call with ``zero`` runs only in its home's layout, and a call that runs ahead on none of its home's ranks.
         """
+        if call.home or call.shares_home:
+            return 0.0, 0.0
         if self.must_be_apart(call) and home.rank_range.overlaps(choice.rank_range):
             return IMPOSSIBLE
         on_one_host = self.on_one_host(home.rank_range, choice.rank_range)
@@ -335,13 +342,10 @@ def simulate(problem: Problem, plan: Plan) -> Schedule:
         option = call.options[choice.option]
         home = plan[problem.homes[call.role]]
         assert option.extent == problem.extent(ranks), f"{call.name} has an option for {option.extent} on ranks {ranks}"
-        copy_seconds, copy_bytes = 0.0, 0.0  # of weights that come from the home
+        assert choice == home or not call.shares_home, f"{call.name} must run at its role's home"
         if call.home:
             resident.append((ranks, option.resident))
-        elif call.shares_home:
-            assert choice == home, f"{call.name} must run at its role's home"
-        else:
-            copy_seconds, copy_bytes = problem.weight_copy_cost(call, home, choice)
+        copy_seconds, copy_bytes = problem.weight_copy_cost(call, home, choice)
         seconds.append(option.seconds + copy_seconds)
         call_bytes.append((ranks, option.call_bytes + copy_bytes))
     call_indices = range(len(plan))

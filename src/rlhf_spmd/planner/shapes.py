@@ -290,14 +290,17 @@ class Workload:
         """Return the decode steps T of a step with rows in flight: sum over k of P(a group has more than k T tokens) is the ratio of
         groups in flight to groups that end."""
         ratio = self.in_flight / self.rows
-        least = 0.0
-        most = float(lengths[-1])
-        while most - least > 1e-3 * most:
-            steps = (least + most) / 2
+        too_few = 0.0
+        enough = float(lengths[-1])
+        while enough - too_few > 1e-3 * enough:
+            steps = (too_few + enough) / 2
             ages = np.arange(0.0, lengths[-1], steps)
             ended = np.searchsorted(lengths, ages, side="right") / len(lengths)
-            least, most = (steps, most) if (1 - ended**self.group).sum() > ratio else (least, steps)
-        return most
+            if (1 - ended**self.group).sum() > ratio:
+                too_few = steps
+            else:
+                enough = steps
+        return enough
 
     def prefill_tokens(self, settings: CallSettings) -> np.ndarray:
         """Return the tokens [n] that a replica computes before it decodes: a prompt for each group, and those of ``recomputed``."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from rlhf_spmd.planner.problem import Choice, Problem, RankRange, start_times
 from rlhf_spmd.planner.search.candidates import CandidateTables, RankRanges, choose_movable, greedy_choices
@@ -56,8 +57,10 @@ class OverlappingPlans:
         has_improved = True
         while has_improved:
             has_improved = False
-            for moves in (*map(self._moves_of_role, self.problem.homes), *map(self._moves_of_call, self.problem.movable)):
-                for moved in moves(choices):
+            moves = [partial(self._moves_of_role, role) for role in self.problem.homes]
+            moves += [partial(self._moves_of_call, call_index) for call_index in self.problem.movable]
+            for plans_after_move in moves:
+                for moved in plans_after_move(choices):
                     seconds = self.seconds(moved, best)
                     if seconds < best * (1 - 1e-9):
                         best = seconds
@@ -65,34 +68,26 @@ class OverlappingPlans:
                         has_improved = True
         return best, choices
 
-    def _moves_of_role(self, role: str) -> Callable[[dict[int, Choice]], Iterator[dict[int, Choice]]]:
-        """Return the function from a plan to plans with another home of this role."""
-
-        def moves(choices: dict[int, Choice]) -> Iterator[dict[int, Choice]]:
-            homes, movable = self._split(choices)
-            others = frozenset(choice.rank_range for i, choice in choices.items() if i not in self.problem.tied[role])
-            for extent in self.ranges.by_extent:
-                for ranks in self.ranges.ranges_up_to_symmetry(extent, others):
-                    for option in self.tables.home_options(role, extent):
-                        moved = self._fit({**homes, role: Choice(ranks, option)}, movable)
-                        if moved:
-                            yield moved
-
-        return moves
-
-    def _moves_of_call(self, call_index: int) -> Callable[[dict[int, Choice]], Iterator[dict[int, Choice]]]:
-        """Return the function from a plan to plans with this movable call on other ranks."""
-
-        def moves(choices: dict[int, Choice]) -> Iterator[dict[int, Choice]]:
-            homes, movable = self._split(choices)
-            others = frozenset(choice.rank_range for i, choice in choices.items() if i != call_index)
-            for extent in self.ranges.by_extent:
-                for ranks in self.ranges.ranges_up_to_symmetry(extent, others):
-                    moved = self._fit(homes, {**movable, call_index: ranks})
+    def _moves_of_role(self, role: str, choices: dict[int, Choice]) -> Iterator[dict[int, Choice]]:
+        """Yield plans with another home of this role."""
+        homes, movable = self._split(choices)
+        others = frozenset(choice.rank_range for i, choice in choices.items() if i not in self.problem.tied[role])
+        for extent in self.ranges.by_extent:
+            for ranks in self.ranges.ranges_up_to_symmetry(extent, others):
+                for option in self.tables.home_options(role, extent):
+                    moved = self._fit({**homes, role: Choice(ranks, option)}, movable)
                     if moved:
                         yield moved
 
-        return moves
+    def _moves_of_call(self, call_index: int, choices: dict[int, Choice]) -> Iterator[dict[int, Choice]]:
+        """Yield plans with this movable call on other ranks."""
+        homes, movable = self._split(choices)
+        others = frozenset(choice.rank_range for i, choice in choices.items() if i != call_index)
+        for extent in self.ranges.by_extent:
+            for ranks in self.ranges.ranges_up_to_symmetry(extent, others):
+                moved = self._fit(homes, {**movable, call_index: ranks})
+                if moved:
+                    yield moved
 
     def _split(self, choices: dict[int, Choice]) -> tuple[dict[str, Choice], dict[int, RankRange]]:
         """Return the homes of a plan, and the ranks of its movable calls."""
@@ -116,9 +111,7 @@ class OverlappingPlans:
         seconds = []
         for index, call in enumerate(problem.calls):
             choice = choices[index]
-            copy_seconds = 0.0
-            if not call.home and not call.shares_home:
-                copy_seconds, _ = problem.weight_copy_cost(call, choices[problem.homes[call.role]], choice)
+            copy_seconds, _ = problem.weight_copy_cost(call, choices[problem.homes[call.role]], choice)
             seconds.append(call.options[choice.option].seconds + copy_seconds)
         ranges = [choices[index].rank_range for index in range(len(seconds))]
         edges = {ranks.first for ranks in ranges}

@@ -43,14 +43,20 @@ BOUND_ACCURACY = 1e-3  # of bounds by pairs of calls
 NEVER = 1e300  # seconds of a call without an option: finite, so that sums stay numbers
 
 
+def earlier_calls(problem: Problem) -> list[set[int]]:
+    """Return for each call the indices of the calls that it waits for, directly or not."""
+    earlier: list[set[int]] = []
+    for call in problem.calls:
+        earlier.append(set(call.after).union(*(earlier[before] for before in call.after)))
+    return earlier
+
+
 def phases(problem: Problem) -> list[range]:
     """Return the calls of a step by phase. Each call waits for all calls of earlier phases.
 
     If generation runs ahead, steps overlap and there is one phase.
     """
-    earlier: list[set[int]] = []  # by call: the calls that it waits for, directly or not
-    for call in problem.calls:
-        earlier.append(set(call.after).union(*(earlier[before] for before in call.after)))
+    earlier = earlier_calls(problem)
     size = len(problem.calls)
     cuts = [cut for cut in range(1, size) if all(earlier[call_index] >= set(range(cut)) for call_index in range(cut, size))]
     edges = [0, *([] if problem.ahead else cuts), size]
@@ -88,9 +94,7 @@ def paired_calls(problem: Problem) -> dict[int, list[tuple[int, int]]]:
 
     The next such call, or the one so many steps later, waits for the home. So the seconds of both are at most those of so many steps.
     """
-    earlier: list[set[int]] = []  # by call: the calls that it waits for, directly or not
-    for call in problem.calls:
-        earlier.append(set(call.after).union(*(earlier[before] for before in call.after)))
+    earlier = earlier_calls(problem)
     pairs = {}
     for role, home in problem.homes.items():
         before = [i for i in sorted(earlier[home]) if problem.calls[i].role == role]
