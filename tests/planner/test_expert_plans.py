@@ -69,7 +69,7 @@ def test_what_travels_takes_its_time() -> None:
 
 def test_profiles_have_what_travels_too() -> None:
     """Measured layers have no ep: three passes send, and the sums of the experts' gradients are of an eighth, between hosts."""
-    flat = LayerTimes(sizes_of(SHAPE), 1, [1.0, 1e6], *([1e-3] * 2 for _ in range(4)), [1.0], [0.0], [0.0], 1.0)
+    flat = LayerTimes(sizes_of(SHAPE), 1, [1.0, 1e6], [1.0, 1e6], *([1e-3] * 2 for _ in range(4)), [1.0], [0.0], [0.0], 1.0)
     profile = Profile(times(2).machine.device, 8, 0.0, 0.0, [0.0] * 4, 0.0, (flat,))
     measured = ProfileTimes(profile, times(2).machine)
     one, eight = (call_settings([(1, 1, 16)], checkpointing=(1,), ep=(ep,)) for ep in (1, 8))

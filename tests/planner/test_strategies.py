@@ -227,6 +227,18 @@ def test_hosts_that_prompts_do_not_divide_by() -> None:
     assert len(plans["actor"].calls["generate_sequences"].pool.ranks) == 2
 
 
+@pytest.mark.parametrize("scores", ["with a function", "with a model"])
+def test_functions_score_where_rows_are_generated_ahead_of_training(scores: str) -> None:
+    """On the training ranks they would wait until training ends, and training of the next step would wait for their scores."""
+    model = (f"models.reward.path={tasks.task() / 'critic'}", "reward.function=null") if scores == "with a model" else ()
+    for ahead in (0, 1):
+        roles = ppo("placement.strategy=separate", f"placement.max_staleness={ahead}", *model, size=4).roles
+        generating = roles["actor"].calls["generate_sequences"].pool.ranks
+        assert not set(generating) & set(roles["actor"].pool.ranks)
+        expected = generating if ahead and not model else roles["actor"].pool.ranks
+        assert roles["reward"].pool.ranks == expected
+
+
 def test_generation_ahead_needs_an_algorithm_that_generates() -> None:
     more = "models.actor.path=" + str(tasks.task() / "actor"), "placement.max_staleness=1", "run.test_freq=0"
     rows = f"data.path={tasks.pairs()}", "data.train_batch_size=8", "data.val_path=null"

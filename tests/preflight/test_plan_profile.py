@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from rlhf_spmd.models.families import spec_from_config
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.planner.profile import sizes_of
 from rlhf_spmd.planner.shapes import Workload, shape_of
-from rlhf_spmd.preflight.plan_profile import LayerProfiler, kinds, profile
+from rlhf_spmd.preflight.plan_profile import LayerProfiler, _layer_and_ends, kinds, profile
 from small_models import CONFIGS
 
 LARGE = {"vocab_size": 151936, "hidden_size": 4096, "head_dim": 128, "num_attention_heads": 96, "num_key_value_heads": 8}
@@ -54,6 +56,26 @@ def test_models_of_other_layers_have_other_times() -> None:
     linear, full = (kind for kind, _ in kinds(model("qwen3-5", 8)))
     assert shape_of(mixture, "lm").intermediate == shape_of(dense, "lm").intermediate == 48
     assert len({sizes_of(shape_of(spec, "lm")) for spec in (mixture, dense, linear, full)}) == 4
+
+
+def test_times_of_layers_grow_with_their_sizes() -> None:
+    """A layer is the difference of two models of 1 and 5 layers. A dip is noise: neighbours get their mean, and totals stay."""
+    layer, outside = np.array([1.0, 2.0, 4.0, 8.0]), np.array([5.0, 6.0, 7.0, 8.0])
+    exact = _layer_and_ends(layer + outside, 5 * layer + outside, 5)
+    np.testing.assert_allclose(exact, [layer, outside])
+    base, larger = np.array([4.0, 4.4, 4.0]), np.array([8.0, 7.6, 8.8])  # layers of 1.0, 0.8, 1.2
+    noisy = _layer_and_ends(base, larger, 5)
+    np.testing.assert_allclose(noisy[0], [0.9, 0.9, 1.2])
+    np.testing.assert_allclose(noisy[1], [2.95, 2.95, 2.95], atol=0.2)
+
+
+def test_measured_rows_share_prompts() -> None:
+    """Six rows of 5 + 7 tokens in groups of four: two prompts, and each row's last token of its prompt."""
+    profiler = LayerProfiler(
+        SimpleNamespace(device=torch.device("cpu")), Workload(8, 5, (7.0,), group=4), 64, torch.float32, 1e9
+    )  # type: ignore[arg-type]
+    micro = profiler._batch(SimpleNamespace(spec=model("llama", 1)), 6)  # type: ignore[arg-type]
+    assert micro.lengths.tolist() == [12] * 6 and len(micro.tokens) == 2 * 4 + 6 * 8
 
 
 def seconds(world: Any) -> list[tuple[float, float, float]]:

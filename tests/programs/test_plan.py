@@ -68,7 +68,7 @@ def host_profile(directory: Path, size: int = 4, slowness: float = 1.0) -> str:
             decode = [1e-4 * (1 + n / (50 * tp)) * slowness for n in sizes]
             seconds = [s * slowness for s in decode]
             times = (seconds, [3 * s for s in seconds], [2e-4 * slowness**2] * 4, [4e-4 * slowness**2] * 4)
-            layers.append(LayerTimes(sizes_of(shape), tp, sizes, *times, sizes, decode, [1e-4 * slowness] * 4, 16.0))
+            layers.append(LayerTimes(sizes_of(shape), tp, sizes, sizes, *times, sizes, decode, [1e-4 * slowness] * 4, 16.0))
     device = Gpu(1e11, 8 * GIB, 1e10, 1e9, 1e10, itemsize=8, overlap=0.0, on_host=True)
     path = directory / f"host_{slowness:g}.json"
     write_profile(Profile(device, size, 1e-4, 1e-9, [0.0, 1e-9, 2e-9, 3e-9], 1e-9, tuple(layers)), path)

@@ -24,7 +24,8 @@ RECOMPUTED_SHARE = (0.0, 0.4, 1.0)
 class LayerTimes:
     """Measured seconds of a model of ``sizes`` in tp slices.
 
-    - tokens: of the measured micro-batches; for each:
+    - tokens: of the rows of the measured micro-batches
+    - layer_tokens: those of them that went through the layers, since rows share prompts; for each micro-batch:
     - forward, both: a forward pass, and a forward and backward pass, of one layer
     - forward_ends, both_ends: the same of all that is outside the layers
     - rows: in flight in the measured decode steps; for each:
@@ -35,6 +36,7 @@ class LayerTimes:
     sizes: str
     tp: int
     tokens: list[float]
+    layer_tokens: list[float]
     forward: list[float]
     both: list[float]
     forward_ends: list[float]
@@ -46,7 +48,9 @@ class LayerTimes:
 
     def seconds(self, name: str, amount: Numbers) -> Numbers:
         """Return interpolated seconds of the field ``name``; beyond the largest measured size in proportion to it."""
-        sizes = np.asarray(self.rows if name.startswith("decode") else self.tokens)
+        sizes = np.asarray(
+            self.rows if name.startswith("decode") else self.tokens if name.endswith("ends") else self.layer_tokens
+        )
         values = np.asarray(getattr(self, name))
         return np.interp(amount, sizes, values) * np.maximum(np.asarray(amount) / sizes[-1], 1.0)
 

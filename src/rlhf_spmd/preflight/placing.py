@@ -54,8 +54,14 @@ def roles_on_pools(
         pool_names |= {f"{role}.calls.{method}": call.pool for method, call in role_plan.config.calls.items()}
     facts = {role: _facts(role_plan) for role, role_plan in model_roles.items()}
     pools = place_roles(placement, pool_names, num_ranks, ranks_per_host, facts, graph)
-    role_plans = {role: _role_on_pools(role, role_plan, pools) for role, role_plan in model_roles.items()}
     trained = [role for role, role_plan in model_roles.items() if role_plan.trained]
+    if placement.max_staleness:
+        training_ranks = {rank for role in trained for rank in pools[role].ranks}
+        for role, pool in pools.items():
+            is_free = role in model_roles and model_roles[role].spec is None and pool_names[role] is None
+            if is_free and training_ranks.intersection(pool.ranks):
+                pools[role] = _generating_pool(model_roles, pools) or pool
+    role_plans = {role: _role_on_pools(role, role_plan, pools) for role, role_plan in model_roles.items()}
     if not trained:
         raise ValueError(f"none of the algorithm's roles is trained ({', '.join(model_roles)}); at least one must be")
     for role, role_plan in unplaced_roles.items():
@@ -64,6 +70,12 @@ def roles_on_pools(
             pool = role_plans[next((name for name in pool_of if name in role_plans), trained[-1])].pool
             role_plans[role] = replace(role_plan, pool=pool, shape=GroupShape(Layout(dp=len(pool.ranks))))
     return role_plans
+
+
+def _generating_pool(roles: Mapping[str, RolePlan], pools: Mapping[str, ResourcePool]) -> ResourcePool | None:
+    """Return the ranks that generate, which score the next step's rows while others train; None if no role generates."""
+    calls = ((role, name) for role, plan in roles.items() for name, kind in _methods(plan.worker).items() if kind == "generate")
+    return next((pools.get(f"{role}.calls.{name}", pools[role]) for role, name in calls), None)
 
 
 def _facts(role_plan: RolePlan) -> RoleFacts:

@@ -7,20 +7,20 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.generation.backends import choose_backend
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.sequence import Request
 from rlhf_spmd.kernels import capabilities, wait
 from rlhf_spmd.models.decoder import Decoder
-from rlhf_spmd.models.heads import token_log_probs, values
 from rlhf_spmd.models.layout_rules import check_layout
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.parallel.layout import Layout
@@ -31,7 +31,7 @@ from rlhf_spmd.planner.memory import RESERVE, RankMemory, RoleSettings
 from rlhf_spmd.planner.profile import LayerTimes, Profile, sizes_of
 from rlhf_spmd.planner.shapes import Workload, call_settings, shape_of
 from rlhf_spmd.workers.flops import matmul_rate
-from rlhf_spmd.workers.objective import MicroBatch
+from rlhf_spmd.workers.objective import MicroBatch, pack_rows, response_log_probs, response_values
 from rlhf_spmd.workers.optim_config import OptimConfig
 from rlhf_spmd.workers.train_engine import TrainEngine
 
@@ -177,7 +177,7 @@ class LayerProfiler:
         work = self.work
         length = round(work.length)
         counts = _powers(max(min(self.max_tokens // length, work.rows), 1))
-        rows = _powers(min(max(work.rows * tp // self.world.size, 1), generation.max_num_seqs))
+        rows = _powers(min(work.rows, generation.max_num_seqs))
         layer: dict[str, Any] = {}
         ends: dict[str, Any] = {}
         updates = 0.0
@@ -186,17 +186,16 @@ class LayerProfiler:
             base, _ = self._model_times(_uniform_model(kind, 0, BASE_LAYERS), head, tp, generation, counts, rows)
             larger, update = self._model_times(_uniform_model(kind, 0, num_layers), head, tp, generation, counts, rows)
             for name in base:
-                seconds = np.array(base[name])
-                layer_seconds = np.maximum(np.array(larger[name]) - seconds, 1e-9) / (num_layers - BASE_LAYERS)
+                layer_seconds, end_seconds = _layer_and_ends(np.array(base[name]), np.array(larger[name]), num_layers)
                 layer[name] = layer.get(name, 0.0) + share * layer_seconds
-                ends[name] = ends.get(name, 0.0) + share * np.maximum(seconds - BASE_LAYERS * layer_seconds, 0.0)
+                ends[name] = ends.get(name, 0.0) + share * end_seconds
             updates += share * update
-        # differences of noisy times may even be negative; more tokens or rows take no less time
-        layer = {name: np.maximum.accumulate(seconds) for name, seconds in layer.items()}
+        tokens = np.array(counts) * work.length
         layer_times = LayerTimes(
             sizes_of(shape_of(spec, head)),
             tp,
-            tokens=[float(count * length) for count in counts],
+            tokens=tokens.tolist(),
+            layer_tokens=work.tokens_through_layers(tokens).tolist(),
             forward=layer["forward"].tolist(),
             both=layer["both"].tolist(),
             forward_ends=ends["forward"].tolist(),
@@ -249,18 +248,23 @@ class LayerProfiler:
 
     def _passes(self, engine: TrainEngine, head: str, rows: int) -> tuple[float, float]:
         """Return (forward, forward and backward) seconds of a micro-batch of ``rows`` rows."""
-        outputs = partial(_outputs, head, self.work.response / self.work.length)
-        forward = partial(engine.forward, [self._batch(engine, rows)], outputs)
+        outputs = partial(_outputs, head)
+        forward = partial(engine.forward, [self._batch(engine, rows, engine.inference_min_saving)], outputs)
         return self.seconds(forward), self.seconds(self._both_passes(engine, head, rows))
 
     def _both_passes(self, engine: TrainEngine, head: str, rows: int) -> Callable[[], object]:
         """Return a function that passes a micro-batch of ``rows`` rows forward and backward."""
-        loss = partial(_loss, head, self.work.response / self.work.length)
-        return partial(engine.forward_backward, [self._batch(engine, rows)], loss)
+        return partial(engine.forward_backward, [self._batch(engine, rows)], partial(_loss, head))
 
-    def _batch(self, engine: TrainEngine, rows: int) -> MicroBatch:
-        length = round(self.work.length)
-        return MicroBatch(_tokens(engine.spec, rows * length).to(self.world.device), torch.full((rows,), length))
+    def _batch(self, engine: TrainEngine, rows: int, min_saving: float = 0.0) -> MicroBatch:
+        """Return a micro-batch of ``rows`` rows, which share prompts as in a run; ``min_saving``: see ``pack_rows``."""
+        work = self.work
+        index = torch.arange(rows)
+        prompt = max(round(work.prompt), 1)
+        prompts = _tokens(engine.spec, -(-rows // work.group), prompt).repeat_interleave(work.group, dim=0)[:rows]
+        responses = _tokens(engine.spec, rows, max(round(work.length) - prompt, 1))
+        fields = {"prompt_ids": ragged([*prompts], torch.int64), "response_ids": ragged([*responses], torch.int64)}
+        return pack_rows(Batch(index, index // work.group, fields), self.world.device, min_saving)
 
     def _decode_seconds(self, generator: Generator, spec: ModelSpec, rows: int) -> float:
         """Return seconds of a decode step of ``rows`` rows in the middle of their responses."""
@@ -291,6 +295,28 @@ class LayerProfiler:
         return float(self.world.all.all_reduce(torch.tensor([median(seconds[1:])]), "profile", "max"))
 
 
+def _layer_and_ends(base: np.ndarray, larger: np.ndarray, num_layers: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return seconds of a layer and of all that is outside the layers, for growing sizes, from those of two models.
+
+    Differences of noisy times may shrink, or be below 0. Larger sizes take no less time, so both are made to grow; what is outside
+    the layers keeps the mean of the two models' times.
+    """
+    layer = np.maximum(_growing((larger - base) / (num_layers - BASE_LAYERS)), 1e-9)
+    outside = (base + larger - (BASE_LAYERS + num_layers) * layer) / 2
+    return layer, np.maximum(_growing(outside), 0.0)
+
+
+def _growing(values: np.ndarray) -> np.ndarray:
+    """Return the values that never fall and are nearest to ``values`` by their squares: falling neighbours get their mean."""
+    blocks: list[list[float]] = []
+    for value in values:
+        blocks.append([value])
+        while len(blocks) > 1 and mean(blocks[-2]) > mean(blocks[-1]):
+            last = blocks.pop()
+            blocks[-1] += last
+    return np.array([mean(block) for block in blocks for _ in block])
+
+
 def _powers(limit: int) -> list[int]:
     """Return 1, 2, 4, ... below ``limit``, and ``limit``."""
     return [*(1 << i for i in range((limit - 1).bit_length())), limit]
@@ -301,19 +327,17 @@ def _tokens(spec: ModelSpec, *sizes: int) -> Tensor:
     return torch.randint(spec.vocab_size, sizes, generator=torch.Generator().manual_seed(0))
 
 
-def _outputs(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> Tensor:
-    """Return log-probs or values of ``share`` of the tokens: the share that responses have."""
-    count = round(share * len(hidden))
+def _outputs(head: str, decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> Tensor:
+    """Return log-probs or values of the responses."""
     if head == "value":
-        return values(decoder, hidden[:count])
-    return token_log_probs(decoder, hidden[:count], batch.tokens[:count])[0]
+        return response_values(decoder, hidden, batch)
+    return response_log_probs(decoder, hidden, batch, 1.0)[0]
 
 
-def _loss(head: str, share: float, decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a loss of ``share`` of the tokens."""
-    count = round(share * len(hidden))
+def _loss(head: str, decoder: Decoder, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a loss of the responses."""
     if head == "value":
-        return values(decoder, hidden[:count]).square().mean(), {}
-    log_probs, entropy = token_log_probs(decoder, hidden[:count], batch.tokens[:count], 1.0, entropy=True)
+        return response_values(decoder, hidden, batch).square().mean(), {}
+    log_probs, entropy = response_log_probs(decoder, hidden, batch, 1.0, True)
     assert entropy is not None
     return -log_probs.mean(), {"entropy": entropy.detach().sum()}

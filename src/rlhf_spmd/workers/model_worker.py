@@ -176,8 +176,7 @@ class ModelWorker(Worker):
 
         Collective over the pool: every rank of it must call, in program order.
         """
-        # a layer that is one kernel reads whole rows
-        index, packed, _ = self.micro_batches(batch, min_saving=0.25 if self.engine.ops.joins_layers else 0.0)
+        index, packed, _ = self.micro_batches(batch, min_saving=self.engine.inference_min_saving)
         outputs = self.engine.forward(packed, head, () if records is None else records.begin(packed))
         if not self.mesh.last_stage or not len(batch):
             return None

@@ -194,6 +194,11 @@ class TrainEngine:
 
     # -- forward and backward
 
+    @property
+    def inference_min_saving(self) -> float:
+        """Return ``min_saving`` of ``pack_rows`` for rows that are not trained: a layer that is one kernel reads whole rows."""
+        return 0.25 if self.ops.joins_layers else 0.0
+
     def forward(self, micro_batches: Sequence[MicroBatch], head: Head, routers: Sequence[Routers | None] = ()) -> list[Any]:
         """Return ``head(decoder, hidden [T, hidden], micro_batch)`` of every micro-batch, computed without gradients.
 
