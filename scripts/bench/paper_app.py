@@ -312,7 +312,7 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "flattening": ("placement.strategy=colocate",),
     "interleave": ("placement.strategy=interleave",),
     "separate": (SEPARATE,),
-    "ahead": (SEPARATE, "placement.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true"),
+    "ahead": (SEPARATE, "rollout.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true"),
 }
 
 

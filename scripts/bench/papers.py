@@ -67,7 +67,7 @@ def step_builder(
     request = plan.read_request(str(ROOT / "configs" / f"quickstart_{algorithm}.yaml"), [*settings, *sizes])
     machine, _ = plan.machine_of(cluster)
     kind_times = [times(machine.with_kind(kind)) for kind in range(len(cluster.device_names))]
-    ahead = request.config.placement.max_staleness
+    ahead = request.config.steps_ahead
     return ProblemBuilder(calls(request.calls), machine, kind_times, budget, ahead)
 
 

@@ -92,7 +92,7 @@ def problem_of(step: Step) -> Problem:
     settings += [f"data.train_batch_size={step.rows}", f"algorithm.ppo_mini_batch_size={step.rows}", "reward.function=null"]
     settings += [
         f"models.actor.generation.enforce_eager={str(not step.graphs).lower()}",
-        f"placement.max_staleness={step.ahead}",
+        f"rollout.max_staleness={step.ahead}",
     ]
     settings += ["placement.strategy=separate"] * (step.ahead > 0)
     models = {role: f"llama {step.model}" for role in ROLES if not (step.shared and role == "critic")}

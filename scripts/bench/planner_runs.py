@@ -32,7 +32,7 @@ RANKS = 2
 MAX_TOKENS = 2048  # of a micro-batch
 PERIOD_S = 0.02  # of a slowed rank's stops
 ROLES = ("actor", "critic", "reference")
-AHEAD = {"placement.max_staleness": 1, "algorithm.rollout_correction": "{bypass_mode: true}"}
+AHEAD = {"rollout.max_staleness": 1, "algorithm.rollout_correction": "{bypass_mode: true}"}
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ TURNS = (
     Plan("interleave", {}, {"placement.strategy": "interleave"}),
     Plan("separate", {}, {"placement.strategy": "separate"}),
 )
-IN_FLIGHT = {"data.gen_batch_size": 32}
+IN_FLIGHT = {"rollout.in_flight": 32}
 AHEAD_PLANS = (
     Plan("one step ahead, searched", AHEAD),
     Plan("one step ahead, separate", AHEAD, {"placement.strategy": "separate"}),
-    Plan("two steps ahead, separate", AHEAD | {"placement.max_staleness": 2}, {"placement.strategy": "separate"}),
+    Plan("two steps ahead, separate", AHEAD | {"rollout.max_staleness": 2}, {"placement.strategy": "separate"}),
     Plan("twice the rows in flight, searched", IN_FLIGHT),
     Plan("twice the rows in flight, dp", IN_FLIGHT, {}),
     Plan("twice the rows in flight, separate", IN_FLIGHT, {"placement.strategy": "separate"}),

@@ -202,7 +202,7 @@ def set_loss(conversion: Conversion, config: type) -> None:
         if settings.get("algorithm.use_kl_loss"):
             why = "dapo, which filters groups and shapes long responses, has no reference"
             conversion.drop("algorithm.use_kl_loss", why)
-        conversion.drop("data.gen_batch_size", "further prompts come in batches of data.train_batch_size")
+        conversion.drop("rollout.in_flight", "further prompts come in batches of data.train_batch_size")
 
 
 def set_validation_and_files(conversion: Conversion) -> None:

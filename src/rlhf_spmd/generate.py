@@ -82,7 +82,7 @@ class GenerateConfig(AnswerConfig):
     def check(self, where: str) -> None:
         super().check(where)
         for name, environment in named_environments(self.environment, self.environments).items():
-            environment.check_together(environment_key(name), self.timeout_s, self.generation.rebalance_steps)
+            environment.check_together(environment_key(name), self.timeout_s)
 
 
 def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> InferJob[GenerateConfig]:

@@ -171,7 +171,9 @@ def read_request(path: str | None, overrides: Sequence[str], rules: Rules = PLAN
     for role, role_plan in generating_roles(role_plans).items():
         role_plans[role] = replace(role_plan, config=without_exactness(role_plan.config))
     training = {
-        name: plan_stand_ins.stand_in(data) for name, data in run_plan.streams.items() if isinstance(data, DatasetConfig)
+        name: plan_stand_ins.stand_in(data, config.rollout.in_flight or 0)
+        for name, data in run_plan.streams.items()
+        if isinstance(data, DatasetConfig)
     }
     graph = trace(replace(run_plan, roles=role_plans, training=training, exact_rollouts=exact_rollouts(config, role_plans)))
     planned: Any = run_plan.config  # with the sections that a training run does not have
@@ -238,7 +240,12 @@ def evaluate_configuration(request: PlanRequest) -> PlanResult:
     config = request.config
     machine, _ = request.target
     role_plans = roles_on_pools(
-        request.unplaced_roles, config.placement, machine.size, machine.local_size, lambda: request.graph
+        request.unplaced_roles,
+        config.placement,
+        machine.size,
+        machine.local_size,
+        lambda: request.graph,
+        config.steps_ahead,
     )
     step = request.step()
     role_plans = with_checkpointing(role_plans, decide_checkpointing(role_plans, step, machine.memory))
@@ -271,14 +278,14 @@ def evaluate_file(request: PlanRequest, path: str) -> PlanResult:
 
 def _evaluate(request: PlanRequest, file: PlanFile, budget: int) -> tuple[PlanResult, Schedule]:
     """Return a plan with its predictions, and its schedule. ``budget``: tokens of a micro-batch."""
-    builder = ProblemBuilder(request.calls, *request.target, budget, request.config.placement.max_staleness, file)
+    builder = ProblemBuilder(request.calls, *request.target, budget, request.config.steps_ahead, file)
     problem = builder.problem()
     for call in filter(problem.must_be_apart, problem.calls):
         home = file.calls[problem.calls[problem.homes[call.role]].name]
         if home.rank_range.overlaps(file.calls[call.name].rank_range):
             raise ValueError(
-                f"placement.max_staleness={problem.ahead} lets {call.name} run ahead of training, but {call.role} trains on its "
-                "ranks; take placement.strategy=separate"
+                f"rollout.max_staleness={request.config.rollout.max_staleness} lets {call.name} run ahead of training, but "
+                f"{call.role} trains on its ranks; take placement.strategy=separate"
             )
     choices = tuple(Choice(file.calls[call.name].rank_range, 0) for call in problem.calls)
     schedule = simulate(problem, choices)

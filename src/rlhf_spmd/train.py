@@ -92,7 +92,7 @@ def settings_of(run_plan: RunPlan) -> ProgramSettings:
         Path(run.dir),
         run.timeout_s,
         run.threads,
-        collective_timeout_factor=1 + run_plan.config.placement.max_staleness,
+        collective_timeout_factor=1 + run_plan.config.steps_ahead,
         must_match=run_digests(run_plan),
     )
 

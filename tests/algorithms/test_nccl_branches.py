@@ -86,7 +86,7 @@ def test_the_same_run_in_fp64(directory: Path, name: str) -> None:
 
 APART = (
     "placement.pools={train: [0], generate: [1, 2]}",
-    "placement.max_staleness=1",
+    "rollout.max_staleness=1",
     *(f"models.{role}.pool=train" for role in ("actor", "reference", "reward")),
     "models.actor.calls.generate_sequences.pool=generate",
     "models.actor.calls.generate_sequences.layout.tp=2",

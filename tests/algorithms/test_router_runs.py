@@ -38,12 +38,12 @@ def run(directory: Path, ranks: int, *more: str) -> tasks.Run:
 ELSEWHERE = (
     *("placement.pools.a=[0]", "placement.pools.b=[1,2]", "models.actor.pool=a", "models.reward.pool=b"),
     *("models.actor.calls.compute_log_prob.pool=b", "models.actor.calls.compute_log_prob.layout.pp=2"),
-    "placement.rollout_chunks=2",
+    "rollout.chunks=2",
 )
 STAGES_ELSEWHERE = (
     *("placement.pools.a=[0,1]", "placement.pools.b=[2]", "models.actor.pool=b", "models.reward.pool=b"),
     *("models.actor.calls.generate_sequences.pool=a", "models.actor.calls.generate_sequences.layout.pp=2"),
-    "placement.rollout_chunks=2",
+    "rollout.chunks=2",
 )
 SMALL_PAGES = ("models.actor.generation.page_size=4", "models.actor.generation.num_pages=18")
 # name -> ranks and overrides of one rank's run, and those that are added to them
@@ -99,7 +99,7 @@ def test_in_fp32_the_first_update_finds_the_same_bits(directory: Path, mode: str
 def stale(directory: Path, lr: str, *more: str) -> dict[str, float]:
     """The metrics of a second step, whose rows are those of the weights before the first."""
     pools = ("placement.pools.a=[0]", "placement.pools.b=[1]", "models.actor.pool=b", "models.reward.pool=a")
-    ahead = "placement.max_staleness=1", "models.actor.calls.generate_sequences.pool=a"
+    ahead = "rollout.max_staleness=1", "models.actor.calls.generate_sequences.pool=a"
     return run(directory, 2, FP32, f"models.actor.optim.lr={lr}", *pools, *ahead, *more).raw[1]
 
 

@@ -278,7 +278,7 @@ def test_distillation_comes_nearer_to_its_teacher_without_a_reward(tmp_path: Pat
         ("distill", "algorithm.gamma=1.5", "algorithm.gamma=1.5: must be at least 0 and at most 1"),
         ("dapo", "algorithm.overlong_buffer.len=13", "overlong_buffer.len=13 must be at most data.max_response_length=12"),
         ("dapo", "algorithm.filter_groups.metric=acc", "filter_groups.metric='acc' is not known; allowed: score, seq_reward"),
-        ("dapo", "data.gen_batch_size=16", "algorithm.name=dapo: this algorithm takes no prompts in flight"),
+        ("dapo", "rollout.in_flight=16", "algorithm.name=dapo: this algorithm takes no prompts in flight"),
         (
             "remax",
             "reward={function: 'reward_functions:best_of_group', by_group: true}",

@@ -24,6 +24,7 @@ from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.parallel.layout import LayoutConfig
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.train import keys as train_keys
+from rlhf_spmd.training.train_config import QueueConfig
 
 pytest.importorskip("omegaconf")
 
@@ -334,7 +335,7 @@ def test_a_value_out_of_its_range_is_one_line(override: str, message: str) -> No
         (SamplingConfig, "n", 2**20),
         (GenerationConfig, "max_num_seqs", 2**20),
         (DataConfig, "train_batch_size", 2**20),
-        (DataConfig, "gen_batch_size", 2**20),
+        (QueueConfig, "in_flight", 2**20),
         (RewardConfig, "num_workers", 1024),
         (EnvironmentConfig, "num_workers", 1024),
     ],

@@ -368,7 +368,7 @@ def test_rows_of_one_run_have_different_environments_in_any_layout(tmp_path: Pat
     common += [f"models.{role}.dtype=float64" for role in roles]
     stages = ["models.actor.layout.pp=2", "models.critic.layout.pp=2"]
     stages += [f"models.actor.generation.{key}" for key in ("pp=2", "num_pages=40", "page_size=2")]
-    apart = ["placement.pools={a: [0], b: [1]}", "placement.rollout_chunks=2", "models.actor.generation.max_num_seqs=3"]
+    apart = ["placement.pools={a: [0], b: [1]}", "rollout.chunks=2", "models.actor.generation.max_num_seqs=3"]
     apart += [f"models.{role}.pool={'a' if role == 'actor' else 'b'}" for role in roles]
     single = tasks.train(1, tmp_path / "single", 2, *common)
     for name, more in (("stages", stages), ("apart", apart)):

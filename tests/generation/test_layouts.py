@@ -29,7 +29,6 @@ from generators import (
 from overrides import layout as layout_of
 from ranks import run_ranks
 from rlhf_spmd.generation import Completion, GenerationLimits, GenerationStats, Generator, Request, SamplingConfig
-from rlhf_spmd.generation.balancing import plan_moves
 from rlhf_spmd.generation.decode_micro_batches import partition_groups
 from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.parallel.layout import Layout
@@ -136,78 +135,11 @@ def test_groups_stay_together_and_where_they_were(groups: list[int], number: int
         assert all(places.get(row.request.row_id, i) == i for row in share)
 
 
-@given(counts=st.lists(st.integers(0, 30), min_size=1, max_size=7))
-def test_moves_make_counts_equal_and_leave_small_differences_alone(counts: list[int]) -> None:
-    after, moves = list(counts), plan_moves(counts)
-    for source, target, number in moves:
-        assert number > 0 and source != target
-        after[source] -= number
-        after[target] += number
-    if 2 * min(counts) >= max(counts) or max(counts) - min(counts) < 2:
-        assert after == counts
-    else:
-        assert max(after) - min(after) <= 1 and sum(after) == sum(counts)
-        assert sum(abs(a - b) for a, b in zip(after, counts, strict=True)) == 2 * sum(number for *_, number in moves)
-
-
-MOVED = SamplingConfig(repetition_penalty=1.1, logprobs=2, ignore_eos=True)
-
-
-def requests_of(replica: int) -> list[Request]:
-    """The first replica has nearly all of the work; the second, if there is one, two short rows."""
-    prompts = [[3 + i, 5, 7 + i % 3] * (1 + i % 9) for i in range(14)]
-    rows = with_overrides([Request(i, i // 2, prompts[i // 2], 20 + i % 7) for i in range(14)])
-    return rows[:12] if replica == 0 else [replace(row, max_new_tokens=3) for row in rows[12:]] if replica == 1 else []
-
-
-def generate_skewed(
-    world: World, path: str, layout: Layout, changes: dict[str, Any]
-) -> tuple[list[tuple[int, Completion]], GenerationStats]:
-    mesh = build_mesh(world, list(range(world.size)), layout)
-    generator = Generator(load(path, mesh), mesh, replace(SMALL, **changes), {2})
-    rows = [(step, each) for step in (0, 1) for each in generator.generate(requests_of(mesh.dp_rank), MOVED, 3, step)]
-    return rows, generator.stats
-
-
-@pytest.mark.parametrize(
-    ("layout", "changes"),
-    [
-        (Layout(dp=2), {"rebalance_steps": 6, "num_pages": 9, "page_size": 6}),
-        (Layout(dp=2, pp=2), {"rebalance_steps": 5}),
-        pytest.param(Layout(dp=4), {"rebalance_steps": 3}, marks=pytest.mark.long),
-        pytest.param(Layout(dp=2, tp=2), {"rebalance_steps": 5}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_moved_rows_are_the_same_rows(path: str, layout: Layout, changes: dict[str, Any]) -> None:
-    """Also in a second call, which starts from nothing."""
-    mesh = alone()[1]
-    generator = Generator(load(path, mesh), mesh, SMALL, {2})
-    everything = [request for replica in range(layout.dp) for request in requests_of(replica)]
-    expected = {(step, c.row_id): c for step in (0, 1) for c in generator.generate(everything, MOVED, 3, step)}
-    results = run_ranks(layout.size, generate_skewed, path, layout, changes)
-    seen = set()
-    for rows, stats in results:
-        assert_same(
-            [completion for _, completion in rows],
-            [expected[step, completion.row_id] for step, completion in rows],
-            TP_TOLERANCE if layout.tp > 1 else 0.0,
-        )
-        assert (stats.preemptions > 0) >= ("num_pages" in changes and len(rows) > 4)
-        assert stats.seconds >= stats.busy_seconds > 0
-        seen |= {(step, completion.row_id) for step, completion in rows}
-    assert seen == set(expected) and sum(stats.moved_rows for _, stats in results) > 0
-    tokens = [stats.decode_tokens for _, stats in results]
-    assert max(tokens) < 0.75 * sum(tokens) / (layout.size / layout.dp)  # without moves 0.98
-    assert sum(tokens) == layout.size / layout.dp * sum(len(c.token_ids) for (step, _), c in expected.items() if step == 1)
-
-
 def test_a_run_says_how_long_replicas_waited_for_each_other(tmp_path: Path) -> None:
-    more = ("models.actor.generation.rebalance_steps=1", "models.actor.generation.max_num_seqs=4")
+    more = ("models.actor.generation.max_num_seqs=4",)
     overrides = tasks.settings(tmp_path, 2, "sampling.logit_bias={0: 2.0}", *layout_of("actor", dp=2), *more)
     run_ranks(2, tasks.train_here, str(tasks.task() / "ppo.json"), overrides)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert sum(row["generation/moved_rows"] for row in rows) > 0
     for row in rows:
         assert 0 <= row["generation/idle_fraction"] < 1
         assert row["generation/prefix_hit_rate"] > 0.2  # two samples of each prompt

@@ -76,6 +76,26 @@ def test_rows_cross_steps_and_each_is_trained_on_once(directory: Path, uninterru
     assert all(metrics["rollout/stale_fraction"] > 0 for metrics in uninterrupted.raw if metrics["step"] in old)
 
 
+def test_tokens_older_than_the_bound_are_not_learned(tmp_path: Path) -> None:
+    """What a run does until the first of them, it does without the bound; then it learns from the other tokens alone."""
+    long = ("models.actor.generation.max_num_seqs=32", "data.max_response_length=40", "run.log_samples=100")
+    bounded = train(1, tmp_path / "bounded", 5, *long, "rollout.max_staleness=1")
+    unbounded = train(1, tmp_path / "unbounded", 5, *long)
+    masked: dict[int, list[int]] = {}
+    for line in (tmp_path / "bounded" / "rollouts.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        counts = masked.setdefault(row["step"], [0, 0])
+        counts[0] += sum(number for version, number in row["versions"] if version < row["step"] - 1)
+        counts[1] += sum(number for _, number in row["versions"])
+    fractions = {metrics["step"]: metrics["rollout/masked_fraction"] for metrics in bounded.raw}
+    assert fractions == {step: pytest.approx(old / number) for step, (old, number) in masked.items()}
+    first = min(step for step, fraction in fractions.items() if fraction)
+    for with_bound, without in zip(bounded.raw, unbounded.raw, strict=True):
+        is_equal = all(with_bound[f"{role}/grad_norm"] == without[f"{role}/grad_norm"] for role in ("actor", "critic"))
+        assert is_equal == (with_bound["step"] < first)
+    assert "rollout/masked_fraction" not in unbounded.raw[0]
+
+
 def test_a_slower_replica_gives_fewer_groups(tmp_path: Path) -> None:
     run = train(2, tmp_path, 3, "placement.speeds=[1.0,0.4]")
     check(run)
@@ -202,5 +222,5 @@ def test_a_second_generation_in_the_step_leaves_the_rows_in_flight_alone(tmp_pat
 
 
 def test_fewer_prompts_in_flight_than_a_step_takes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.gen_batch_size=4, data\.train_batch_size=8: the first counts the prompts"):
-        prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, "data.gen_batch_size=4"), 1)
+    with pytest.raises(ValueError, match=r"rollout\.in_flight=4, data\.train_batch_size=8: the first counts the prompts"):
+        prepare(str(tasks.task() / "ppo.json"), tasks.settings(tmp_path, 1, "rollout.in_flight=4"), 1)

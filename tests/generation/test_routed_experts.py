@@ -34,7 +34,6 @@ from rlhf_spmd.parallel.mesh import Mesh, build_mesh
 from rlhf_spmd.parallel.world import World
 from rlhf_spmd.workers.partial_rollouts import PartialRollouts
 from small_models import CONFIGS
-from tiers import tiers
 from triton_device import DEVICE
 
 SIZES = {"vocab_size": 301, "max_position_embeddings": 512, "num_hidden_layers": 3, "initializer_range": 0.2, "eos_token_id": 2}
@@ -133,24 +132,6 @@ def test_every_rank_has_the_experts_of_all_stages(models: dict[str, str], kind: 
     for experts_of in run_ranks(layout.size, on_ranks, models[kind], layout):
         for case, experts in expected.items():
             assert all(map(same, experts_of[case], experts)), case
-
-
-def move(world: World, path: str, layout: Layout) -> tuple[list[tuple[int, Tensor | None]], int]:
-    mesh = build_mesh(world, list(range(world.size)), layout)
-    generator = Generator(load(path, mesh), mesh, replace(SMALL, rebalance_steps=4), {2}, records_experts=True)
-    requests = ragged_requests()[3:] if mesh.dp_rank == 0 else ragged_requests()[:3]
-    experts = [(done.row_id, done.experts) for done in generator.generate(requests, SAMPLING, 3, 5)]
-    return experts, generator.stats.moved_rows
-
-
-@pytest.mark.parametrize("layout", tiers([Layout(dp=2), Layout(dp=2, pp=2)], [Layout(dp=2)]), ids=str)
-def test_moved_rows_bring_their_experts(models: dict[str, str], layout: Layout) -> None:
-    mesh, path = alone()[1], models["qwen"]
-    plain = Generator(load(path, mesh), mesh, SMALL, {2}, records_experts=True).generate(ragged_requests(), SAMPLING, 3, 5)
-    results = run_ranks(layout.size, move, path, layout)
-    assert sum(moved for _, moved in results) > 0
-    for rows, _ in results:
-        assert all(same(experts, plain[row].experts) for row, experts in rows)
 
 
 @pytest.mark.parametrize(("kv_cache", "saved"), [("free", False), ("keep", False), ("free", True)])

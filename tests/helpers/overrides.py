@@ -39,7 +39,7 @@ ONE_SCORER = ("placement.pools.scores=[0]", "models.reward.pool=scores")
 ACROSS_NODES = (*layout("actor", tp=2), *layout("critic", dp=2, zero=1))
 IN_FLIGHT = 16  # prompts; a step takes half of them
 PARTIAL = (
-    f"data.gen_batch_size={IN_FLIGHT}",
+    f"rollout.in_flight={IN_FLIGHT}",
     "models.actor.generation.max_num_seqs=8",
     "sampling.logit_bias={0: 2.0}",  # the end of the text is likelier: responses of many lengths
     "run.save_freq=3",

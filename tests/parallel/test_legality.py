@@ -38,7 +38,7 @@ AHEAD = (
     "placement.pools={train: [0, 1], generate: [2, 3]}",
     *(f"models.{role}.pool=train" for role in ("actor", "reference", "reward")),
     "models.actor.calls.generate_sequences.pool=generate",
-    "placement.max_staleness=1",
+    "rollout.max_staleness=1",
 )
 # name -> ranks, steps, overrides
 RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {

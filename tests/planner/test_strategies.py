@@ -232,7 +232,7 @@ def test_functions_score_where_rows_are_generated_ahead_of_training(scores: str)
     """On the training ranks they would wait until training ends, and training of the next step would wait for their scores."""
     model = (f"models.reward.path={tasks.task() / 'critic'}", "reward.function=null") if scores == "with a model" else ()
     for ahead in (0, 1):
-        roles = ppo("placement.strategy=separate", f"placement.max_staleness={ahead}", *model, size=4).roles
+        roles = ppo("placement.strategy=separate", f"rollout.max_staleness={ahead}", *model, size=4).roles
         generating = roles["actor"].calls["generate_sequences"].pool.ranks
         assert not set(generating) & set(roles["actor"].pool.ranks)
         expected = generating if ahead and not model else roles["actor"].pool.ranks
@@ -240,7 +240,7 @@ def test_functions_score_where_rows_are_generated_ahead_of_training(scores: str)
 
 
 def test_generation_ahead_needs_an_algorithm_that_generates() -> None:
-    more = "models.actor.path=" + str(tasks.task() / "actor"), "placement.max_staleness=1", "run.test_freq=0"
+    more = "models.actor.path=" + str(tasks.task() / "actor"), "rollout.max_staleness=1", "run.test_freq=0"
     rows = f"data.path={tasks.pairs()}", "data.train_batch_size=8", "data.val_path=null"
-    with pytest.raises(ValueError, match=r"placement.max_staleness=1: dpo trains no role that generates"):
+    with pytest.raises(ValueError, match=r"rollout.max_staleness=1: dpo trains no role that generates"):
         prepare(str(CONFIGS / "quickstart_dpo.yaml"), tasks.settings(Path("unused"), 3, *more, *rows), 2)

@@ -31,7 +31,7 @@ def test_an_update_that_changes_nothing_and_a_warm_up_that_never_ends_are_said(t
 
 
 def test_a_stream_of_rows_that_nobody_takes_is_said(tmp_path: Path) -> None:
-    chunks = "placement.rollout_chunks=4"
+    chunks = "rollout.chunks=4"
     text = f"{chunks} does nothing: no call takes generated rows on ranks that do not generate"
     assert ppo(tmp_path, chunks) == ppo(tmp_path, chunks, "placement.strategy=interleave", size=2) == (text,)
     assert ppo(tmp_path, chunks, "placement.strategy=split", size=2) == ()

@@ -262,7 +262,7 @@ def test_roles_on_pools_of_their_own(root: Path) -> None:
 
 def test_copies_of_weights_that_are_on_their_way_count(root: Path) -> None:
     """Ahead of training: one to generate with, ``max_staleness`` that come, one more after a validation, and one with ``delta``."""
-    ahead = ("placement.strategy=separate", "placement.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true")
+    ahead = ("placement.strategy=separate", "rollout.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true")
     case = Fit("ppo", "qwen2.5_0.5b", 4, H100, ahead, 0.0)
     copies = {}
     for delta in ("false", "true"):

@@ -114,7 +114,7 @@ CONFIG = [
     (["placement.speeds=[1.0,0.5,1.0]"], 2, ["placement.speeds has 3 numbers", "this job has 2 ranks"]),
     (["placement.generation_speeds=[1.0]"], 2, ["placement.generation_speeds has 1 numbers", "this job has 2 ranks"]),
     (["placement.speeds=[1.0,0]"], 2, ["placement.speeds[1]=0.0: must be above 0"]),
-    (["placement.rollout_chunks=0"], 1, ["placement.rollout_chunks=0", "at least 1"]),
+    (["rollout.chunks=0"], 1, ["rollout.chunks=0", "at least 1"]),
     (["placement.strategy=split"], 1, ["placement.strategy='split'", "2 ranks", "has 1"]),
     (["placement.strategy=standalone"], 2, ["placement.strategy='standalone'", "3 ranks", "reference at least 1", "has 2"]),
     (["placement.strategy=outside.rewards"], 1, ["placement.strategy 'outside.rewards'", "has no 'place'"]),

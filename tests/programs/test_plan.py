@@ -364,9 +364,9 @@ def test_plans_of_other_settings_are_refused(capsys: pytest.CaptureFixture[str],
         ([groups.format(2), f"plan.fixed={out}"], "is for 16 ranks, and the cluster has 24"),
         (["cluster.nodes=1", "placement.speeds=[1.0, 0.5]"], "placement.speeds has 2 numbers, this job has 8 ranks"),
         ([mixed, f"placement.speeds={[1.0] * 7 + [0.1] + [0.4] * 8}", "plan.fixed=config"], "have different speeds"),
-        (["cluster.nodes=1", "plan.fixed=config", "placement.max_staleness=1"], "take placement.strategy=separate"),
-        (["cluster.nodes=1", "cluster.gpus_per_node=1", "placement.max_staleness=1"], "needs ranks on which its role does not"),
-        (["models.actor.lora={rank: 16, bits: 4}", "placement.max_staleness=1"], "its weights have few bits or"),
+        (["cluster.nodes=1", "plan.fixed=config", "rollout.max_staleness=1"], "take placement.strategy=separate"),
+        (["cluster.nodes=1", "cluster.gpus_per_node=1", "rollout.max_staleness=1"], "needs ranks on which its role does not"),
+        (["models.actor.lora={rank: 16, bits: 4}", "rollout.max_staleness=1"], "its weights have few bits or"),
         (["cluster.groups=[{gpu: H100}]"], "cluster.groups: gpu='H100' is not known; did you mean 'h100'?"),
         (["cluster.groups=[{gpus_per_node: 8}, {gpus_per_node: 4}]"], "need equally many devices, and groups have 8 and 4"),
     )
@@ -378,7 +378,7 @@ def test_plans_of_other_settings_are_refused(capsys: pytest.CaptureFixture[str],
 
 
 def test_prompts_that_end_and_those_in_flight_are_dealt_evenly() -> None:
-    arguments = ["data.train_batch_size=24", "data.gen_batch_size=32", "sampling.n=2", "algorithm.ppo_mini_batch_size=24"]
+    arguments = ["data.train_batch_size=24", "rollout.in_flight=32", "sampling.n=2", "algorithm.ppo_mini_batch_size=24"]
     preset = str(CONFIGS / "presets" / "grpo_qwen2.5_7b_8gpu.yaml")
     generate, *others = plan.read_request(preset, [*arguments, "cluster.nodes=1"]).calls
     assert generate.kind == "generate" and generate.num_dealt_units == 8
@@ -387,10 +387,10 @@ def test_prompts_that_end_and_those_in_flight_are_dealt_evenly() -> None:
 
 
 def test_a_plan_replaces_the_speeds_of_the_configuration() -> None:
-    file = {"placement": {"speeds": [1.0, 0.5], "generation_speeds": [1.0, 0.5], "rollout_chunks": 2}}
+    file = {"placement": {"speeds": [1.0, 0.5], "generation_speeds": [1.0, 0.5]}}
     call = PlacedCall("0-1", dp=2, home=True)
     placement = apply_plan(file, PlanFile(2, 2, {}, {"actor.update_actor": call}))["placement"]
-    assert "speeds" not in placement and "generation_speeds" not in placement and placement["rollout_chunks"] == 2
+    assert "speeds" not in placement and "generation_speeds" not in placement
     placement = apply_plan(file, PlanFile(2, 2, {}, {"actor.update_actor": call}, speeds=(1.0, 0.2)))["placement"]
     assert placement["speeds"] == [1.0, 0.2] and "generation_speeds" not in placement
 

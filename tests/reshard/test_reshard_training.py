@@ -20,10 +20,10 @@ def generation(**settings: object) -> tuple[str, ...]:
 RUNS: dict[str, tuple[str, ...]] = {
     "zero_redundancy": TP2_DP2,
     "zero3 -> pp2 tp2, offload": (*ZERO3, *generation(pp=2, tp=2, buffers="offload")),
-    "zero3 -> tp1, rows move": (*ZERO3, *generation(rebalance_steps=2)),
+    "zero3 -> tp1": ZERO3,
     "naive_groups, keep": (*TP2_DP2, *generation(reshard_method="naive_groups", buffers="keep")),
     "full_gather, offload": (*TP2_DP2, *generation(reshard_method="full_gather", buffers="offload")),
-    "zero3 -> tp2, rows move": (*ZERO3, *generation(tp=2, rebalance_steps=2)),
+    "zero3 -> tp2": (*ZERO3, *generation(tp=2)),
     "full_gather of zero3 -> tp2": (*ZERO3, *generation(tp=2, reshard_method="full_gather")),
 }
 SHORT = list(RUNS)[:3]

@@ -98,7 +98,6 @@ def test_scores_are_the_verdicts_numbers_in_any_layout(tmp_path: Path) -> None:
             2,
             [
                 *("models.reward.layout={pp: 2, zero: 3}", "models.reward.offload=true"),
-                "models.quality.generation.rebalance_steps=1",
             ],
         ),
         "split, on loan": (

@@ -51,10 +51,6 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     ),
     (serve("layout.pp=2"), "layout.pp=2: a model that is asked has no stages; set layout.tp instead"),
     (
-        serve("generation.rebalance_steps=4"),
-        "generation.rebalance_steps=4: rows of requests stay on their replica; leave it out",
-    ),
-    (
         lambda: SamplingParams(min_tokens=9, max_tokens=3),
         "sampling_params.min_tokens=9, sampling_params.max_tokens=3: no response could be as long; lower the first or raise the second",
     ),

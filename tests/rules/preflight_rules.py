@@ -84,12 +84,22 @@ CASES = [
         "above 0, and top_k above 1 or 0",
     ),
     (
-        other("remax", *SAMPLED, "data.gen_batch_size=16"),
-        "data.gen_batch_size=16, algorithm.name=remax: this algorithm takes no prompts in flight; leave the first out",
+        other("remax", *SAMPLED, "rollout.in_flight=16"),
+        "rollout.in_flight=16, algorithm.name=remax: this algorithm takes no prompts in flight; leave the first out",
     ),
     (
         other("grpo", *SAMPLED, "sampling.n=1"),
         "sampling.n=1, algorithm.name=grpo: the algorithm compares the responses to a prompt; use at least 2",
+    ),
+    (
+        ppo("rollout.in_flight=4"),
+        "rollout.in_flight=4, data.train_batch_size=8: the first counts the prompts in flight, of which a step takes the second; raise "
+        "the first or leave it out",
+    ),
+    (
+        ppo("rollout.in_flight=20", "rollout.max_staleness=1"),
+        "rollout.max_staleness=1, rollout.in_flight=20: rows take 2 steps more than the one that began them, and what they drew then "
+        "would not be learned; raise the first or lower the second",
     ),
     # roles in a run
     (
@@ -103,16 +113,12 @@ CASES = [
     ),
     (
         ppo(f"{ACTOR}.kv_cache=keep"),
-        f"{ACTOR}.kv_cache=keep, data.gen_batch_size=null: all responses end in their step and no pages are left to keep; set "
-        "data.gen_batch_size above data.train_batch_size=8, or leave the first out",
-    ),
-    (
-        ppo(f"{ACTOR}.rebalance_steps=4", "data.gen_batch_size=16"),
-        f"{ACTOR}.rebalance_steps=4, data.gen_batch_size=16: rows in flight stay on their replica; leave one of them out",
+        f"{ACTOR}.kv_cache=keep, rollout.in_flight=null: all responses end in their step and no pages are left to keep; set "
+        "rollout.in_flight above data.train_batch_size=8, or leave the first out",
     ),
     (
         ppo(ranks=3),
-        "data.train_batch_size=8, data.gen_batch_size=null: models.actor has 3 generation replicas, which cannot have equally many "
+        "data.train_batch_size=8, rollout.in_flight=null: models.actor has 3 generation replicas, which cannot have equally many "
         "prompts; use multiples of 3",
     ),
     (

@@ -41,7 +41,7 @@ LAYOUTS = {
     "changes to the first rank, rows in portions": (
         *pools([1], [0]),
         "models.actor.calls.generate_sequences.delta=true",
-        "placement.rollout_chunks=3",
+        "rollout.chunks=3",
     ),
     "slices, from ZeRO": (*APART, "models.actor.layout.zero=3", "models.actor.calls.generate_sequences.layout.tp=2"),
     "stages, weights that rest": (
@@ -52,7 +52,7 @@ LAYOUTS = {
     ),
 }
 SHORT = list(LAYOUTS)[:2]
-STALE = "placement.max_staleness=1"
+STALE = "rollout.max_staleness=1"
 CORRECTION = "algorithm.rollout_correction"
 
 
@@ -155,7 +155,7 @@ def test_a_resumed_run_goes_on_with_the_same_samples(directory: Path) -> None:
 
 def test_two_steps_ahead_and_validations_between(directory: Path) -> None:
     """A validation generates with the newest weights, and the steps after it with those that they would have had without."""
-    more = "placement.max_staleness=2", *TWO
+    more = "rollout.max_staleness=2", *TWO
     plain = train(2, "grpo", directory / "two", *more, steps=5)
     assert [row["generation/weights_version"] for row in plain.raw] == [0, 0, 0, 1, 2]
     assert [row["step"] for row in plain.raw] == [1, 2, 3, 4, 5]
@@ -172,7 +172,7 @@ def test_two_steps_ahead_and_validations_between(directory: Path) -> None:
 
 @pytest.mark.long
 def test_rows_in_flight_and_environments_ahead(directory: Path) -> None:
-    partial = STALE, *TWO, "data.gen_batch_size=16", "models.actor.generation.max_num_seqs=8"
+    partial = "rollout.max_staleness=2", *TWO, "rollout.in_flight=16", "models.actor.generation.max_num_seqs=8"
     run = train_and_save(2, directory / "partial", *partial, "run.save_freq=2")
     for row in run.raw[1:]:
         assert 0 < row["rollout/stale_fraction"] <= 1
@@ -235,7 +235,7 @@ def test_a_role_that_generates_and_is_not_trained(directory: Path) -> None:
 def test_ranks_that_are_several_steps_ahead_may_wait_for_longer_than_a_call(directory: Path) -> None:
     """``run.timeout_s`` is for one call; what generates waits for the weights of several steps."""
     run_dir = directory / "patient"
-    slow = "run.timeout_s=6", "reward.timeout_s=4", "placement.max_staleness=5"
+    slow = "run.timeout_s=6", "reward.timeout_s=4", "rollout.max_staleness=5"
     process = tasks.start_program(4, run_dir, tasks.settings(run_dir, 7, *PPO, *slow), delay_s=0.25)
     try:
         assert tasks.finish(process, run_dir) == 0, (run_dir / "output.txt").read_text()[-2000:]
@@ -248,8 +248,8 @@ def test_ranks_that_are_several_steps_ahead_may_wait_for_longer_than_a_call(dire
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((STALE,), r"placement.max_staleness=1 lets models.actor .* on ranks \[0, 1\]"),
-        (("placement.max_staleness=-1",), r"max_staleness=-1"),
+        ((STALE,), r"rollout.max_staleness=1 lets models.actor .* on ranks \[0, 1\]"),
+        (("rollout.max_staleness=-1",), r"max_staleness=-1"),
         (
             (STALE, *TWO, f"{CORRECTION}={{bypass_mode: true, rollout_is: token}}"),
             r"bypass_mode=true, .*a correction finds no difference",

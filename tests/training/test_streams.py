@@ -70,9 +70,9 @@ def test_prompts_in_flight_keep_no_numbers() -> None:
     flying = InFlightStream(stream().loader, n=1, in_flight=8, num_replicas=1)
     flying.begin()
     rows = flying.next()
-    with pytest.raises(ValueError, match="leave gen_batch_size out"):
+    with pytest.raises(ValueError, match="leave it out"):
         flying.keep(rows, "x", torch.zeros(8, dtype=torch.float64))
-    with pytest.raises(ValueError, match="leave gen_batch_size out"):
+    with pytest.raises(ValueError, match="leave it out"):
         flying.split_by_kept(rows, "x")
 
 

@@ -184,7 +184,7 @@ def test_utilisation_counts_the_calls_that_were_made(tmp_path: Path, monkeypatch
         actor = 2 + 2 * 3 * updates  # generation and reference; two epochs, each forward and twice that backward
         assert flops_of(row) == pytest.approx(actor * passes(row, "actor") + 7 * passes(row, "critic"), rel=1e-6)
 
-    train(tmp_path / "in_flight", 2, "data.gen_batch_size=16", "models.actor.generation.max_num_seqs=8")
+    train(tmp_path / "in_flight", 2, "rollout.in_flight=16", "models.actor.generation.max_num_seqs=8")
     for row in metrics_of(tmp_path / "in_flight"):  # one pass more: tokens are of older weights
         assert flops_of(row) == pytest.approx(9 * passes(row, "actor") + 7 * passes(row, "critic"), rel=1e-6)
 
@@ -312,7 +312,7 @@ def test_training_honours_limits_of_rows(tmp_path: Path) -> None:
     more = (
         *layout("actor", tp=2),
         *layout("generation", tp=2),
-        "data.gen_batch_size=16",
+        "rollout.in_flight=16",
         "models.actor.generation.max_num_seqs=8",
     )
     tasks.train(2, tmp_path / "run", 3, f"data.path={tmp_path}/limited.jsonl", "sampling.logit_bias={0: 1.0}", *more)
@@ -408,7 +408,7 @@ def test_an_actor_that_learns_too_fast_is_named_where_generation_has_older_weigh
     """There its weights give numbers that are none before the critic's gradients are not finite."""
     apart = ["placement.pools={train: [0], generate: [1]}", "models.actor.calls.generate_sequences.pool=generate"]
     apart += [f"models.{role}.pool=train" for role in ("actor", "critic", "reference", "reward")]
-    more = ["placement.max_staleness=1", "algorithm.kl_ctrl={type: fixed, target_kl: 0.1, horizon: 10000}"]
+    more = ["rollout.max_staleness=1", "algorithm.kl_ctrl={type: fixed, target_kl: 0.1, horizon: 10000}"]
     more += [*FAST, "models.actor.optim.lr=1e20"]
     run_dir = tmp_path / "ahead"
     program = tasks.start_program(2, run_dir, tasks.settings(run_dir, 4, *apart, *more))

@@ -59,7 +59,7 @@ def test_the_same_run_in_fp64(tmp_path: Path) -> None:
 def test_rollouts_across_steps_and_a_resumed_run(tmp_path: Path) -> None:
     """The rows in flight lie where generation is: on a rank that trains nothing. The weights go there once a step, not once more to
     hand out what has ended."""
-    partial = ("data.gen_batch_size=16", "models.actor.generation.max_num_seqs=8", "run.save_freq=2", *FP64)
+    partial = ("rollout.in_flight=16", "models.actor.generation.max_num_seqs=8", "run.save_freq=2", *FP64)
     apart = (
         "placement.pools={train: [0], generate: [1]}",
         *(f"models.{role}.pool=train" for role in ROLES),

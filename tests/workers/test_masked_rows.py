@@ -18,7 +18,7 @@ from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.objectives.losses import LOSS_AGG_MODES
 from rlhf_spmd.parallel.launch import Launch, connect_store
 from rlhf_spmd.parallel.world import World
-from rlhf_spmd.workers.objective import MASK, joint, keep_learnt_tokens
+from rlhf_spmd.workers.objective import LEARNT, MASK, joint, keep_learnt_tokens
 from role_workers import batch_of, build
 
 LENGTHS = [(3, 5), (7, 2), (2, 9), (6, 6)]
@@ -81,6 +81,23 @@ def test_the_mask_of_an_environment_stays() -> None:
     for stopped, expected in (([True, True], mask.values.tolist()), ([True, False], [True, False, False, False, False])):
         masked = batch.union(batch.with_fields(**{MASK: mask, "stopped": torch.tensor(stopped)}))
         assert keep_learnt_tokens(masked, "stopped")[MASK].values.tolist() == expected
+
+
+def test_tokens_of_old_weights_are_not_learned() -> None:
+    """Beside rows that are not learned, and beside tokens of an environment. Rows with no old token stay as they are."""
+    batch = batch_of([(1, 2), (1, 3)])
+    recent = ragged([[False, True], [True, True, True]], torch.bool)
+    mask = ragged([[True, True], [False, True, True]], torch.bool)
+    stopped = torch.tensor([True, False])
+    for fields, learn_if, expected in (
+        ({LEARNT: recent}, None, [0, 1, 1, 1, 1]),
+        ({LEARNT: recent, MASK: mask}, None, [0, 1, 0, 1, 1]),
+        ({LEARNT: recent, MASK: mask, "stopped": stopped}, "stopped", [0, 1, 0, 0, 0]),
+    ):
+        learned = keep_learnt_tokens(batch.union(batch.with_fields(**fields)), learn_if)
+        assert learned[MASK].values.int().tolist() == expected
+    young = batch.union(batch.with_fields(**{LEARNT: ragged([[True, True], [True] * 3], torch.bool)}))
+    assert keep_learnt_tokens(young, None) is young
 
 
 def test_the_critic_learns_from_the_same_rows() -> None:

@@ -1,4 +1,4 @@
-"""Rows that go to their consumers while others are generated (``placement.rollout_chunks``), and rule rewards on the ranks that
+"""Rows that go to their consumers while others are generated (``rollout.chunks``), and rule rewards on the ranks that
 generate, which begin on whole groups beside generation: the same run."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_the_same_run_in_chunks(tmp_path: Path, name: str) -> None:
     steps, chunks, overrides, calls = CASES[name]
     common = (*overrides, *FP64, WAVES, "data.train_batch_size=4")
     reference = tasks.train(4, tmp_path / "whole", steps, *common)
-    settings = (*common, f"placement.rollout_chunks={chunks}")
+    settings = (*common, f"rollout.chunks={chunks}")
     run_ranks(4, tasks.train_here, CONFIG, tasks.settings(tmp_path / "chunks", steps, *settings))
     streamed = tasks.read_run(tmp_path / "chunks")
     assert_same(streamed, reference)

@@ -245,7 +245,7 @@ def move_reference(models: Any, config: AlgorithmConfig, global_step: int) -> li
 def sample(models: Any, data: Any, global_step: int) -> tuple[Reference, Reference]:
     """Return the step's prompts with the actor's responses, and the call that generated them.
 
-    With ``data.gen_batch_size`` more prompts are in flight than a step takes; the step then takes those whose responses ended first.
+    With ``rollout.in_flight`` more prompts are in flight than a step takes; the step then takes those whose responses ended first.
     """
     prompts = data.prompts.next()
     rollout = models.actor.generate_sequences(prompts, data.sampling, global_step, data.prompts.num_groups)

@@ -36,7 +36,7 @@ from rlhf_spmd.data.files import DataError, Row, RowError, RowOrError, local_fil
 CHUNK_ROWS = 256
 SHOWN_ROWS = 3  # bad rows that an error names
 # settings that change neither tokens nor rows; the paths are hashed as files
-ORDER_KEYS = ("train_batch_size", "val_batch_size", "gen_batch_size", "shuffle", "seed", "epochs", "curriculum_epochs")
+ORDER_KEYS = ("train_batch_size", "val_batch_size", "shuffle", "seed", "epochs", "curriculum_epochs")
 UNHASHED_KEYS = (*ORDER_KEYS, "path", "val_path", "cache_dir")
 TOKENIZER_PATTERNS = ("*token*", "vocab*", "merges*", "*.model", "*.jinja", f"{NAMED_TEMPLATES}/*", "config.json")
 TENSOR_KINDS = ("columns", "numbers", "row_fields")  # attributes of a data set

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config.constraints import NumRows, PositiveInt
-from rlhf_spmd.config.rules import Rule, Rules
+from rlhf_spmd.config.constraints import PositiveInt
 from rlhf_spmd.data.batch import Ragged, encode_json
 from rlhf_spmd.data.dataset import DatasetConfig, LengthLimit, RowsConfig, StoredRowsConfig, TokenDataset, Truncation
 from rlhf_spmd.data.encoding import PromptEncoder, check_ids
@@ -94,20 +93,7 @@ class DataConfig(DatasetConfig, PromptsConfig):
     - val_path: `path` of the validation prompts; a list, or a mapping from names: several sets
     - train_batch_size: prompts per step; divisible by the number of generation replicas
     - val_batch_size: prompts per validation batch; null: all
-    - gen_batch_size: prompts in flight, of which a step takes `train_batch_size`; null: the same number, so every
-      response ends in its step. See [generation.md](generation.md#responses-that-take-several-steps)
     """
-
-    rules: ClassVar[Rules] = (
-        Rule(
-            ("gen_batch_size", "train_batch_size"),
-            lambda s: s.gen_batch_size is not None and s.gen_batch_size < s.train_batch_size,
-            "the first counts the prompts in flight, of which a step takes the second",
-            "raise the first or leave it out",
-        ),
-    )
-
-    gen_batch_size: NumRows | None = None
 
 
 class PromptDataset(TokenDataset):

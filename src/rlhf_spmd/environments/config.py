@@ -95,9 +95,9 @@ class EnvironmentConfig:
         except ValueError as error:
             raise ValueError(f"{where}.args={self.args}: {error}") from error
 
-    def check_together(self, where: str, run_timeout_s: float, rebalance_steps: int, partial: bool = False) -> None:
+    def check_together(self, where: str, run_timeout_s: float, partial: bool = False) -> None:
         """Raise ValueError where settings of other sections contradict these; see :class:`EnvironmentInRun`."""
-        check_rules(RUN_RULES, EnvironmentInRun(self.cls, self.timeout_s, run_timeout_s, rebalance_steps, partial), where)
+        check_rules(RUN_RULES, EnvironmentInRun(self.cls, self.timeout_s, run_timeout_s, partial), where)
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,12 @@ class EnvironmentInRun:
     """Settings of an environment and of other sections that rules relate.
 
     - run_timeout_s: ``run.timeout_s``, or ``timeout_s`` of a program without a section ``run``
-    - rebalance_steps: of the section ``generation``
-    - partial: ``data.gen_batch_size`` is above ``data.train_batch_size``
+    - partial: ``rollout.in_flight`` is above ``data.train_batch_size``
     """
 
     cls: str | None
     timeout_s: float
     run_timeout_s: float
-    rebalance_steps: int
     partial: bool
 
 
@@ -125,15 +123,9 @@ RUN_RULES: Rules = (
     ),
     Rule(
         ("cls",),
-        lambda s: s.rebalance_steps > 0,
-        "its rows stay on their replica, and generation.rebalance_steps={s.rebalance_steps} moves rows",
-        "set the second to 0",
-    ),
-    Rule(
-        ("cls",),
         lambda s: s.partial,
-        "its rows end in the step that began them, and data.gen_batch_size is above data.train_batch_size",
-        "leave data.gen_batch_size out",
+        "its rows end in the step that began them, and rollout.in_flight is above data.train_batch_size",
+        "leave rollout.in_flight out",
     ),
 )
 

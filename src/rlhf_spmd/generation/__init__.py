@@ -53,7 +53,6 @@ The loop:
 Beside the loop:
 
 - ``multi_turn``: rows that an environment extends between the model's turns
-- ``balancing``: rows that move to a replica with less work
 
 Must not know: training, roles, how rewards are computed, how weights got into the decoder.
 """

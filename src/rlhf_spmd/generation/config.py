@@ -60,7 +60,7 @@ class GenerationConfig:
       in which they are not, and on CUDA devices compute both by [kernels](generation.md#exact-on-gpus) whose bits do not
       depend on the batch; `false`: never. `rollout/log_prob_diff_max` is then measured in the first update of a step
     - page_size: tokens per page of the KV cache
-    - kv_cache: what becomes of the pages of rows that go on after a training step (`data.gen_batch_size`): `free` (the new
+    - kv_cache: what becomes of the pages of rows that go on after a training step (`rollout.in_flight`): `free` (the new
       weights compute them again), `keep`, or `offload` (they wait in host memory). With `keep` and `offload` rows go on from what
       older weights computed, see [generation.md](generation.md#pages-between-steps)
     - num_pages: pages of the cache; null: what the rows that can run at once need, within `gpu_memory_utilization`
@@ -77,8 +77,6 @@ class GenerationConfig:
       else 1. With `pp` above 1, or with environments and linear attention, it is always 1
     - enforce_eager: `true`: never CUDA graphs, for debugging. `false`: on CUDA devices decode steps are graphs where `pp` is 1 and
       attention is `triton`; with `tp` above 1 if a trial at the start succeeds
-    - rebalance_steps: generator steps after which the replicas compare how many rows each has left. Rows move if one replica has
-      less than half as many as the fullest; 0: never. Not with prompts in flight (`data.gen_batch_size`)
     """
 
     pp: PositiveInt = 1
@@ -98,7 +96,6 @@ class GenerationConfig:
     enable_chunked_prefill: bool = True
     steps_per_sync: PositiveInt | None = None
     enforce_eager: bool = False
-    rebalance_steps: NonNegativeInt = 0
 
     rules: ClassVar[Rules] = (
         Rule(

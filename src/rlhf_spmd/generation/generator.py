@@ -18,7 +18,6 @@ import torch
 from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.generation.backends import build_backend, choose_backend
-from rlhf_spmd.generation.balancing import ReplicaBalancer, move_rows, plan_moves, return_rows
 from rlhf_spmd.generation.call import FinishedGroups, GenerationCall, GenerationLimits, LimitWatch
 from rlhf_spmd.generation.config import GenerationConfig, SamplingConfig
 from rlhf_spmd.generation.decode_micro_batches import DecodeMicroBatch, DecodeMicroBatches, partition_groups
@@ -91,20 +90,16 @@ class Generator:
         - tick: called after each step; a replica of one rank shows no other sign of life
         - environments: answer between the model's turns
         - version: the version of the weights, noted with each token; None: ``step``
-        - finished_groups: gets rows as they end. Neither these nor rows with environments may move between replicas
+        - finished_groups: gets rows as they end
 
         Raises ValueError for rows that cannot be generated, NotFinite for a drawn token whose log-prob is not finite.
-        Collective over the replica, with ``rebalance_steps`` over all replicas: every rank of it must call, in program order,
-        the ranks of a replica with the same arguments.
+        Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
         started = time.perf_counter()
         call = self._check(requests, sampling, seed, step if version is None else version, tick)
         call = replace(call, environments=environments, finished_groups=finished_groups)
         rows = [SequenceState(request, step) for request in requests]
-        if self.config.rebalance_steps and self.mesh.dp.size > 1:
-            assert environments is finished_groups is None, "rows of environments and of finished groups do not move"
-            rows = self._balance(rows, call)
-        elif rows:
+        if rows:
             self._advance(rows, None, call)
         self.stats.seconds = time.perf_counter() - started
         return [row.completion() for row in rows]
@@ -239,37 +234,6 @@ class Generator:
             micro_batches.run(rows, call)
         self.stats.busy_seconds += time.perf_counter() - started
         return micro_batches
-
-    def _balance(self, rows: Sequence[SequenceState], call: GenerationCall) -> list[SequenceState]:
-        """Return ``rows`` when they have ended. They may end on another replica, and this one helps with those of others.
-
-        Collective over all replicas: every rank of them must call, in program order.
-        """
-        group = self.mesh.dp
-        balancer = ReplicaBalancer(group, self.config.rebalance_steps)
-        call = replace(call, interrupts=balancer.interrupts)
-        dtype = torch.float64 if self.decoder.dtype == torch.float64 else torch.float32
-        rows_here = [(group.rank, row) for row in rows]  # (the row's home, row)
-        ended = []
-        micro_batches: DecodeMicroBatches | None = None
-        while any(counts := balancer.take(len(rows_here))):
-            if moves := plan_moves(counts):
-                rows_here, moved_rows = move_rows(group, rows_here, moves, dtype)
-                self.stats.moved_rows += len(moved_rows)
-                if micro_batches is not None:
-                    micro_batches.forget(moved_rows)
-            if rows_here:
-                balancer.begin(len(rows_here))
-                rows_of_run = [row for _, row in rows_here]
-                micro_batches = self._usable(micro_batches, rows_of_run, call.version)
-                micro_batches = self._advance(rows_of_run, micro_batches, call)
-            else:
-                call.tick()
-            ended += [(home, row) for home, row in rows_here if row.ended]
-            rows_here = [(home, row) for home, row in rows_here if not row.ended]
-        self.stats.busy_seconds -= balancer.waited
-        order = {row.request.row_id: i for i, row in enumerate(rows)}
-        return sorted(return_rows(group, ended, dtype), key=lambda row: order[row.request.row_id])
 
     def _build_micro_batches(self, rows: Sequence[SequenceState]) -> list[DecodeMicroBatch]:
         """Build as many micro-batches as there are pipeline stages.

@@ -45,7 +45,6 @@ class GenerationStats:
     - hit_tokens: those of the prompt tokens that were in the cache
     - num_pages: pages of the cache
     - micro_batches: number of micro-batches
-    - moved_rows: rows that left for other replicas
     - seconds: duration of the call
     - busy_seconds: the same without waits for other replicas
     - stage_seconds: the part of ``busy_seconds`` in which this rank's host waited for other pipeline stages
@@ -59,7 +58,6 @@ class GenerationStats:
     preemptions: int = 0
     num_pages: int = 0
     micro_batches: int = 0
-    moved_rows: int = 0
     busy_seconds: float = 0.0
     stage_seconds: float = 0.0
     seconds: float = 0.0

@@ -180,13 +180,13 @@ class InferenceEngine:
     ) -> Iterator[list[Completion]]:
         """Yield the completions of this replica's ``groups``, some at a time as they end. Raises NotFinite.
 
-        Rows with environments, and rows that move between replicas, end together. Collective over the replica, with
-        ``rebalance_steps`` over the world: every rank of it must call, in program order, a replica's with the same arguments.
+        Rows with environments end together. Collective over the replica: every rank of it must call, in program order, with the
+        same arguments.
         """
         generator = self.generator
         waiting = deque(groups)
         generator.drop({row.request.row_id for row in generator.kept})  # of a call that was interrupted
-        if environments is not None or (generator.config.rebalance_steps and self.mesh.layout.dp > 1):
+        if environments is not None:
             requests = [request for group in waiting for request in group]
             yield generator.generate(requests, sampling, seed, 0, self.tick, environments if requests else None)
             return

@@ -38,12 +38,6 @@ class EngineConfig(GeneratingConfig):
 
     rules: ClassVar[Rules] = (
         Rule(("layout.pp",), lambda s: s.layout.pp != 1, "a model that is asked has no stages", "set layout.tp instead"),
-        Rule(
-            ("generation.rebalance_steps",),
-            lambda s: s.generation.rebalance_steps,
-            "rows of requests stay on their replica",
-            "leave it out",
-        ),
     )
 
 

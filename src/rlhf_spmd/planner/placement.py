@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rlhf_spmd.config.constraints import NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
+from rlhf_spmd.config.constraints import PositiveFloat, PositiveFraction
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.words import nearest
@@ -27,13 +27,9 @@ class PlacementConfig:
     - pools: name: list of ranks, for roles whose `pool` names one, which goes before the strategy; see
       [placement.md](placement.md)
     - ratios: role, or `role.method`: its share of the ranks, above 0 and at most 1; see [placement.md](placement.md#ratios)
-    - max_staleness: how many steps generation, on ranks of its own, runs ahead of training; its weights are as many steps old; 0:
-      both take turns. See [placement.md](placement.md#one-step-ahead)
     - speeds: of each rank of the job against the others, above 0: calls deal their rows in this proportion ([Unequal
       devices](placement.md#unequal-devices)); empty: all alike
     - generation_speeds: the same for calls that generate; empty: `placement.speeds`
-    - rollout_chunks: chunks in which rows leave generation for roles on other ranks, see [Streaming](placement.md#streaming); 1: all
-      together
     - profile: with `placement.strategy=auto`: times of this machine, a file that [`plan profile`](planner.md#profiles) wrote;
       null: formulas, for GPUs of the planner's table
     """
@@ -41,10 +37,8 @@ class PlacementConfig:
     strategy: str = "colocate"
     pools: dict[str, list[int]] = field(default_factory=dict)
     ratios: dict[str, PositiveFraction] = field(default_factory=dict)
-    max_staleness: NonNegativeInt = 0
     speeds: list[PositiveFloat] = field(default_factory=list)
     generation_speeds: list[PositiveFloat] = field(default_factory=list)
-    rollout_chunks: PositiveInt = 1
     profile: str | None = None
 
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"strategy=auto": ("profile",)}

@@ -68,8 +68,9 @@ class ProblemBuilder:
         for call in self.calls:
             if self.ahead and call.kind == "generate" and call.shares_home and call.settings.trained:
                 raise ValueError(
-                    f"placement.max_staleness={self.ahead}: plans keep {call.name} where {call.role} trains, because its weights have "
-                    "few bits or it generates several times in a step, and generation ahead needs other ranks; leave max_staleness out"
+                    f"rollout.max_staleness lets generation run {self.ahead} steps ahead, on other ranks; plans keep {call.name} "
+                    f"where {call.role} trains, because its weights have few bits or it generates several times in a step; leave "
+                    "it out"
                 )
         machine = self.machine
         builder = OptionBuilder(machine, DeviceTimes(self.times, self.speeds), self.budget, self.ahead)

@@ -100,16 +100,15 @@ def _linear_attention(run_plan: RunPlan, device: torch.device) -> str:
 def _warnings(run_plan: RunPlan) -> Iterator[str]:
     yield from run_plan.warnings
     config = run_plan.config
-    placement = config.placement
     prompts = [row for data in run_plan.training.values() if isinstance(data, PromptDataset) for row in data.examples()]
     for name, reward in run_plan.rewards.items():
         if reward.misses_answers(reward_key(name), prompts):
             yield f"no row has an answer (data.answer_key), and {reward_key(name)}.function={reward.function} reads one"
     policy = getattr(config.algorithm, "policy", None)
     correction = policy and policy.rollout_correction
-    if placement.max_staleness and not (correction and (correction.bypass_mode or correction.active)):
+    if config.steps_ahead and not (correction and (correction.bypass_mode or correction.active)):
         advice = "set algorithm.rollout_correction.bypass_mode=true, or rollout_is" if correction else "this algorithm cannot"
-        yield f"placement.max_staleness={placement.max_staleness} and nothing corrects for older weights: {advice}"
+        yield f"rollout.max_staleness={config.rollout.max_staleness} and nothing corrects for older weights: {advice}"
     for data in (*run_plan.training.values(), *run_plan.validation.values()):
         yield from data.warnings()
     for key in dict.fromkeys(stream.key for stream in config.algorithm.streams.values()):

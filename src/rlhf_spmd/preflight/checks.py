@@ -33,6 +33,7 @@ class RunSettings:
     algorithm = property(attrgetter("config.algorithm"))
     data = property(attrgetter("config.data"))
     sampling = property(attrgetter("config.sampling"))
+    rollout = property(attrgetter("config.rollout"))
     prompts_in_flight = property(attrgetter("config.prompts_in_flight"))
 
     @property
@@ -80,8 +81,8 @@ BATCH_RULES: Rules = (
         "use a temperature above 0, and top_k above 1 or 0",
     ),
     Rule(
-        ("data.gen_batch_size", "algorithm.name"),
-        lambda s: s.prompts_in_flight is not None and not s.algorithm.rows_in_flight,
+        ("rollout.in_flight", "algorithm.name"),
+        lambda s: s.rollout.in_flight is not None and not (s.samples and s.algorithm.rows_in_flight),
         "this algorithm takes no prompts in flight",
         "leave the first out",
     ),
@@ -178,19 +179,13 @@ ROLE_BATCH_RULES: Rules = (
         "use larger batches (algorithm.ppo_mini_batch_size?), more samples of each prompt, or a smaller dp",
     ),
     Rule(
-        ("models.{s.role}.generation.kv_cache", "data.gen_batch_size"),
+        ("models.{s.role}.generation.kv_cache", "rollout.in_flight"),
         lambda s: s.samples and s.replicas and s.role_plan.config.generation.kv_cache != "free" and s.prompts_in_flight is None,
         "all responses end in their step and no pages are left to keep",
-        "set data.gen_batch_size above data.train_batch_size={s.data.train_batch_size}, or leave the first out",
+        "set rollout.in_flight above data.train_batch_size={s.data.train_batch_size}, or leave the first out",
     ),
     Rule(
-        ("models.{s.role}.generation.rebalance_steps", "data.gen_batch_size"),
-        lambda s: s.replicas and s.role_plan.config.generation.rebalance_steps and s.prompts_in_flight is not None,
-        "rows in flight stay on their replica",
-        "leave one of them out",
-    ),
-    Rule(
-        ("data.train_batch_size", "data.gen_batch_size"),
+        ("data.train_batch_size", "rollout.in_flight"),
         lambda s: (
             s.samples and s.replicas and (s.data.train_batch_size % s.replicas or (s.prompts_in_flight or 0) % s.replicas)
         ),
@@ -257,11 +252,8 @@ ROLE_RULES: Rules = (
 def check_settings(run_plan: RunPlan) -> RunPlan:
     """Raise ValueError where sections of the configuration contradict each other; returns ``run_plan``."""
     config = run_plan.config
-    for role_plan in run_plan.generating.values():
-        for name, environment in run_plan.environments.items():
-            rebalance_steps = role_plan.config.generation.rebalance_steps
-            keeps_in_flight = config.prompts_in_flight is not None
-            environment.check_together(environment_key(name), config.run.timeout_s, rebalance_steps, keeps_in_flight)
+    for name, environment in run_plan.environments.items() if run_plan.generating else ():
+        environment.check_together(environment_key(name), config.run.timeout_s, config.prompts_in_flight is not None)
     check_rules(VALIDATION_RULES, RunSettings(config=config, can_validate=hasattr(run_plan.algorithm, "validate")))
     check_batches(config, run_plan.roles)
     for role, role_plan in run_plan.roles.items():

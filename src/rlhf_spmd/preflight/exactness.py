@@ -67,10 +67,10 @@ def _obstacles(role: str, role_plan: RolePlan, config: TrainConfig, device: torc
     ops = choose_ops(dtype, device, role_plan.config.attention, batch_invariant_gpu=True)
     if not ops.is_batch_invariant(dtype, config.run.threads):
         yield f"with run.threads={config.run.threads} torch's products are not exact on this processor, and it computes some"
-    if config.placement.max_staleness:
-        yield f"with placement.max_staleness={config.placement.max_staleness} tokens come from weights of earlier steps"
+    if config.steps_ahead:
+        yield f"with rollout.max_staleness={config.rollout.max_staleness} tokens come from weights of earlier steps"
     if config.prompts_in_flight is not None:
-        yield f"with data.gen_batch_size={config.prompts_in_flight} tokens may come from weights of earlier steps"
+        yield f"with rollout.in_flight={config.prompts_in_flight} tokens may come from weights of earlier steps"
 
 
 def _obstacles_on_gpus(role: str, role_plan: RolePlan, device: torch.device, dtype: torch.dtype) -> Iterator[str]:

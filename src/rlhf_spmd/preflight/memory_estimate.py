@@ -172,6 +172,4 @@ def facts_of(
     changing = [role for role in role_plans if role_plans[role].trained or role in config.algorithm.roles_without_optimizer]
     copied = frozenset(changing if config.run.save_freq and config.run.background_save else ())
     validates = config.run.test_freq > 0
-    return StepFacts(
-        graph, prompt, responses, config.algorithm.limits, device, config.placement.max_staleness, validates, copied
-    )
+    return StepFacts(graph, prompt, responses, config.algorithm.limits, device, config.steps_ahead, validates, copied)

@@ -33,17 +33,25 @@ def place_run(run_plan: RunPlan) -> RunPlan:
         run_plan = trace_early(run_plan)
         return run_plan.graph
 
-    placement = run_plan.config.placement
-    role_plans = roles_on_pools(run_plan.roles, placement, run_plan.num_ranks, run_plan.ranks_per_host, graph)
+    config = run_plan.config
+    role_plans = roles_on_pools(
+        run_plan.roles, config.placement, run_plan.num_ranks, run_plan.ranks_per_host, graph, config.steps_ahead
+    )
     return replace(run_plan, roles=role_plans)
 
 
 def roles_on_pools(
-    unplaced_roles: RolePlans, placement: PlacementConfig, num_ranks: int, ranks_per_host: int, graph: Callable[[], Graph]
+    unplaced_roles: RolePlans,
+    placement: PlacementConfig,
+    num_ranks: int,
+    ranks_per_host: int,
+    graph: Callable[[], Graph],
+    ahead: int = 0,
 ) -> dict[str, RolePlan]:
     """Return every role on its pool, in its layout there.
 
-    ``graph``: returns the calls of a step of the unplaced roles; called if the strategy needs them.
+    - graph: returns the calls of a step of the unplaced roles; called if the strategy needs them
+    - ahead: steps by which generation runs ahead of training
 
     Raises ValueError that names the role, the value and what is allowed.
     """
@@ -55,7 +63,7 @@ def roles_on_pools(
     facts = {role: _facts(role_plan) for role, role_plan in model_roles.items()}
     pools = place_roles(placement, pool_names, num_ranks, ranks_per_host, facts, graph)
     trained = [role for role, role_plan in model_roles.items() if role_plan.trained]
-    if placement.max_staleness:
+    if ahead:
         training_ranks = {rank for role in trained for rank in pools[role].ranks}
         for role, pool in pools.items():
             is_free = role in model_roles and model_roles[role].spec is None and pool_names[role] is None

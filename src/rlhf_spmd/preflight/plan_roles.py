@@ -113,7 +113,7 @@ def _group_size(call: CallRecord) -> int:
 
 
 def _num_ending_rows(call: CallRecord) -> int:
-    """Return the rows that end in a generate call whose other rows go on in the next step (``data.gen_batch_size``); else 0."""
+    """Return the rows that end in a generate call whose other rows go on in the next step (``rollout.in_flight``); else 0."""
     is_generating = call.spec.kind == "generate" and isinstance(call.role, ActorWorker)
     num_groups = generation_args(call).num_groups if is_generating else None
     return 0 if num_groups is None else sum(num_groups) * _group_size(call)
@@ -169,8 +169,8 @@ def placed_roles(unplaced_roles: RolePlans, file: PlanFile, graph: Callable[[], 
     role_plans: dict[str, RolePlan] = {}
     for role, role_plan in unplaced_roles.items():
         role_plans[role] = replace(role_plan, config=read_section(type(role_plan.config), settings["models"][role]))
-    placement = PlacementConfig(pools=settings["placement"]["pools"], max_staleness=ahead)
-    return roles_on_pools(role_plans, placement, file.ranks, file.local_size, graph)
+    placement = PlacementConfig(pools=settings["placement"]["pools"])
+    return roles_on_pools(role_plans, placement, file.ranks, file.local_size, graph, ahead)
 
 
 def checked_plan(
@@ -189,7 +189,7 @@ def checked_plan(
     would refuse a plan, the search runs again on a machine with less memory, and the plan does not count as proved optimal.
     Raises ValueError if no plan is accepted, and with ``proved`` if a search ran out of time.
     """
-    ahead = config.placement.max_staleness
+    ahead = config.steps_ahead
     budgets, key = token_budgets(step.limits, max(call.work.longest for call in calls))
     reduced_machine = machine
     host_reduction = 0.0  # bytes
@@ -224,7 +224,7 @@ def _excess_bytes(
 
     Raises ValueError for batch sizes that the plan's layouts do not allow.
     """
-    role_plans = placed_roles(unplaced_roles, file, lambda: step.graph, config.placement.max_staleness)
+    role_plans = placed_roles(unplaced_roles, file, lambda: step.graph, config.steps_ahead)
     check_batches(config, role_plans)
     budget = next(iter(file.algorithm.values()), step.limits.max_tokens)
     report = estimate_memory(role_plans, replace(step, limits=replace(step.limits, max_tokens=budget)))

@@ -138,8 +138,8 @@ class CharacterTokenizer:
         return "".join(message["content"] for message in messages)
 
 
-def stand_in(section: DatasetConfig) -> TokenDataset:
-    """Return as many rows as a step takes, each of a token or two, with the fields that ``section`` names."""
+def stand_in(section: DatasetConfig, in_flight: int = 0) -> TokenDataset:
+    """Return as many rows as a step takes, at least ``in_flight``, each of a token or two, with the fields that ``section`` names."""
     keys = [key for key in vars(section) if key.endswith("_key") and getattr(section, key) is not None]
 
     def row(number: int) -> Row:
@@ -156,7 +156,7 @@ def stand_in(section: DatasetConfig) -> TokenDataset:
             values[section.prompt_key] = chr(FIRST_LETTER + number)
         return Row({**values, "id": number}, f"row {number}", number)
 
-    batch = max(section.train_batch_size, getattr(section, "gen_batch_size", None) or 0, 2)
+    batch = max(section.train_batch_size, in_flight, 2)
     plain = replace(section, apply_chat_template="auto", system_prompt=None)  # rows are no conversations
     return concat_datasets([plain.encode_chunk([row(number) for number in range(batch)], CharacterTokenizer())])
 

@@ -93,20 +93,20 @@ def _calls(run_plan: RunPlan, kind: str) -> list[CallRecord]:
 
 
 def _check_staleness(run_plan: RunPlan) -> None:
-    """Raise ValueError if with ``placement.max_staleness`` no trained role generates on ranks where it does not train."""
-    where = "placement.max_staleness"
-    ahead = run_plan.config.placement.max_staleness
-    if not ahead:
+    """Raise ValueError if generation runs ahead, and no trained role generates on ranks where it does not train."""
+    config = run_plan.config
+    if not config.steps_ahead:
         return
+    where = f"rollout.max_staleness={config.rollout.max_staleness}"
     trained = {call.role.name for call in _calls(run_plan, "generate") if run_plan.roles[call.role.name].trained}
     if not trained:
-        raise ValueError(f"{where}={ahead}: {run_plan.config.algorithm.name} trains no role that generates; leave it out")
+        raise ValueError(f"{where}: {config.algorithm.name} trains no role that generates; leave it out")
     for role in sorted(trained):
         role_plan = run_plan.roles[role]
         shared = sorted(set(role_plan.pool.ranks) & set(role_plan.placement_of("generate_sequences").pool.ranks))
         if shared:
             raise ValueError(
-                f"{where}={ahead} lets models.{role} generate while it trains, but it does both on ranks {shared[:8]}; give "
+                f"{where} lets models.{role} generate while it trains, but it does both on ranks {shared[:8]}; give "
                 f"models.{role}.calls.generate_sequences.pool ranks of its own, or take placement.strategy=separate"
             )
 
@@ -155,16 +155,16 @@ def _idle_updates(run_plan: RunPlan) -> Iterator[str]:
 
 
 def _idle_chunks(run_plan: RunPlan) -> Iterator[str]:
-    """Yield a warning if ``placement.rollout_chunks`` does nothing."""
+    """Yield a warning if ``rollout.chunks`` does nothing."""
 
     def ranks(call: CallRecord) -> set[int]:
         return set(run_plan.roles[call.role.name].placement_of(call.spec.name).pool.ranks)
 
     generating = set().union(*map(ranks, _calls(run_plan, "generate")))
     streams = any(generating and call.spec.streams and ranks(call).isdisjoint(generating) for call in run_plan.graph.nodes)
-    chunks = run_plan.config.placement.rollout_chunks
+    chunks = run_plan.config.rollout.chunks
     if chunks > 1 and not streams:
-        yield f"placement.rollout_chunks={chunks} does nothing: no call takes generated rows on ranks that do not generate"
+        yield f"rollout.chunks={chunks} does nothing: no call takes generated rows on ranks that do not generate"
 
 
 def _idle_calls(run_plan: RunPlan) -> Iterator[str]:

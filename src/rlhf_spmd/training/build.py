@@ -43,9 +43,9 @@ def start_controller(context: ProgramContext[RunPlan]) -> Controller:
         context.board,
         timeline,
         run_plan.config.run.seed,
-        ahead=placement.max_staleness,
+        ahead=run_plan.config.steps_ahead,
         speeds=RankSpeeds(placement.speeds, placement.generation_speeds),
-        num_chunks=placement.rollout_chunks,
+        num_chunks=run_plan.config.rollout.chunks,
         limits=(limits.max_tokens, limits.rows or 0),
     )
 
@@ -72,6 +72,7 @@ def build_context(run_plan: RunPlan, controller: Controller, world: World) -> Wo
         num_samples=config.run.log_samples,
         exact_rollouts=run_plan.exact_rollouts,
         partial_rollouts=config.prompts_in_flight is not None,
+        max_staleness=config.learnt_staleness,
         rollout_log_probs=algorithm.bypasses_log_probs,
         checkpointing=run_plan.checkpointing,
     )

@@ -113,13 +113,13 @@ class RowStream:
         """Load the loader's state. Raises CheckpointError for prompts in flight: only an :class:`InFlightStream` resumes them."""
         if state.get("in_flight"):
             raise CheckpointError(
-                f"the checkpoint has {len(state['in_flight'])} prompts in flight; give the data.gen_batch_size of the run that wrote it"
+                f"the checkpoint has {len(state['in_flight'])} prompts in flight; give the rollout.in_flight of the run that wrote it"
             )
         self.loader.load_state_dict(state)
 
 
 class InFlightStream(RowStream):
-    """Prompts whose responses may take several steps (``data.gen_batch_size``).
+    """Prompts whose responses may take several steps (``rollout.in_flight``).
 
     - in_flight: number of prompts that are generated at a time. A step takes as many as a batch of the loader has: on every
       generation replica the oldest groups that have ended
@@ -144,10 +144,10 @@ class InFlightStream(RowStream):
         self._reference: Reference | None = None
 
     def next(self, size: int | None = None) -> Reference:
-        """Return all rows in flight, after adding prompts. Raises ValueError for a ``size``: ``data.gen_batch_size`` sets it."""
+        """Return all rows in flight, after adding prompts. Raises ValueError for a ``size``: ``rollout.in_flight`` sets it."""
         if size is not None:
             raise ValueError(
-                f"next({size}): with data.gen_batch_size all {self.in_flight} prompts in flight are given; leave the size out"
+                f"next({size}): with rollout.in_flight all {self.in_flight} prompts in flight are given; leave the size out"
             )
         if self._reference is None:
             missing = self.in_flight - (0 if self.prompts is None else len(self.prompts))
@@ -167,9 +167,7 @@ class InFlightStream(RowStream):
 
     def _entries(self, rows: Reference) -> Batch:
         """Raise ValueError for :meth:`keep` and :meth:`split_by_kept`, which need a batch of the loader."""
-        raise ValueError(
-            "data.gen_batch_size: a stream of prompts in flight keeps no numbers of rows; leave gen_batch_size out"
-        )
+        raise ValueError("rollout.in_flight: a stream of prompts in flight keeps no numbers of rows; leave it out")
 
     def begin(self) -> None:
         self._ended = None
@@ -178,8 +176,8 @@ class InFlightStream(RowStream):
         step_rows = None
         if self._reference is not None and self._ended is None:
             raise RuntimeError(
-                "data.gen_batch_size: the step took prompts in flight and no responses that have ended, so the next step would get the "
-                "same ones; sample by rlhf_spmd.algorithms.base.sample, or leave gen_batch_size out"
+                "rollout.in_flight: the step took prompts in flight and no responses that have ended, so the next step would get the "
+                "same ones; sample by rlhf_spmd.algorithms.base.sample, or leave it out"
             )
         if self.prompts is not None and self._ended is not None:
             step_rows = self.prompts.take(np.flatnonzero(self._ended)).repeat(self.n)

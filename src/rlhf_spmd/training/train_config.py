@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -14,14 +15,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.checkpoint.directory import checkpoints_of, named_checkpoint
-from rlhf_spmd.config.constraints import NonNegativeInt, PositiveInt, Range, Seconds, Seed
+from rlhf_spmd.config.constraints import NonNegativeInt, NumRows, PositiveInt, Range, Seconds, Seed
 from rlhf_spmd.config.interpolation import select
 from rlhf_spmd.config.load import Revision, check_tree, load, read_tree
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.schema import ConfigError, is_inline, section_keys, type_hints
 from rlhf_spmd.config.words import first_line
-from rlhf_spmd.data.prompts import DataConfig
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.models.lora import with_stored_settings
@@ -107,6 +107,24 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class QueueConfig:
+    """``rollout``: prompts wait, are answered and leave as whole groups. By default a step's rows begin and end in it.
+
+    - in_flight: prompts that are answered at a time, of which a step takes `data.train_batch_size`, those whose responses ended
+      first; null: as many. See [generation.md](generation.md#responses-that-take-several-steps)
+    - max_staleness: by how many steps the weights that drew a token may be older than those that learn it; older tokens are read and
+      not learned. Prompts in flight use `in_flight / train_batch_size` - 1 of these steps, rounded up. By the others generation,
+      on ranks of its own, runs [ahead of training](placement.md#one-step-ahead). null: rows may take any number of steps, and
+      generation and training take turns
+    - chunks: chunks in which rows leave generation for roles on other ranks, see [Streaming](placement.md#streaming); 1: all together
+    """
+
+    in_flight: NumRows | None = None
+    max_staleness: NonNegativeInt | None = None
+    chunks: PositiveInt = 1
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """``algorithm`` is the ``Config`` of the module that ``algorithm.name`` names. That class's ``streams`` describe ``data`` and
     the algorithm's other sections of data.
@@ -127,6 +145,7 @@ class TrainConfig:
     val_sampling: SamplingConfig = field(default_factory=SamplingConfig)
     models: dict[str, RoleConfig] = field(default_factory=dict)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    rollout: QueueConfig = field(default_factory=QueueConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
@@ -146,6 +165,18 @@ class TrainConfig:
             "nothing says how long the run is",
             "give run.steps, or data.epochs",
         ),
+        Rule(
+            ("rollout.in_flight", "data.train_batch_size"),
+            lambda config: (config.rollout.in_flight or math.inf) < config.data.train_batch_size,
+            "the first counts the prompts in flight, of which a step takes the second",
+            "raise the first or leave it out",
+        ),
+        Rule(
+            ("rollout.max_staleness", "rollout.in_flight"),
+            lambda config: config.rollout.max_staleness is not None and config.rollout.max_staleness < config.carried_steps,
+            "rows take {s.carried_steps} steps more than the one that began them, and what they drew then would not be learned",
+            "raise the first or lower the second",
+        ),
     )
 
     @property
@@ -155,10 +186,24 @@ class TrainConfig:
 
     @property
     def prompts_in_flight(self) -> int | None:
-        """``data.gen_batch_size`` if it keeps more prompts in flight than a step takes, else None."""
-        data = self.data
-        more = isinstance(data, DataConfig) and data.gen_batch_size is not None and data.gen_batch_size > data.train_batch_size
-        return data.gen_batch_size if more else None
+        """``rollout.in_flight`` if it is more than a step takes, else None."""
+        in_flight = self.rollout.in_flight
+        return in_flight if in_flight is not None and in_flight > self.data.train_batch_size else None
+
+    @property
+    def carried_steps(self) -> int:
+        """How many steps after the one that began it an average row in flight ends, rounded up."""
+        return 0 if self.prompts_in_flight is None else -(-self.prompts_in_flight // self.data.train_batch_size) - 1
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps generation runs ahead of training: the part of ``rollout.max_staleness`` that rows in flight leave."""
+        return max((self.rollout.max_staleness or 0) - self.carried_steps, 0)
+
+    @property
+    def learnt_staleness(self) -> int | None:
+        """``rollout.max_staleness`` if tokens may be older, so that some are not learned; else None."""
+        return None if self.prompts_in_flight is None else self.rollout.max_staleness
 
 
 @dataclass(frozen=True)

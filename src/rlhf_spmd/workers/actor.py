@@ -22,7 +22,15 @@ from rlhf_spmd.objectives.rollout_correction import mismatch_sums
 from rlhf_spmd.telemetry.progress import say
 from rlhf_spmd.workers.critic import CriticWorker
 from rlhf_spmd.workers.model_worker import ModelWorker
-from rlhf_spmd.workers.objective import MASK, ROUTED_EXPERTS, ROW_INPUTS, log_prob_metrics, model_token_values, num_model_tokens
+from rlhf_spmd.workers.objective import (
+    LEARNT,
+    MASK,
+    ROUTED_EXPERTS,
+    ROW_INPUTS,
+    log_prob_metrics,
+    model_token_values,
+    num_model_tokens,
+)
 from rlhf_spmd.workers.partial_rollouts import PartialRollouts
 from rlhf_spmd.workers.reference import ReferenceWorker
 from rlhf_spmd.workers.rollout_engine import build_rollout_engine
@@ -45,9 +53,10 @@ class ActorWorker(ModelWorker):
             self.omitted_outputs |= {ROUTED_EXPERTS}
         if not (context.partial_rollouts or self.controller.versions.ahead):
             self.omitted_outputs |= {"rollout_versions"}
-        # rows that move between replicas, or whose experts lie on several stages, leave together, at the end
-        experts_on_stages = records_experts and self.shape.generating.pp > 1
-        self.streams_rollouts = not (self.config.generation.rebalance_steps or experts_on_stages)
+        if context.max_staleness is None:
+            self.omitted_outputs |= {LEARNT}
+        # rows whose experts lie on several stages leave together, at the end
+        self.streams_rollouts = not (records_experts and self.shape.generating.pp > 1)
         if not self.runs("generate_sequences"):
             return
         self.rollout_engine = build_rollout_engine(self, context.tokenizer)
@@ -75,7 +84,7 @@ class ActorWorker(ModelWorker):
         MICRO_DP,
         inputs=("prompt_ids", "row?", "min_response_length?", "max_response_length?"),
         outputs=(
-            *("response_ids", "rollout_log_probs", "stopped", "rollout_versions?"),
+            *("response_ids", "rollout_log_probs", "stopped", "rollout_versions?", f"{LEARNT}?"),
             *(f"{ROUTED_EXPERTS}?", "response_mask?", "environment_reward?", "observations?"),
         ),
         kind="generate",
@@ -97,6 +106,7 @@ class ActorWorker(ModelWorker):
         - ``stopped``: bool [rows], false if the response was cut at its limit
         - ``rollout_versions``: ragged int64, the step whose weights drew each token; if rows may cross steps, or generation may be
           ahead of training
+        - ``learnt_tokens``, with prompts in flight and ``rollout.max_staleness``: ragged bool, false for tokens of older weights
         - ``routed_experts``, with ``router_replay=R3``: see :mod:`~rlhf_spmd.workers.router_replay`
         - with an environment, ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0;
           ``environment_reward``: float64 [rows], nan where it failed; and ``observations``: ragged uint8, JSON of
@@ -118,7 +128,7 @@ class ActorWorker(ModelWorker):
                 # with environments, a replica's first rank waits for their answers and ticks meanwhile
                 environments = self._environments(batch)
                 tick = rollout_engine.tick_together if environments is None else self.controller.tick
-                options = environments, version, self._finished_groups(batch, requests)
+                options = environments, version, self._finished_groups(batch, requests, global_step)
                 completions = self.generator.generate(requests, sampling, sampling.seed, global_step, tick, *options)
                 report: dict[str, Any] = {}
             else:
@@ -133,10 +143,17 @@ class ActorWorker(ModelWorker):
         report |= rollout_engine.report() | self._count_failures(batch, completions)
         if not completions:
             return Batch(batch.row_ids[:0], batch.group_ids[:0], {}) if len(batch) else batch, report
-        return self._completed_rows(batch, completions), report | _episode_report(completions)
+        rows = self._completed_rows(batch, completions, global_step)
+        if LEARNT in rows:
+            learnt = rows[LEARNT].values
+            report["rollout/masked_fraction"] = [int((~learnt).sum()), len(learnt)]
+        return rows, report | _episode_report(completions)
 
-    def _completed_rows(self, batch: Batch, completions: Sequence[Completion]) -> Batch:
-        """Return the rows of ``batch`` that ``completions`` answer, at least one, with the fields of generation."""
+    def _completed_rows(self, batch: Batch, completions: Sequence[Completion], global_step: int) -> Batch:
+        """Return the rows of ``batch`` that ``completions`` answer, at least one, with the fields of generation.
+
+        Step ``global_step`` learns them.
+        """
         fields: dict[str, Field] = {
             "response_ids": ragged([c.token_ids for c in completions], torch.int64),
             "rollout_log_probs": ragged([c.log_probs for c in completions]),
@@ -144,6 +161,9 @@ class ActorWorker(ModelWorker):
         }
         if "rollout_versions" not in self.omitted_outputs:
             fields["rollout_versions"] = ragged([c.versions for c in completions])
+        if LEARNT not in self.omitted_outputs:
+            oldest = global_step - (self.context.max_staleness or 0)
+            fields[LEARNT] = ragged([c.versions >= oldest for c in completions], torch.bool)
         experts = [completion.experts for completion in completions if completion.experts is not None]
         if experts:
             fields[ROUTED_EXPERTS] = ragged(experts)
@@ -156,16 +176,16 @@ class ActorWorker(ModelWorker):
         rows = batch if torch.equal(ids, batch.row_ids) else batch.reorder(ids)  # rows that leave early come as they end
         return rows.with_fields(**fields)
 
-    def _finished_groups(self, batch: Batch, requests: Sequence[Request]) -> FinishedGroups | None:
+    def _finished_groups(self, batch: Batch, requests: Sequence[Request], global_step: int) -> FinishedGroups | None:
         rollout_streamer = self.controller.rollout_streamer
         if rollout_streamer is None or not self.streams_rollouts:
             return None
 
         def send(completions: Sequence[Completion]) -> None:
-            rollout_streamer.send(self._completed_rows(batch, completions))
+            rollout_streamer.send(self._completed_rows(batch, completions, global_step))
 
         def begin(completions: Sequence[Completion]) -> None:
-            rollout_streamer.begin(self._completed_rows(batch, completions))
+            rollout_streamer.begin(self._completed_rows(batch, completions, global_step))
 
         return FinishedGroups(requests, rollout_streamer.num_chunks, send, begin if rollout_streamer.early else None)
 

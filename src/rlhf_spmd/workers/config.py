@@ -141,6 +141,7 @@ class WorkerContext:
     - max_prompt_length, max_response_length: limits of sampling in tokens; 0: unknown
     - exact_rollouts: generation's log-probs equal training's, bit for bit
     - partial_rollouts: rows may cross steps
+    - max_staleness: by how many steps the weights that drew a token may be older than the step that learns it; null: by any number
     - rollout_log_probs: the old log-probs are always generation's
     - checkpointing: the level that this rank's memory needs, for ``activation_checkpointing=auto``
     """
@@ -161,5 +162,6 @@ class WorkerContext:
     max_response_length: int = 0
     exact_rollouts: bool = False
     partial_rollouts: bool = False
+    max_staleness: int | None = None
     rollout_log_probs: bool = False
     checkpointing: str = "none"

@@ -16,6 +16,7 @@ from rlhf_spmd.models.decoder import Decoder
 from rlhf_spmd.models.heads import token_log_probs, values
 
 MASK = "response_mask"  # bool, ragged: false for the tokens of an environment, which were not drawn
+LEARNT = "learnt_tokens"  # bool, ragged: false for tokens of weights older than ``rollout.max_staleness``
 ROW_INPUTS = ("prompt_ids", "response_ids", f"{MASK}?")  # what a model reads of a row
 ROUTED_EXPERTS = "routed_experts"  # a field of rows, see ``router_replay``
 
@@ -93,7 +94,7 @@ class Objective:
     @property
     def row_inputs(self) -> tuple[str, ...]:
         """Return all fields of a row that an update needs."""
-        return (*ROW_INPUTS, *self.inputs, *([] if self.learn_if is None else [self.learn_if]))
+        return (*ROW_INPUTS, f"{LEARNT}?", *self.inputs, *([] if self.learn_if is None else [self.learn_if]))
 
     def evaluate(self, fields: dict[str, Tensor], rows: Rows, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its statistics. Raises TypeError if ``loss`` returns something else."""
@@ -171,11 +172,20 @@ def take_field(batch: Batch, name: str, device: torch.device) -> Tensor:
 
 
 def keep_learnt_tokens(batch: Batch, learn_if: str | None) -> Batch:
-    """Return ``batch`` with no response tokens of the model in rows where the field ``learn_if``, bool [rows], is false."""
-    if learn_if is None or not len(batch) or bool(batch[learn_if].all()):
+    """Return ``batch`` with those response tokens of the model only that an update learns.
+
+    They are those of the field ``learnt_tokens``, if there is one, in rows where the field ``learn_if``, bool [rows], is true.
+    """
+    if not len(batch):
         return batch
     lengths = batch["response_ids"].lengths
-    mask = torch.repeat_interleave(batch[learn_if].bool(), lengths)
+    mask = torch.ones(int(lengths.sum()), dtype=torch.bool)
+    if learn_if is not None:
+        mask &= torch.repeat_interleave(batch[learn_if].bool(), lengths)
+    if LEARNT in batch:
+        mask &= batch[LEARNT].values
+    if mask.all():
+        return batch
     if MASK in batch:
         mask = mask & batch[MASK].values
     return batch.union(batch.with_fields(**{MASK: Ragged(mask, lengths)}))

@@ -1,4 +1,4 @@
-"""Rows in flight: rows whose generation takes more than one step (partial rollouts, ``data.gen_batch_size``).
+"""Rows in flight: rows whose generation takes more than one step (partial rollouts, ``rollout.in_flight``).
 
 Three objects hold them, each its own part:
 

@@ -80,7 +80,7 @@ class RolloutEngine:
         assert cost.version is not None, "no weights have been moved"
         idle = stats.seconds - stats.busy_seconds + stats.stage_seconds
         span |= {"busy_seconds": round(stats.seconds - idle, 6), "idle_seconds": round(idle, 6)}
-        counts = ("steps", "prompt_tokens", "preemptions", "moved_rows")
+        counts = ("steps", "prompt_tokens", "preemptions")
         return {
             "generation/seconds": stats.busy_seconds,
             "generation/seconds_max": stats.seconds,

@@ -82,7 +82,7 @@ def no_plan_error(problem: Problem, scope: str) -> NoPlanError:
     if problem.ahead:
         return NoPlanError(
             f"no plan was found{scope}: generation ahead of training needs ranks on which its role does not train, with room for "
-            f"{problem.ahead + 1} versions of the weights; lower placement.max_staleness, use more ranks, or search by exact"
+            f"{problem.ahead + 1} versions of the weights; lower rollout.max_staleness, use more ranks, or search by exact"
         )
     return NoPlanError(
         f"no plan fits{scope}: {name} needs at least {need / GIB:.1f} of the {limit / GIB:.1f} GiB of a rank, and {hold}; "
