@@ -13,7 +13,7 @@ FLOORS = {
     "config": 0,
     **dict.fromkeys(("telemetry", "objectives", "rewards", "environments", "kernels"), 1),
     **dict.fromkeys(("parallel", "data"), 2),
-    **dict.fromkeys(("models", "process"), 3),
+    **dict.fromkeys(("models", "process", "agents"), 3),
     **dict.fromkeys(("controller", "reshard", "generation", "checkpoint"), 4),
     **dict.fromkeys(("workers", "planner"), 5),
     "algorithms": 6,

@@ -41,6 +41,7 @@ def other(algorithm: str, *overrides: str) -> Callable[[], Any]:
 
 
 SAMPLED = ("data.max_prompt_length=12", "data.max_response_length=12", "reward.function=tasks:even_share")
+AGENTS = ("data.max_prompt_length=12", "data.max_response_length=12", "sampling.n=2", "agent.command=true")
 
 
 def role(role: str, tied: bool = False, calls: tuple[str, ...] = (), **settings: Any) -> Callable[[], Any]:
@@ -100,6 +101,35 @@ CASES = [
         ppo("rollout.in_flight=20", "rollout.max_staleness=1"),
         "rollout.max_staleness=1, rollout.in_flight=20: rows take 2 steps more than the one that began them, and what they drew then "
         "would not be learned; raise the first or lower the second",
+    ),
+    # agents
+    (
+        ppo("agent.run=toy_agents:debate"),
+        "agent.run=toy_agents:debate, algorithm.name=ppo: this algorithm learns one row of each sample; take grpo, or one of its "
+        "variants",
+    ),
+    (
+        other("grpo", *AGENTS, "rollout.in_flight=16"),
+        "agent.command=true, rollout.in_flight=16: episodes end in the step that began them; leave the second out",
+    ),
+    (
+        other("dr_grpo", *AGENTS),
+        "agent.command=true, algorithm.loss_agg_mode=seq-mean-token-sum-norm: an episode with several conversations would count for "
+        "more; take token-mean",
+    ),
+    (
+        other("grpo", *AGENTS, "algorithm.use_kl_in_reward=true"),
+        "agent.command=true, algorithm.use_kl_in_reward=true: the rows of an episode have one score; set use_kl_loss in place of the "
+        "second",
+    ),
+    (
+        other("grpo", *AGENTS, "run.test_freq=2"),
+        "agent.command=true, run.test_freq=2: validation has no agents yet; set the second to 0",
+    ),
+    (
+        other("grpo", *AGENTS, "agent.timeout_s=400"),
+        "agent.timeout_s=400.0, run.timeout_s=600.0: other ranks wait for an episode and its 2 attempts; lower the first or raise the "
+        "second",
     ),
     # roles in a run
     (

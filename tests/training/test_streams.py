@@ -88,7 +88,7 @@ def test_replicas_have_prompts_in_flight_in_proportion_to_their_speeds() -> None
         assert held.tolist() == [5, 2, 1] and flying.prompts is not None
         order = flying.prompts.row_ids.numpy()
         ended = [order[flying.replicas == replica][:gives] for replica, gives in enumerate(flying.num_groups)]
-        flying.take_ended(np.concatenate(ended).tolist())
+        flying.take_reported([{"groups": np.concatenate(ended).tolist()}])
         flying.commit()
     state, replicas = flying.state_dict(), flying.replicas.tolist()
     for other, same in ((speeds, True), ((1.0, 0.6, 0.01), False)):

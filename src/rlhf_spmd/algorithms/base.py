@@ -45,6 +45,7 @@ class AlgorithmConfig:
     ``streams``: what the step finds in ``data``, by name. ``exported``: the role that the run is for; the tokenizer is its
     directory's, and roles that need a model and name none take its model. ``min_samples``: the least ``sampling.n`` that makes sense.
     ``needs_reward``: a run without a reward is refused. ``rows_in_flight``: the step takes prompts in flight, by :func:`sample`.
+    ``takes_agents``: a prompt may have other numbers of rows than ``sampling.n``.
 
     - name: one of [algorithms.md](algorithms.md), or your own module by its dotted name or file; program `sft` takes `sft` where
       it is not given
@@ -56,6 +57,7 @@ class AlgorithmConfig:
     min_samples: ClassVar[int] = 1
     needs_reward: ClassVar[bool] = True
     rows_in_flight: ClassVar[bool] = True
+    takes_agents: ClassVar[bool] = False
 
     @property
     def bypasses_log_probs(self) -> bool:
@@ -246,14 +248,14 @@ def sample(models: Any, data: Any, global_step: int) -> tuple[Reference, Referen
     """Return the step's prompts with the actor's responses, and the call that generated them.
 
     With ``rollout.in_flight`` more prompts are in flight than a step takes; the step then takes those whose responses ended first.
+    With agents a prompt has as many rows as its episodes have conversations.
     """
     prompts = data.prompts.next()
     rollout = models.actor.generate_sequences(prompts, data.sampling, global_step, data.prompts.num_groups)
-    if data.prompts.num_groups is not None:
-        reports = models.controller.get(rollout)[0]
-        ended = data.prompts.take_ended([group for report in reports for group in report["groups"]])
-        return prompts.union(rollout).take(ended), rollout
-    return prompts.union(rollout), rollout
+    if data.prompts.num_groups is None and data.prompts.rows_per_episode == 1:
+        return prompts.union(rollout), rollout
+    ids = data.prompts.take_reported(models.controller.get(rollout)[0])
+    return prompts.union(rollout).take(ids), rollout
 
 
 def score(models: Any, rows: Reference, shown: frozenset[int] | None = None) -> tuple[Reference, list[Reference]]:

@@ -91,14 +91,17 @@ class GroupConfig(Protocol):
     def kl(self) -> KLConfig: ...
 
 
-def estimated_advantages(config: GroupConfig, num_samples: int | None = None) -> Function:
+def estimated_advantages(config: GroupConfig, num_samples: int | None = None, rows_per_episode: int = 1) -> Function:
     """Return a function that computes advantages [tokens] by ``adv_estimator`` from the scores, minus KL with
     ``use_kl_in_reward``.
 
     reinforce_plus_plus: REINFORCE++ (arXiv 2501.03262), a token's discounted rewards to come, whitened over all tokens; with
     ``_baseline`` the row's reward minus its group's mean, whitened likewise.
-    ``num_samples``: rows of every group, if it is known. Rows without a score (nan) count nowhere and get 0. An estimator of the
-    user's own sees the groups of one rank. The function raises ValueError for groups that are not whole.
+    - num_samples: rows of every group, if it is known; with agents, episodes
+    - rows_per_episode: row ids of each episode. All its rows have its score, and groups compare episodes
+
+    Rows without a score (nan) count nowhere and get 0. An estimator of the user's own sees the groups of one rank. The function raises
+    ValueError for groups that are not whole.
     """
     kl = config.kl
     name = config.advantage.adv_estimator
@@ -107,13 +110,13 @@ def estimated_advantages(config: GroupConfig, num_samples: int | None = None) ->
     def compute_advantage(fields: dict[str, Tensor], rows: Rows, reduce: GlobalReduce) -> Computed:
         scores = fields["scores"]
         measured = MeasuredKL(kl, fields, rows, reduce.state)
+        is_first = rows.row_ids % rows_per_episode == 0
         has_score = ~scores.isnan()
         learnt_tokens = rows.spread(has_score)
         if estimate is None:
             rewards, advantages = _token_advantages(config, scores, measured, rows)
         else:
-            check_groups(rows.group_ids, num_samples)
-            rewards, advantages = _row_advantages(config, estimate, scores, measured, rows)
+            rewards, advantages = _row_advantages(config, estimate, scores, measured, rows, num_samples, rows_per_episode)
         has_zero_advantage = row_means(advantages.abs(), rows.lengths) == 0
         sums = reduce.sums(
             kl=measured.sums(),
@@ -121,7 +124,7 @@ def estimated_advantages(config: GroupConfig, num_samples: int | None = None) ->
             zeros=(has_zero_advantage | ~has_score).sum(),
             rewards=rewards[learnt_tokens if estimate is None else has_score].double().sum(),
             scored=has_score.sum(),
-            groups=group_statistics(scores, rows.group_ids),
+            groups=group_statistics(scores[is_first], rows.group_ids[is_first]),
         )
         if name in WHITENED:
             advantages = whiten(advantages, sums["advantages"])
@@ -147,13 +150,25 @@ def _token_advantages(config: GroupConfig, scores: Tensor, measured: MeasuredKL,
 
 
 def _row_advantages(
-    config: GroupConfig, estimate: Estimator, scores: Tensor, measured: MeasuredKL, rows: Rows
+    config: GroupConfig,
+    estimate: Estimator,
+    scores: Tensor,
+    measured: MeasuredKL,
+    rows: Rows,
+    num_samples: int | None,
+    rows_per_episode: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the rewards of rows [rows], and the advantages by ``estimate`` [tokens]."""
     rewards = scores
     if config.kl.use_kl_in_reward:
         rewards = scores - measured.coefficient * row_sums(measured.values, rows.lengths)
-    advantages = estimate(config.advantage, rewards, rows.group_ids, rows.lengths)
+    episodes = rows.row_ids // rows_per_episode
+    is_first = rows.row_ids % rows_per_episode == 0
+    check_groups(rows.group_ids[is_first], num_samples)
+    advantages = estimate(config.advantage, rewards[is_first], rows.group_ids[is_first], rows.lengths[is_first])
+    if rows_per_episode > 1:
+        firsts, order = episodes[is_first].sort()
+        advantages = advantages[order[torch.searchsorted(firsts, episodes)]]
     return rewards, rows.spread(advantages) if len(advantages) == len(rows) else advantages
 
 

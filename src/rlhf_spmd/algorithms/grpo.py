@@ -26,6 +26,7 @@ class Config(PolicyConfig):
     kl: KLConfig = inline(KLConfig, use_kl_in_reward=False, use_kl_loss=True)
     advantage: GroupAdvantageConfig = inline(GroupAdvantageConfig)
     min_samples: ClassVar[int] = 2
+    takes_agents: ClassVar[bool] = True
 
     rules: ClassVar[Rules] = (
         Rule(
@@ -55,7 +56,7 @@ def step(models: Any, data: Any, config: Config, global_step: int) -> list[Refer
     batch = batch.union(scores, old)
     if config.kl.uses_reference:
         batch = batch.union(models.reference.compute_ref_log_prob(batch))
-    estimate = estimated_advantages(config, data.sampling.n)
+    estimate = estimated_advantages(config, data.sampling.n, data.prompts.rows_per_episode)
     advantages = models.compute.apply(batch, estimate, ("scores", *config.kl.inputs), outputs=("advantages",), keep_groups=True)
     batch = batch.union(advantages)
     policy = clipped_policy(config, data.sampling, global_step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
@@ -26,7 +26,7 @@ from rlhf_spmd.data.messages import (
     unread_variables,
     with_arguments,
 )
-from rlhf_spmd.data.tokenizer import PROBE, REFUSALS, TurnFrame, added_ids, encode, shared_length, turn_frame
+from rlhf_spmd.data.tokenizer import PROBE, REFUSALS, TurnFrame, added_ids, encode, encode_continued, shared_length, turn_frame
 
 ENCODE_ROWS = 1024  # texts per call of the tokenizer
 LONG_TOKEN = 64  # characters; few tokens have more
@@ -236,6 +236,18 @@ class PromptEncoder:
             roles = ", ".join(sorted({repr(message["role"]) for message in between}))
             raise RowError(f"the chat template leaves out messages of the role {roles}")
         return text
+
+    def ids_between_turns(
+        self, last: int, messages: Sequence[Any], end_ids: Collection[int], options: ChatOptions = NO_OPTIONS
+    ) -> list[int]:
+        """Return the tokens between a turn of the assistant, whose last token is ``last``, and the next one.
+
+        A template's end-of-message token is left out if the turn has it already. Raises DataError as :meth:`between_turns`.
+        """
+        text = self.between_turns(messages, options=options)
+        ids = encode_continued(self.tokenizer, text) or [last]  # a template may leave nothing of the messages
+        has_ended = ids[0] == last or {ids[0], last} <= set(end_ids)
+        return ids[has_ended:]
 
     def _behind_calls(self, results: Sequence[Message], options: ChatOptions) -> str:
         """Return the text from the token that ends the assistant's calls on, with ``results`` of tools behind them.

@@ -208,8 +208,6 @@ class MultiTurnRollouts:
     def _observation_ids(self, row: SequenceState, observation: str | list[ChatMessage]) -> list[int]:
         """Return the tokens after the row's turn, at most as many as end the row.
 
-        A template's end-of-message token is left out if the turn has it already.
-
         Raises ValueError for tokens that the model does not know, for a template that refuses the messages, and for a beginning
         that leaves the model no token.
         """
@@ -224,10 +222,8 @@ class MultiTurnRollouts:
         else:
             data_row = Row(dict(self.environments.rows[row.request.row_id]), "its messages")
             with named_row(data_row.where):
-                text = self._encoder.between_turns(observation, options=chat_options(data_row))
-            ids = encode_continued(tokenizer, text) or [row.tokens[-1]]  # a template may leave nothing of the messages
-            has_ended = ids[0] == row.tokens[-1] or {ids[0], row.tokens[-1]} <= set(self.spec.eos_token_ids)
-            ids = ids[has_ended:]
+                options = chat_options(data_row)
+                ids = self._encoder.ids_between_turns(row.tokens[-1], observation, self.spec.eos_token_ids, options)
         if max(ids, default=0) >= self.spec.vocab_size:
             raise ValueError(
                 f"an observation has the token id {max(ids)}, and the model a vocabulary of {self.spec.vocab_size}"

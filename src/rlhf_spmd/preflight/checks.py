@@ -34,7 +34,13 @@ class RunSettings:
     data = property(attrgetter("config.data"))
     sampling = property(attrgetter("config.sampling"))
     rollout = property(attrgetter("config.rollout"))
+    agent = property(attrgetter("config.agent"))
     prompts_in_flight = property(attrgetter("config.prompts_in_flight"))
+
+    @property
+    def agent_key(self) -> str:
+        """The key of ``agent`` that says what agents run."""
+        return "run" if self.agent.run is not None else "command"
 
     @property
     def samples(self) -> bool:
@@ -91,6 +97,44 @@ BATCH_RULES: Rules = (
         lambda s: s.samples and s.sampling.n < s.algorithm.min_samples,
         "the algorithm compares the responses to a prompt",
         "use at least {s.algorithm.min_samples}",
+    ),
+)
+AGENT_RULES: Rules = (
+    Rule(
+        ("agent.{s.agent_key}", "algorithm.name"),
+        lambda s: s.agent.is_on and not s.algorithm.takes_agents,
+        "this algorithm learns one row of each sample",
+        "take grpo, or one of its variants",
+    ),
+    Rule(
+        ("agent.{s.agent_key}", "rollout.in_flight"),
+        lambda s: s.agent.is_on and s.prompts_in_flight is not None,
+        "episodes end in the step that began them",
+        "leave the second out",
+    ),
+    Rule(
+        ("agent.{s.agent_key}", "algorithm.loss_agg_mode"),
+        lambda s: s.agent.is_on and s.algorithm.takes_agents and s.algorithm.policy.loss_agg_mode != "token-mean",
+        "an episode with several conversations would count for more",
+        "take token-mean",
+    ),
+    Rule(
+        ("agent.{s.agent_key}", "algorithm.use_kl_in_reward"),
+        lambda s: s.agent.is_on and s.algorithm.takes_agents and s.algorithm.kl.use_kl_in_reward,
+        "the rows of an episode have one score",
+        "set use_kl_loss in place of the second",
+    ),
+    Rule(
+        ("agent.{s.agent_key}", "run.test_freq"),
+        lambda s: s.agent.is_on and s.run.test_freq,
+        "validation has no agents yet",
+        "set the second to 0",
+    ),
+    Rule(
+        ("agent.timeout_s", "run.timeout_s"),
+        lambda s: s.agent.is_on and s.agent.timeout_s * s.agent.attempts >= s.run.timeout_s,
+        "other ranks wait for an episode and its {s.agent.attempts} attempts",
+        "lower the first or raise the second",
     ),
 )
 VALIDATION_RULES: Rules = (
@@ -254,6 +298,7 @@ def check_settings(run_plan: RunPlan) -> RunPlan:
     config = run_plan.config
     for name, environment in run_plan.environments.items() if run_plan.generating else ():
         environment.check_together(environment_key(name), config.run.timeout_s, config.prompts_in_flight is not None)
+    check_rules(AGENT_RULES, RunSettings(config=config))
     check_rules(VALIDATION_RULES, RunSettings(config=config, can_validate=hasattr(run_plan.algorithm, "validate")))
     check_batches(config, run_plan.roles)
     for role, role_plan in run_plan.roles.items():

@@ -80,7 +80,7 @@ def add_unplaced_roles(run_plan: RunPlan, models: Mapping[str, RoleConfig], weig
     algorithm.check_streams(streams, "algorithm")
     rewards = named_rewards(config.reward, config.rewards)
     environments = named_environments(config.environment, config.environments)
-    environment_rewards = any(environment.gives_reward for environment in environments.values())
+    environment_rewards = config.agent.is_on or any(environment.gives_reward for environment in environments.values())
     is_rewarded = bool(rewards) or environment_rewards or "reward" in models
     classes = rewarded_roles(algorithm, streams, rewards, is_rewarded)
     role_plans = describe_roles(models, classes, algorithm.exported, rewards, environment_rewards, weights)

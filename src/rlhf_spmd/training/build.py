@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.algorithms.base import move_reference
 from rlhf_spmd.config.registry import noting_user_line
 from rlhf_spmd.controller import MICRO_DP, Controller, RankSpeeds, Reference
@@ -20,7 +21,7 @@ from rlhf_spmd.process.program import ProgramContext
 from rlhf_spmd.rewards.eval_metrics import repeated_means
 from rlhf_spmd.telemetry.trace import Timeline, max_events_per_rank
 from rlhf_spmd.training.run_plan import RunPlan
-from rlhf_spmd.training.streams import Data, InFlightStream, RowStream
+from rlhf_spmd.training.streams import AgentStream, Data, InFlightStream, RowStream
 from rlhf_spmd.training.validation import Validation, ValidationRows
 from rlhf_spmd.workers import ComputeWorker, ModelWorker, WorkerContext
 from rlhf_spmd.workers.role_plan import RolePlan, RolePlans
@@ -67,6 +68,7 @@ def build_context(run_plan: RunPlan, controller: Controller, world: World) -> Wo
         max_prompt_length=max((getattr(data, "max_prompt_length", 0) for data in run_plan.streams.values()), default=0),
         max_response_length=run_plan.sampling().max_response_length or 0,
         environments=run_plan.environments,
+        agent=config.agent,
         encoding=config.data,
         tokenizer=run_plan.tokenizer,
         num_samples=config.run.log_samples,
@@ -112,7 +114,10 @@ def build_data(run_plan: RunPlan, controller: Controller) -> Data:
         section = run_plan.streams[name]
         assert isinstance(section, DatasetConfig), "a stream that is trained on"
         loader = build_loader(dataset, section, config.run.seed)
-        if config.prompts_in_flight is not None and config.algorithm.streams[name].key == "data":
+        if config.agent.is_on:
+            dialect = Dialect(run_plan.tokenizer, config.data, ())
+            streams[name] = AgentStream(loader, config.sampling.n, config.agent.max_rows, dialect.first_ids)
+        elif config.prompts_in_flight is not None and config.algorithm.streams[name].key == "data":
             generation = next(iter(run_plan.generating.values())).placement_of("generate_sequences")
             replicas = ProtocolRanks(MICRO_DP, generation.shape, generation.pool, controller.speeds)
             streams[name] = InFlightStream(

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.controller import Controller, Graph, PartitionSpec, Reference, source
 from rlhf_spmd.data.balance import fill_by_speed, partition_by_tokens
-from rlhf_spmd.data.batch import Batch, concat
+from rlhf_spmd.data.batch import Batch, concat, ragged
 from rlhf_spmd.data.loader import Loader
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.training.validation import Validation
@@ -32,6 +32,7 @@ class RowStream:
     ``number``: index of the stream in the run; ids of rows and groups begin at ``number * STREAM_STRIDE``.
     """
 
+    rows_per_episode = 1  # row ids of each episode, of which its rows use the first
     # number of groups that each generation replica ends in a step; None: all groups that the step began
     num_groups: tuple[int, ...] | None = None
 
@@ -52,12 +53,23 @@ class RowStream:
             self._return_rows()  # the trace took another number of rows
         if self._position == len(self._batches):
             loader_state = self.loader.state_dict()
-            rows = self.loader.next_batch(size).repeat(self.n)
+            rows = self._prepared(self.loader.next_batch(size).repeat(self.n))
             first = self.number * STREAM_STRIDE
             rows = Batch(rows.row_ids + first, rows.group_ids + first, rows.fields)
             self._batches.append((rows, source(rows), loader_state))
         self._position += 1
         return self._batches[self._position - 1][1]
+
+    def _prepared(self, rows: Batch) -> Batch:
+        """Return rows of the loader as the step gets them."""
+        return rows
+
+    def take_reported(self, reports: list[dict[str, Any]]) -> np.ndarray | None:
+        """Return the ids of the rows of :meth:`next` that the step goes on with, from its generate call; None: all of them.
+
+        ``reports``: the values of the call. A trace has none.
+        """
+        return None
 
     def keep(self, rows: Reference, name: str, numbers: Tensor) -> None:
         """Keep ``numbers`` float64 [rows], the same on every rank, for rows of :meth:`next`.
@@ -118,6 +130,43 @@ class RowStream:
         self.loader.load_state_dict(state)
 
 
+class AgentStream(RowStream):
+    """Prompts that agents answer: ``n`` episodes for each, with ``rows_per_episode`` row ids each, since a conversation may branch.
+
+    ``first_ids``: the tokens with which every conversation begins, which are the prompt of each row.
+    """
+
+    def __init__(self, loader: Loader, n: int, rows_per_episode: int, first_ids: list[int]) -> None:
+        super().__init__(loader, n * rows_per_episode)
+        self.rows_per_episode = rows_per_episode
+        self.first_ids = torch.tensor(first_ids, dtype=torch.int64)
+        self._used: np.ndarray | None = None  # ids of the rows that episodes have filled
+
+    def _prepared(self, rows: Batch) -> Batch:
+        return Batch(rows.row_ids, rows.group_ids, {**rows.fields, "prompt_ids": ragged([self.first_ids] * len(rows))})
+
+    def take_reported(self, reports: list[dict[str, Any]]) -> np.ndarray:
+        """Return the ids of the rows that episodes have filled. A trace has one for each episode."""
+        ids = concat([rows for rows, *_ in self._batches]).row_ids.numpy()
+        used = (
+            np.unique([row for report in reports for row in report["rows"]])
+            if reports
+            else ids[ids % self.rows_per_episode == 0]
+        )
+        self._used = used.astype(np.int64)
+        return self._used
+
+    def begin(self) -> None:
+        super().begin()
+        self._used = None
+
+    def commit(self) -> Batch | None:
+        rows = super().commit()
+        return (
+            rows if rows is None or self._used is None else rows.take(np.flatnonzero(np.isin(rows.row_ids.numpy(), self._used)))
+        )
+
+
 class InFlightStream(RowStream):
     """Prompts whose responses may take several steps (``rollout.in_flight``).
 
@@ -157,8 +206,9 @@ class InFlightStream(RowStream):
             self._reference = source(self.prompts.repeat(self.n), {self.partition_spec: self.replicas.repeat(self.n)})
         return self._reference
 
-    def take_ended(self, groups: list[int]) -> np.ndarray:
-        """Return the row ids of ``groups``, which end in this step. A trace has no groups and takes as many as a step does."""
+    def take_reported(self, reports: list[dict[str, Any]]) -> np.ndarray:
+        """Return the row ids of the groups that end in this step. A trace has no groups and takes as many as a step does."""
+        groups = [group for report in reports for group in report["groups"]]
         assert self.prompts is not None, "next() comes first"
         ids = self.prompts.row_ids.numpy()
         self._ended = np.isin(ids, groups) if groups else np.arange(len(ids)) < self.loader.batch_size

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.checkpoint.directory import checkpoints_of, named_checkpoint
 from rlhf_spmd.config.constraints import NonNegativeInt, NumRows, PositiveInt, Range, Seconds, Seed
@@ -148,6 +149,7 @@ class TrainConfig:
     rollout: QueueConfig = field(default_factory=QueueConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     environments: dict[str, EnvironmentConfig] = field(default_factory=dict)
     logger: LoggerConfig = field(default_factory=LoggerConfig)

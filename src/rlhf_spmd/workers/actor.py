@@ -9,17 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.controller import MICRO_DP, THREE_D, CallRecord, InputSpec, Reference, Signature, register
 from rlhf_spmd.controller.reference import FieldShard
 from rlhf_spmd.data.batch import Batch, Field, decode_json, encode_json, pack, ragged, unpack
+from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.environments.config import environment_key
-from rlhf_spmd.environments.runner import check_failed_rows, failures_by_name
+from rlhf_spmd.environments.runner import EnvironmentFailure, check_failed_rows, failures_by_name
 from rlhf_spmd.generation.call import FinishedGroups
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.sequence import Completion, Request
 from rlhf_spmd.objectives.rollout_correction import mismatch_sums
 from rlhf_spmd.telemetry.progress import say
+from rlhf_spmd.workers.agent_rollouts import AgentRollouts
 from rlhf_spmd.workers.critic import CriticWorker
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import (
@@ -45,7 +48,7 @@ class ActorWorker(ModelWorker):
 
     def build_role(self) -> None:
         context = self.context
-        if not context.environments:
+        if not (context.environments or context.agent.is_on):
             self.ignored_inputs = frozenset({"row"})
             self.omitted_outputs = frozenset({MASK, "environment_reward", "observations"})
         records_experts = self.config.router_replay == "R3"
@@ -63,6 +66,10 @@ class ActorWorker(ModelWorker):
         if self.rollout_engine is not None:
             self.generator = self.rollout_engine.generator
             self.partial_rollouts = PartialRollouts(self.generator)
+            if context.agent.is_on:
+                dialect = Dialect(context.tokenizer, context.encoding or EncodingConfig(), self.engine.spec.eos_token_ids)
+                longest = len(dialect.first_ids) + context.max_response_length
+                self.agents = AgentRollouts(context.agent, self.generator, dialect, longest)
 
     def enter(self, call: CallRecord) -> None:
         super().enter(call)
@@ -124,13 +131,16 @@ class ActorWorker(ModelWorker):
         rollout_engine = self.rollout_engine
         assert rollout_engine is not None
         with rollout_engine.generation_weights():
-            if num_groups is None:
+            if self.context.agent.is_on:
+                completions, agent_report = self._run_agents(batch, sampling, global_step, version)
+                report: dict[str, Any] = agent_report
+            elif num_groups is None:
                 # with environments, a replica's first rank waits for their answers and ticks meanwhile
                 environments = self._environments(batch)
                 tick = rollout_engine.tick_together if environments is None else self.controller.tick
                 options = environments, version, self._finished_groups(batch, requests, global_step)
                 completions = self.generator.generate(requests, sampling, sampling.seed, global_step, tick, *options)
-                report: dict[str, Any] = {}
+                report = {}
             else:
                 num_complete = num_groups[self.members(MICRO_DP).part_of[self.controller.rank]]
                 completions, groups = self.partial_rollouts.advance(
@@ -148,6 +158,30 @@ class ActorWorker(ModelWorker):
             learnt = rows[LEARNT].values
             report["rollout/masked_fraction"] = [int((~learnt).sum()), len(learnt)]
         return rows, report | _episode_report(completions)
+
+    def _run_agents(
+        self, batch: Batch, sampling: SamplingConfig, global_step: int, version: int
+    ) -> tuple[list[Completion], dict[str, Any]]:
+        """Return the rows of the batch's episodes, and the ids of the rows and metrics. Raises EnvironmentFailure if too many failed.
+
+        Collective over the pool: every rank of it must call, in program order.
+        """
+        config = self.context.agent
+        assert self.rollout_engine is not None
+        ids = [(i, row) for i, row in enumerate(batch.row_ids.tolist()) if row % config.max_rows == 0]
+        columns = decode_json(batch["row"]) if len(batch) else []
+        rows = {row: columns[i] for i, row in ids}
+        completions, counts = self.agents.run(rows, sampling, global_step, version, self.rollout_engine.tick_together)
+        first_of_replica = self.generator.mesh.replica.rank == 0  # all ranks of a replica have its rows
+        failures = [c.failure for c in completions if c.failure is not None]
+        sums = torch.tensor([len(failures), len(rows)]) * first_of_replica
+        num_failed, num_rows = self.mesh.pool.all_reduce(sums, "control").tolist()
+        if num_failed > config.max_failure_rate * num_rows:
+            limit = f"more than agent.max_failure_rate={config.max_failure_rate}"
+            first = f"; the first here: {failures[0]}" if failures else ""
+            raise EnvironmentFailure(f"{num_failed} of {num_rows} episodes failed, {limit}{first}")
+        metrics = {f"agents/{name}": [number * first_of_replica] for name, number in vars(counts).items()}
+        return completions, {"rows": [c.row_id for c in completions], **metrics}
 
     def _completed_rows(self, batch: Batch, completions: Sequence[Completion], global_step: int) -> Batch:
         """Return the rows of ``batch`` that ``completions`` answer, at least one, with the fields of generation.

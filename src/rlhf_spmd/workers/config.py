@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.config.constraints import NonNegativeFloat
 from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.controller import Controller
@@ -135,6 +136,7 @@ class WorkerContext:
     - rewards: role -> its reward's settings
     - added_rewards: roles whose scores are added up
     - environments: name -> its settings
+    - agent: the agents that answer rows in place of one response
     - encoding: how messages between turns are rendered
     - tokenizer: the actor's
     - num_samples: number of scored rows that come back as text for people to read
@@ -155,6 +157,7 @@ class WorkerContext:
     rewards: Mapping[str, RewardConfig] = field(default_factory=dict)
     added_rewards: tuple[str, ...] = ()
     environments: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     encoding: EncodingConfig | None = None
     tokenizer: Any = None
     num_samples: int = 0

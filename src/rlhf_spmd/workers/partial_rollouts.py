@@ -9,8 +9,9 @@ Three objects hold them, each its own part:
 
 A step moves them in this order. ``InFlightStream.next`` fills up with new prompts and returns all rows in flight.
 :meth:`PartialRollouts.advance` generates until enough groups have ended; it returns their completions and forgets these groups.
-``InFlightStream.take_ended`` gets the ids of these groups, and ``commit`` removes their prompts. A checkpoint between two steps has
-``InFlightStream.state_dict`` in its manifest and :meth:`PartialRollouts.state` of each replica, with the rows of ``kept``, as a tensor.
+``InFlightStream.take_reported`` reads these groups from the reports, and ``commit`` removes their prompts. A checkpoint between two
+steps has ``InFlightStream.state_dict`` in its manifest and :meth:`PartialRollouts.state` of each replica, with the rows of ``kept``, as
+a tensor.
 """
 
 from __future__ import annotations

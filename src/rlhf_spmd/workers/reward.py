@@ -139,7 +139,8 @@ class RewardWorker(RewardReporter):
             return scores, failed
         configs = self.context.environments
         names = [environment_of(configs, row) for row in decode_json(batch["row"])]
-        weights = torch.tensor([torch.nan if name is None else configs[name].weight for name in names], dtype=torch.float64)
+        absent = 1.0 if self.context.agent.is_on else torch.nan  # the agent's reward has no weight
+        weights = torch.tensor([absent if name is None else configs[name].weight for name in names], dtype=torch.float64)
         rewards = weights * batch["environment_reward"]
         sums = (scores.masked_fill(scores.isnan(), 0.0) + rewards).to(scores.dtype)
         return scores.where(rewards.isnan(), sums), failed | (rewards.isnan() & ~weights.isnan())

@@ -1,0 +1,68 @@
+"""The section ``agent``: programs of the user's own that ask the model over HTTP, and how long and how often they may."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from rlhf_spmd.config import registry
+from rlhf_spmd.config.constraints import Fraction, PositiveInt, Seconds, Workers
+from rlhf_spmd.config.rules import Rule, Rules
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """``agent``: a program that answers each row by asking the model over HTTP, as often as it likes; see
+    [agents.md](agents.md).
+
+    - run: `FILE.py:NAME` or a dotted name of `async def NAME(base_url, row)`, which returns the reward, or `{"reward": ...}`
+    - command: a program in place of `run`. It gets the row as JSON on standard input, and `OPENAI_BASE_URL` and `OPENAI_API_KEY`
+      in its environment; the last line of its output is the reward, as JSON
+    - timeout_s: of an episode
+    - max_turns: requests of an episode; further ones are refused
+    - max_tokens: tokens that the model may draw in a request that sets no lower `max_tokens`; null: as many as the row has room for
+    - max_rows: conversations of an episode that are learned, each with its branches' own turns; an episode with more is left out
+    - concurrency: episodes that run at a time, for each generation replica
+    - attempts: how often an episode is begun whose agent failed; then it is left out
+    - on_timeout: `drop`: an episode that takes longer is left out; `keep`: it is learned, with a reward of 0 from the agent
+    - max_failure_rate: share of a step's episodes that may be left out before the run ends with class `reward`
+    """
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            ("run", "command"),
+            lambda s: s.run is not None and s.command is not None,
+            "both say what an episode runs",
+            "leave one of them out",
+        ),
+    )
+    run: str | None = None
+    command: str | None = None
+    timeout_s: Seconds = 300.0
+    max_turns: PositiveInt = 64
+    max_tokens: PositiveInt | None = None
+    max_rows: PositiveInt = 8
+    concurrency: Workers = 64
+    attempts: PositiveInt = 2
+    on_timeout: Literal["drop", "keep"] = "drop"
+    max_failure_rate: Fraction = 0.5
+
+    @property
+    def is_on(self) -> bool:
+        """Return True if agents answer the rows."""
+        return self.run is not None or self.command is not None
+
+    def check(self, where: str) -> None:
+        """Raise ValueError if ``run`` names no coroutine function. Imports the user's module."""
+        if self.run is not None:
+            find_agent(self.run, where)
+
+
+def find_agent(name: str, where: str = "agent") -> Callable[..., Any]:
+    """Return the user's coroutine function. Raises ValueError."""
+    function = registry.resolve_function(name, f"{where}.run")
+    if not inspect.iscoroutinefunction(function):
+        raise ValueError(f"{where}.run={name!r} must be `async def f(base_url, row)`")
+    return function

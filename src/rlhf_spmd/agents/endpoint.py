@@ -1,0 +1,251 @@
+"""HTTP for agents while a model is trained: OpenAI's chat completions, on a thread of the replica's first rank.
+
+The address of an episode has a secret, so a request is that of one episode. The thread renders requests and keeps the forests; the rank
+takes ``asked`` turns, generates, and gives each turn's draws to :meth:`AgentEndpoint.finish`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Mapping
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from rlhf_spmd.agents.config import AgentConfig
+from rlhf_spmd.agents.dialect import ChatRequest, Dialect, completion_body, read_chat_request
+from rlhf_spmd.agents.episodes import Episode
+from rlhf_spmd.agents.forest import Draws, Turn
+
+MAX_BODY_BYTES = 1 << 23
+NAME = "actor"  # of the model
+RETRIES = "x-stainless-retry-count"  # of OpenAI's clients: above 0 if a request is sent again
+CLOSE_S = 2.0
+
+
+class Refusal(ValueError):
+    """A request that is refused, with its HTTP status and OpenAI's code."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class AskedTurn(NamedTuple):
+    """A turn to generate.
+
+    - number: of the turn among all of the endpoint
+    - prompt_ids: the whole conversation
+    - draw_number: keys its draws
+    """
+
+    number: int
+    prompt_ids: list[int]
+    max_new_tokens: int
+    draw_number: int
+
+
+class AgentEndpoint:
+    """Answers agents on a loopback port.
+
+    - by_secret: the running episodes
+    - longest: tokens that a conversation may have
+    - asked: turns that wait to be generated
+    """
+
+    def __init__(self, config: AgentConfig, dialect: Dialect, longest: int) -> None:
+        self.config, self.dialect, self.longest = config, dialect, longest
+        self.by_secret: Mapping[str, Episode] = {}
+        self.asked: SimpleQueue[AskedTurn] = SimpleQueue()
+        self.ignored: set[str] = set()
+        self._waiting: dict[int, tuple[Turn, asyncio.Future[None]]] = {}
+        self._futures: dict[Turn, asyncio.Future[None]] = {}
+        self._number = 0
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        routes = [
+            Route("/{secret}/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/{secret}/v1/models", self._models),
+        ]
+        app = Starlette(routes=routes)
+        settings = uvicorn.Config(
+            app,
+            loop="asyncio",
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=int(CLOSE_S),
+        )
+        self.server = uvicorn.Server(settings)
+        self.loop = asyncio.new_event_loop()
+        self.thread = Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_until_complete(self.server.serve([self.socket]))
+
+    def url_of(self, secret: str) -> str:
+        """Return the address that the agent of an episode asks."""
+        return f"http://127.0.0.1:{self.port}/{secret}/v1"
+
+    def finish(self, number: int, draws: Draws) -> None:
+        """Give a turn what the model drew. Any thread may call."""
+        self.loop.call_soon_threadsafe(self._finish, number, draws)
+
+    def close(self) -> None:
+        """Stop answering."""
+        self.server.should_exit = True
+        self.thread.join(2 * CLOSE_S)
+
+    def _finish(self, number: int, draws: Draws) -> None:
+        turn, future = self._waiting.pop(number)
+        turn.draws = draws
+        if not future.done():
+            future.set_result(None)
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse(
+            {"object": "list", "data": [{"id": NAME, "object": "model", "created": 0, "owned_by": "rlhf_spmd"}]}
+        )
+
+    async def _chat(self, request: Request) -> Response:
+        try:
+            episode = self.by_secret.get(request.path_params["secret"])
+            if episode is None:
+                raise Refusal(403, "there is no such episode, or it has ended", "invalid_api_key")
+            chat = read_chat_request(json.loads(await _body(request)))
+            retries = int(request.headers.get(RETRIES, "0") or 0) > 0
+            turns, prompt_ids = self._turns(episode, chat, retries)
+            await self._generated(request, episode, turns, prompt_ids, chat)
+            body = completion_body(NAME, turns[0].key, turns, chat, prompt_ids, self.dialect.tokenizer)
+        except ConnectionError:
+            return Response(status_code=499)  # nginx's code for a client that has closed the connection
+        except ValueError as error:
+            status, code = getattr(error, "status", 400), getattr(error, "code", "invalid_request_error")
+            message = {"message": str(error), "type": "invalid_request_error", "param": None, "code": code}
+            return JSONResponse({"error": message}, status)
+        response = StreamingResponse(_events(body), media_type="text/event-stream") if chat.stream else JSONResponse(body)
+        return DeliveredResponse(response, turns)
+
+    def _turns(self, episode: Episode, chat: ChatRequest, retries: bool) -> tuple[list[Turn], list[int]]:
+        """Return the turns that answer a request, new ones if it has not come before, and the conversation's tokens.
+
+        Raises ValueError.
+        """
+        forest, options = episode.forest, chat.conversation_options
+        self.ignored |= set(chat.ignored)
+        parent, messages = forest.attach(chat.messages, options)
+        turns: list[Turn] = []
+        if chat.n == 1 and (turn := forest.repeated(parent, messages, options, retries)) is not None:
+            turns = [turn]
+        elif len(forest.turns) + chat.n > self.config.max_turns:
+            raise Refusal(400, f"agent.max_turns={self.config.max_turns}: the episode may ask for no more", "max_turns")
+        else:
+            read_ids = self.dialect.read_ids(parent, messages, chat.options)
+            if parent is None and read_ids[:1] != self.dialect.first_ids:
+                raise ValueError("the conversation does not begin as the chat template begins others")
+            turns = [forest.add(parent, messages, read_ids, options) for _ in range(chat.n)]
+        prompt_ids = [*(parent.ids if parent else ()), *turns[0].read_ids]
+        if len(prompt_ids) >= self.longest:
+            for turn in turns:
+                turn.is_awaited = False
+            message = (
+                f"the conversation has {len(prompt_ids)} tokens, and {self.longest} are the most, with those of the answer"
+            )
+            raise Refusal(400, message, "context_length_exceeded")
+        return turns, prompt_ids
+
+    async def _generated(
+        self, request: Request, episode: Episode, turns: list[Turn], prompt_ids: list[int], chat: ChatRequest
+    ) -> None:
+        """Wait until the turns have their draws and answers. They go on if the client goes away, for its next try."""
+        room = self.longest - len(prompt_ids)
+        limit = min(limit for limit in (room, self.config.max_tokens, chat.max_tokens) if limit is not None)
+        for turn in turns:
+            turn.is_awaited = True
+            if turn.draws is None and turn not in self._futures:
+                self._number += 1
+                self._futures[turn] = self.loop.create_future()
+                self._waiting[self._number] = turn, self._futures[turn]
+                self.asked.put(AskedTurn(self._number, prompt_ids, limit, turn.draw_number))
+        try:
+            await _unless_gone(
+                request, asyncio.gather(*(asyncio.shield(self._futures[turn]) for turn in turns if turn.draws is None))
+            )
+        except ConnectionError:
+            for turn in turns:
+                turn.is_awaited = False
+            raise
+        for turn in turns:
+            if turn.answer is None:
+                assert turn.draws is not None, "its future is done"
+                episode.forest.finish(turn, turn.draws, self.dialect.answer(turn, chat.options), chat.conversation_options)
+
+
+class DeliveredResponse(Response):
+    """A response that notes of its turns that the client has it."""
+
+    def __init__(self, response: Response, turns: list[Turn]) -> None:
+        super().__init__()
+        self.response, self.turns = response, turns
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.response(scope, receive, send)
+            for turn in self.turns:
+                turn.was_delivered = True
+        finally:
+            for turn in self.turns:
+                turn.is_awaited = False
+
+
+async def _body(request: Request) -> bytes:
+    """Return a request's body. Raises Refusal if it is too long."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise Refusal(413, f"a request has at most {MAX_BODY_BYTES} bytes", "request_too_large")
+    return bytes(body)
+
+
+async def _unless_gone(request: Request, awaited: asyncio.Future[Any]) -> None:
+    """Wait for ``awaited``. Raises ConnectionError if the client goes away before."""
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    gone = asyncio.ensure_future(disconnect())
+    try:
+        await asyncio.wait({awaited, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not awaited.done():
+            awaited.cancel()
+            raise ConnectionResetError("the client has gone away")
+    finally:
+        gone.cancel()
+
+
+async def _events(body: Mapping[str, Any]) -> AsyncIterator[str]:
+    """Yield an answer as server-sent events: each choice in one part."""
+    head = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    for choice in body["choices"]:
+        delta = dict(choice["message"])
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
+        part = {**choice, "delta": delta}
+        del part["message"]
+        yield f"data: {json.dumps({**head, 'choices': [part]})}\n\n"
+    yield f"data: {json.dumps({**head, 'choices': [], 'usage': body['usage']})}\n\n"
+    yield "data: [DONE]\n\n"

@@ -1,0 +1,200 @@
+"""An episode's turns as a forest: each turn of the model is a node, and a branch is a fork. Pure.
+
+An agent sends its whole conversation with every request. A request goes on from the deepest turn whose conversation, with the
+answer that the agent got, is a prefix of it; only the messages behind it are read. So what the model drew is never written again.
+A request that no turn is a prefix of begins a new root.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rlhf_spmd.data.messages import Arguments, Message
+
+DRAW_BYTES = 7  # of a digest that key the draws of a turn: torch takes numbers below 2 ** 63
+
+
+class Draws(NamedTuple):
+    """What the model drew in a turn. The lists have an entry for each token."""
+
+    ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    finish_reason: str
+
+
+@dataclass(eq=False)
+class Turn:
+    """A turn of the model.
+
+    - key: names the turn by what was asked, whatever the order of requests
+    - parent: the turn before; None: a root
+    - messages: those that the model reads in this turn
+    - read_ids: their tokens, behind the parent's
+    - answer: the message that the agent got; None until then
+    - is_awaited: a client waits for the answer
+    - was_delivered: the agent has the answer. Others are not learned
+    """
+
+    key: str
+    parent: Turn | None
+    messages: list[Message]
+    read_ids: list[int]
+    draws: Draws | None = None
+    answer: Message | None = None
+    is_awaited: bool = True
+    was_delivered: bool = False
+
+    @property
+    def draw_number(self) -> int:
+        """Return the number that keys the turn's draws."""
+        return int.from_bytes(hashlib.sha256(self.key.encode()).digest()[:DRAW_BYTES], "big")
+
+    @property
+    def path(self) -> list[Turn]:
+        """Return the turns from the root to this one."""
+        return [*(self.parent.path if self.parent else ()), self]
+
+    @property
+    def ids(self) -> list[int]:
+        """Return the tokens of the whole conversation up to the end of this turn."""
+        drawn = self.draws.ids if self.draws else []
+        return [*(self.parent.ids if self.parent else ()), *self.read_ids, *drawn]
+
+
+class EpisodeRow(NamedTuple):
+    """A path from a root to a leaf, as a row to learn.
+
+    - ids, mask, log_probs, versions: an entry for each token. ``mask``: the model drew the token, and no earlier row has it
+    - observations: the messages of each run of tokens that ``mask`` leaves out
+    - num_turns: turns that this row learns
+    """
+
+    ids: list[int]
+    mask: list[bool]
+    log_probs: list[float]
+    versions: list[int]
+    observations: list[list[Message]]
+    num_turns: int
+    finish_reason: str
+
+
+@dataclass(eq=False)
+class Forest:
+    """The turns of one attempt at an episode. ``key`` names it.
+
+    ``turns``: by key, in the order in which they were asked for.
+    """
+
+    key: str
+    turns: dict[str, Turn] = field(default_factory=dict)
+    _by_conversation: dict[str, Turn] = field(default_factory=dict)  # digest of a conversation with its answer -> the turn
+    _asked: dict[str, list[Turn]] = field(default_factory=dict)  # digest of a request -> the turns that answer it
+
+    def attach(self, messages: Sequence[Message], options: Mapping[str, Any]) -> tuple[Turn | None, list[Message]]:
+        """Return the turn that a request goes on from, and the messages behind it; None and all messages for a new root.
+
+        ``options``: what else decides the text of a conversation, such as its tools.
+        """
+        digests = [_digest(options)]
+        for message in messages:
+            digests.append(_digest(digests[-1], canonical(message)))
+        for number in range(len(messages) - 1, 0, -1):
+            if (turn := self._by_conversation.get(digests[number])) is not None:
+                return turn, list(messages[number:])
+        return None, list(messages)
+
+    def repeated(
+        self, parent: Turn | None, messages: Sequence[Message], options: Mapping[str, Any], retries: bool
+    ) -> Turn | None:
+        """Return the turn that answers a request which has come before, and whose answer never arrived; else None.
+
+        ``retries``: the request says that it is sent again.
+        """
+        turns = self._asked.get(self._request(parent, messages, options), [])
+        lost = (turn for turn in turns if not (turn.was_delivered or turn.is_awaited))
+        return next(lost, turns[0] if turns and retries else None)
+
+    def add(self, parent: Turn | None, messages: list[Message], read_ids: list[int], options: Mapping[str, Any]) -> Turn:
+        """Return a new turn. Equal requests are siblings with other draws."""
+        request = self._request(parent, messages, options)
+        siblings = self._asked.setdefault(request, [])
+        turn = Turn(f"{request}.{len(siblings)}", parent, messages, read_ids)
+        siblings.append(turn)
+        self.turns[turn.key] = turn
+        return turn
+
+    def finish(self, turn: Turn, draws: Draws, answer: Message, options: Mapping[str, Any]) -> None:
+        """Note what a turn drew, and the message that the agent gets for it."""
+        turn.draws, turn.answer = draws, answer
+        digest = _digest(options)
+        for message in self.conversation(turn):
+            digest = _digest(digest, canonical(message))
+        self._by_conversation.setdefault(digest, turn)
+
+    def conversation(self, turn: Turn) -> list[Message]:
+        """Return all messages up to the turn's answer."""
+        return [message for each in turn.path for message in (*each.messages, *([each.answer] if each.answer else []))]
+
+    def rows(self) -> Iterator[EpisodeRow]:
+        """Yield the row of each path whose turns the agent has, in an order that requests do not decide."""
+        learned: set[str] = set()
+        delivered = [turn for turn in self.turns.values() if all(each.was_delivered for each in turn.path)]
+        parents = {turn.parent.key for turn in delivered if turn.parent}
+        for leaf in sorted(
+            (turn for turn in delivered if turn.key not in parents), key=lambda turn: [t.key for t in turn.path]
+        ):
+            yield _row(leaf.path, learned)
+
+    @property
+    def num_roots(self) -> int:
+        """Return how many conversations the episode has."""
+        return sum(turn.parent is None and turn.was_delivered for turn in self.turns.values())
+
+    def _request(self, parent: Turn | None, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        return _digest(self.key, parent.key if parent else "", options, *map(canonical, messages))
+
+
+def canonical(message: Message) -> list[Any]:
+    """Return what two messages must have in common to be the same one: all but names of calls that no model reads."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        calls.append([call["function"]["name"], arguments.text if isinstance(arguments, Arguments) else arguments])
+    return [message["role"], message.get("content") or "", calls, message.get("name"), message.get("tool_call_id")]
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _row(path: Sequence[Turn], learned: set[str]) -> EpisodeRow:
+    """Return the row of a path. ``learned``: keys of the turns of earlier rows, to which those of this one are added."""
+    row = EpisodeRow([], [], [], [], [], 0, "stop")
+    for turn in path:
+        assert turn.draws is not None and turn.answer is not None, "the agent has its answer"
+        is_new = turn.key not in learned
+        learned.add(turn.key)
+        ids, log_probs, versions, finish_reason = turn.draws
+        if not row.mask or row.mask[-1]:
+            row.observations.append([])
+        row.observations[-1].extend(turn.messages)
+        for number in turn.read_ids:
+            _append(row, number, False, 0.0, versions[0])
+        if not is_new:
+            row.observations[-1].append(turn.answer)
+        for number, log_prob, version in zip(ids, log_probs, versions, strict=True):
+            _append(row, number, is_new, log_prob if is_new else 0.0, version)
+        row = row._replace(num_turns=row.num_turns + is_new, finish_reason=finish_reason)
+    return row
+
+
+def _append(row: EpisodeRow, token: int, mask: bool, log_prob: float, version: int) -> None:
+    row.ids.append(token)
+    row.mask.append(mask)
+    row.log_probs.append(log_prob)
+    row.versions.append(version)

@@ -1,0 +1,185 @@
+"""Agents that the trainer does not know, over HTTP: the same numbers in any layout and order, and how episodes end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tasks
+import toy_agents
+from generate_runs import CONFIG, write_tokenizer
+from ranks import run_ranks
+from rlhf_spmd.models.weights import write_random_model
+from rlhf_spmd.train import prepare
+from tiers import tiers
+
+STEPS = 3
+AGENTS = Path(toy_agents.__file__)
+EXACT = ("actor/grad_norm", "actor/pg_loss", "reward/mean", "agents/turns", "response_length/mean")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that reads characters, and prompts."""
+    directory = tmp_path_factory.mktemp("agents")
+    write_random_model(directory / "model", {**CONFIG, "max_position_embeddings": 512, "initializer_range": 0.1}, seed=3)
+    write_tokenizer(directory / "model")
+    prompts = [{"prompt": f"{i} what{'x' * (i % 5)}"} for i in range(20)]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    return directory
+
+
+def settings(root: Path, run_dir: Path, steps: int, *more: str) -> list[str]:
+    return [
+        "algorithm.name=grpo",
+        "algorithm.use_kl_loss=false",
+        "algorithm.ppo_max_token_len_per_gpu=2048",
+        f"data.path={root / 'train.jsonl'}",
+        "data.train_batch_size=4",
+        "data.shuffle=false",
+        "data.max_prompt_length=64",
+        "data.max_response_length=300",
+        f"models.actor.path={root / 'model'}",
+        "models.actor.dtype=float64",
+        "sampling.n=2",
+        "agent.timeout_s=60",
+        f"run.steps={steps}",
+        f"run.dir={run_dir}",
+        "run.export=false",
+        "run.log_samples=100",
+        *more,
+    ]
+
+
+def train(ranks: int, root: Path, run_dir: Path, agent: str, *more: str, steps: int = STEPS) -> list[dict[str, Any]]:
+    """The metrics of a run whose rows ``agent`` of ``toy_agents`` answers."""
+    overrides = settings(root, run_dir, steps, f"agent.run={AGENTS}:{agent}", *more)
+    run_ranks(ranks, tasks.train_here, None, overrides)
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "two replicas": (2, ()),
+    "tp 2": (2, ("models.actor.layout.tp=2", "models.actor.generation.tp=2")),
+    "pp 2": (2, ("models.actor.layout.pp=2", "models.actor.generation.pp=2")),
+    "apart": (2, ("placement.strategy=separate",)),
+    "four": (4, ("models.actor.layout.tp=2", "models.actor.layout.zero=2", "models.actor.generation.tp=2")),
+    "preempted": (1, ("models.actor.generation.num_pages=12", "models.actor.generation.page_size=32")),
+}
+
+
+CASES = [f"{agent}, {layout}" for agent in ("tool_user", "debate", "compacting") for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("case", tiers(CASES, ["debate, two replicas", "compacting, tp 2", "tool_user, apart"]))
+def test_the_same_numbers_in_any_layout(root: Path, tmp_path: Path, case: str) -> None:
+    agent, layout = case.split(", ")
+    reference = train(1, root, tmp_path / "one", agent)
+    ranks, more = LAYOUTS[layout]
+    other = train(ranks, root, tmp_path / "other", agent, *more)
+    for one, two in zip(reference, other, strict=True):
+        assert {key: two[key] for key in EXACT} == {key: pytest.approx(one[key], rel=1e-8, abs=1e-12) for key in EXACT}
+        assert one["rollout/log_prob_diff_max"] < 1e-12 > two["rollout/log_prob_diff_max"], "what is learned is what was drawn"
+    assert len({row["reward/mean"] for row in reference}) > 1
+
+
+def test_requests_in_another_order_and_a_kill_in_the_middle(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(1, root, tmp_path / "plain", "debate", "run.save_freq=1", "run.keep_checkpoints=3")
+    resumed = train(1, root, tmp_path / "resumed", "debate", f"run.resume={tmp_path / 'plain' / 'checkpoints' / 'step_2'}")
+    assert [row["step"] for row in resumed] == [3]
+    delayed = train(1, root, tmp_path / "delayed", "late_debate")  # the other side asks first
+    for expected, row in zip([*plain, plain[-1]], [*delayed, *resumed], strict=True):
+        assert {key: row[key] for key in EXACT} == {key: expected[key] for key in EXACT}
+    assert plain[0]["agents/new_roots"] == 8, "a side each"
+
+
+def test_turns_are_learned_once_whatever_branches(root: Path, tmp_path: Path) -> None:
+    """Five turns in three conversations; four in three, of which one is asked for twice."""
+    for agent, turns, rows in (("debate", 5, 3), ("compacting", 4, 3)):
+        metrics = train(1, root, tmp_path / agent, agent, "agent.max_rows=4", steps=1)[0]
+        assert metrics["agents/turns"] == turns * 8 and metrics["agents/episodes"] == 8
+        samples = [json.loads(line) for line in (tmp_path / agent / "rollouts.jsonl").read_text().splitlines()]
+        assert len(samples) == rows * 8
+        assert metrics["rollout/num_turns_mean"] * len(samples) == pytest.approx(turns * 8)
+
+
+def test_advantages_compare_episodes_not_rows(root: Path, tmp_path: Path) -> None:
+    """Two episodes of a prompt: their advantages are opposite, however many rows they have."""
+    metrics = train(1, root, tmp_path, "debate", steps=1)[0]
+    assert metrics["critic/advantages/max"] == pytest.approx(-metrics["critic/advantages/min"], rel=1e-4)
+    assert metrics["critic/advantages/max"] == pytest.approx(2**-0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("agent", "more", "expected"),
+    [
+        ("failing", (), {"agents/failed": 4, "agents/retries": 4, "agents/timeouts": 0}),
+        ("hanging", ("agent.timeout_s=3",), {"agents/failed": 0, "agents/timeouts": 4, "agents/retries": 0}),
+        ("hanging", ("agent.timeout_s=3", "agent.on_timeout=keep"), {"agents/failed": 0, "agents/timeouts": 4}),
+        ("tool_user", ("agent.max_turns=2",), {"agents/failed": 8, "agents/turns": 16}),
+        ("debate", ("agent.max_rows=2",), {"agents/failed": 8}),
+    ],
+    ids=["fails", "hangs", "hangs and is kept", "too many turns", "too many conversations"],
+)
+def test_an_episode_that_fails_costs_itself(
+    root: Path, tmp_path: Path, agent: str, more: tuple[str, ...], expected: dict[str, int]
+) -> None:
+    metrics = train(1, root, tmp_path, agent, "agent.max_failure_rate=1", *more, steps=1)[0]
+    assert {key: metrics[key] for key in expected} == expected
+    failed = expected["agents/failed"] + (0 if "agent.on_timeout=keep" in more else expected.get("agents/timeouts", 0))
+    samples = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert [sample["score"] for sample in samples].count(None) == failed, "a failure is no score of 0"
+    if failed == 8:
+        assert metrics["actor/grad_norm"] == 0
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ("failing", "4 of 8 episodes failed"),
+        ("dying", "the agents' process ended with code 3"),
+        ("wrong", "an agent returns a number"),
+    ],
+)
+def test_too_many_failures_end_the_run_with_a_class_of_their_own(root: Path, tmp_path: Path, agent: str, message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        train(1, root, tmp_path, agent, "agent.max_failure_rate=0.25", steps=1)
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+row = json.load(sys.stdin)
+body = json.dumps({"messages": [{"role": "user", "content": row["prompt"]}], "max_tokens": 6, "model": "actor"}).encode()
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print("the answer was", len(answer))
+print(json.dumps({"reward": len(answer) / 10}))
+"""
+
+
+def test_a_command_is_an_agent(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    command = f"agent.command={sys.executable} {tmp_path / 'agent.py'}"
+    run_ranks(1, tasks.train_here, None, settings(root, tmp_path / "run", 1, command))
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert metrics["agents/turns"] == 8 and metrics["agents/failed"] == 0 and 0 < metrics["reward/mean"] < 3
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((f"agent.run={AGENTS}:digits",), "must be `async def f"),
+        ((f"agent.run={AGENTS}:absent",), "has no function 'absent'"),
+        ((f"agent.run={AGENTS}:debate", "agent.command=true"), "both say what an episode runs"),
+    ],
+)
+def test_what_is_refused_before_the_run(root: Path, tmp_path: Path, more: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(None, settings(root, tmp_path, 1, *more), 1)

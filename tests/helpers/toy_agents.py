@@ -1,0 +1,105 @@
+"""Agents that tests train with, and the model that they ask: characters are tokens, and a template marks turns. No torch here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+
+
+def post(base_url: str, messages: Sequence[Message], **fields: Any) -> dict[str, Any]:
+    """Return the answer to a chat request. Raises urllib.error.HTTPError."""
+    headers = {"Content-Type": "application/json", **fields.pop("headers", {})}
+    body = json.dumps({"model": "actor", "messages": list(messages), **fields}).encode()
+    request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+async def ask(base_url: str, messages: Sequence[Message], **fields: Any) -> list[Message]:
+    """Return the messages of the answer, one for each of ``n``."""
+    answer = await asyncio.to_thread(post, base_url, messages, **fields)
+    return [choice["message"] for choice in answer["choices"]]
+
+
+def digits(text: str) -> float:
+    """Return the share of digits in a text."""
+    return sum(map(str.isdigit, text)) / max(len(text), 1)
+
+
+async def tool_user(base_url: str, row: Mapping[str, Any]) -> float:
+    """Ask, tell how many digits there were, ask again."""
+    messages: list[Message] = [{"role": "user", "content": row["prompt"]}]
+    total = 0.0
+    for _ in range(3):
+        (answer,) = await ask(base_url, messages, max_tokens=8)
+        share = digits(answer["content"])
+        total += share
+        messages += [answer, {"role": "user", "content": f"{share:.2f}"}]
+    return total / 3
+
+
+async def late_debate(base_url: str, row: Mapping[str, Any]) -> dict[str, float]:
+    """The same debate, in which the first side asks later."""
+    return await debate(base_url, row, 0.2)
+
+
+async def debate(base_url: str, row: Mapping[str, Any], delay_s: float = 0.0) -> dict[str, float]:
+    """Two sides at the same time, each with a system prompt, and the better of two closings."""
+
+    async def side(name: str) -> tuple[list[Message], float]:
+        messages: list[Message] = [{"role": "system", "content": name}, {"role": "user", "content": row["prompt"]}]
+        await asyncio.sleep(delay_s * (name == "a"))
+        (answer,) = await ask(base_url, messages, max_tokens=6)
+        return [*messages, answer, {"role": "user", "content": "close"}], digits(answer["content"])
+
+    (first, one), (second, two) = await asyncio.gather(side("a"), side("b"))
+    closings = await ask(base_url, first, max_tokens=6, n=2)
+    (last,) = await ask(base_url, second, max_tokens=6)
+    return {"reward": one + two + max(digits(m["content"]) for m in closings) + digits(last["content"])}
+
+
+async def compacting(base_url: str, row: Mapping[str, Any]) -> float:
+    """Ask twice the same (other draws), send a request again as a client does, then go on with a summary in place of the history."""
+    messages: list[Message] = [{"role": "user", "content": row["prompt"]}]
+    (answer,), (other,) = [await ask(base_url, messages, max_tokens=6) for _ in range(2)]
+    again = [*messages, answer, {"role": "user", "content": "more"}]
+    (second,) = await ask(base_url, again, max_tokens=6)
+    (repeated,) = await ask(base_url, again, max_tokens=6, headers={"x-stainless-retry-count": "1"})
+    assert repeated["content"] == second["content"], "a request that is sent again gets the same answer"
+    (summary,) = await ask(base_url, [{"role": "user", "content": f"summary {len(answer['content'])}"}], max_tokens=6)
+    return digits(answer["content"]) + digits(other["content"]) + digits(second["content"]) + digits(summary["content"])
+
+
+async def hanging(base_url: str, row: Mapping[str, Any]) -> float:
+    """Every second row hangs, in code that does not wait."""
+    (answer,) = await ask(base_url, [{"role": "user", "content": row["prompt"]}], max_tokens=4)
+    if len(row["prompt"]) % 2:
+        time.sleep(60)
+    return digits(answer["content"])
+
+
+async def failing(base_url: str, row: Mapping[str, Any]) -> float:
+    """Every second row fails."""
+    (answer,) = await ask(base_url, [{"role": "user", "content": row["prompt"]}], max_tokens=4)
+    if int(row["prompt"].split()[0]) % 2:
+        raise RuntimeError("the tool is broken")
+    return digits(answer["content"])
+
+
+async def dying(base_url: str, row: Mapping[str, Any]) -> float:
+    """Ends its process, and with it all other agents there."""
+    await ask(base_url, [{"role": "user", "content": row["prompt"]}], max_tokens=4)
+    os._exit(3)
+
+
+async def wrong(base_url: str, row: Mapping[str, Any]) -> Any:
+    """Returns no reward."""
+    return None
