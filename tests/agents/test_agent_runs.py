@@ -106,6 +106,17 @@ def test_turns_are_learned_once_whatever_branches(root: Path, tmp_path: Path) ->
         assert metrics["agents/turns"] == turns * 8 and metrics["agents/episodes"] == 8
         samples = [json.loads(line) for line in (tmp_path / agent / "rollouts.jsonl").read_text().splitlines()]
         assert len(samples) == rows * 8
+        assert len({sample["episode"] for sample in samples}) == 8 and {sample["ending"] for sample in samples} == {"done"}
+        nodes = {sample["node"] for sample in samples}
+        assert len(nodes) == rows * 8 and nodes.isdisjoint(sample["parent"] for sample in samples), "rows end in leaves"
+        for sample in samples:
+            assert (
+                len(sample["ids"])
+                == len(sample["mask"])
+                == len(sample["log_probs"])
+                == sum(n for _, n in sample["versions"]) + 1
+            )
+            assert all((value < 0) == bool(drawn) for value, drawn in zip(sample["log_probs"], sample["mask"], strict=True))
         assert metrics["rollout/num_turns_mean"] * len(samples) == pytest.approx(turns * 8)
 
 
@@ -120,8 +131,8 @@ def test_advantages_compare_episodes_not_rows(root: Path, tmp_path: Path) -> Non
     ("agent", "more", "expected"),
     [
         ("failing", (), {"agents/failed": 4, "agents/retries": 4, "agents/timeouts": 0}),
-        ("hanging", ("agent.timeout_s=3",), {"agents/failed": 0, "agents/timeouts": 4, "agents/retries": 0}),
-        ("hanging", ("agent.timeout_s=3", "agent.on_timeout=keep"), {"agents/failed": 0, "agents/timeouts": 4}),
+        ("hanging", ("agent.timeout_s=6",), {"agents/failed": 0, "agents/timeouts": 4, "agents/retries": 0}),
+        ("hanging", ("agent.timeout_s=6", "agent.on_timeout=keep"), {"agents/failed": 0, "agents/timeouts": 4}),
         ("tool_user", ("agent.max_turns=2",), {"agents/failed": 8, "agents/turns": 16}),
         ("debate", ("agent.max_rows=2",), {"agents/failed": 8}),
     ],

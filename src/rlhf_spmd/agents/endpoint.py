@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
@@ -180,9 +180,7 @@ class AgentEndpoint:
                 self._waiting[self._number] = turn, self._futures[turn]
                 self.asked.put(AskedTurn(self._number, prompt_ids, limit, turn.draw_number))
         try:
-            await _unless_gone(
-                request, asyncio.gather(*(asyncio.shield(self._futures[turn]) for turn in turns if turn.draws is None))
-            )
+            await _unless_gone(request, [self._futures[turn] for turn in turns if turn.draws is None])
         except ConnectionError:
             for turn in turns:
                 turn.is_awaited = False
@@ -220,8 +218,8 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _unless_gone(request: Request, awaited: asyncio.Future[Any]) -> None:
-    """Wait for ``awaited``. Raises ConnectionError if the client goes away before."""
+async def _unless_gone(request: Request, futures: Sequence[asyncio.Future[None]]) -> None:
+    """Wait for ``futures``, which go on in any case. Raises ConnectionError if the client goes away before."""
 
     async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -229,10 +227,10 @@ async def _unless_gone(request: Request, awaited: asyncio.Future[Any]) -> None:
 
     gone = asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait({awaited, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not awaited.done():
-            awaited.cancel()
-            raise ConnectionResetError("the client has gone away")
+        while open_futures := {future for future in futures if not future.done()}:
+            await asyncio.wait({*open_futures, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                raise ConnectionResetError("the client has gone away")
     finally:
         gone.cancel()
 

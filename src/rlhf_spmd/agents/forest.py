@@ -72,6 +72,7 @@ class EpisodeRow(NamedTuple):
     - ids, mask, log_probs, versions: an entry for each token. ``mask``: the model drew the token, and no earlier row has it
     - observations: the messages of each run of tokens that ``mask`` leaves out
     - num_turns: turns that this row learns
+    - node, parent: keys of the last turn and of the one before it, "" for a root
     """
 
     ids: list[int]
@@ -81,6 +82,8 @@ class EpisodeRow(NamedTuple):
     observations: list[list[Message]]
     num_turns: int
     finish_reason: str
+    node: str = ""
+    parent: str = ""
 
 
 @dataclass(eq=False)
@@ -190,7 +193,8 @@ def _row(path: Sequence[Turn], learned: set[str]) -> EpisodeRow:
         for number, log_prob, version in zip(ids, log_probs, versions, strict=True):
             _append(row, number, is_new, log_prob if is_new else 0.0, version)
         row = row._replace(num_turns=row.num_turns + is_new, finish_reason=finish_reason)
-    return row
+    leaf = path[-1]
+    return row._replace(node=leaf.key, parent=leaf.parent.key if leaf.parent else "")
 
 
 def _append(row: EpisodeRow, token: int, mask: bool, log_prob: float, version: int) -> None:

@@ -54,7 +54,9 @@ class ActorWorker(ModelWorker):
         records_experts = self.config.router_replay == "R3"
         if not records_experts:
             self.omitted_outputs |= {ROUTED_EXPERTS}
-        if not (context.partial_rollouts or self.controller.versions.ahead):
+        if not context.agent.is_on:
+            self.omitted_outputs |= {"agent_node"}
+        if not (context.partial_rollouts or self.controller.versions.ahead or context.agent.is_on):
             self.omitted_outputs |= {"rollout_versions"}
         if context.max_staleness is None:
             self.omitted_outputs |= {LEARNT}
@@ -92,7 +94,7 @@ class ActorWorker(ModelWorker):
         inputs=("prompt_ids", "row?", "min_response_length?", "max_response_length?"),
         outputs=(
             *("response_ids", "rollout_log_probs", "stopped", "rollout_versions?", f"{LEARNT}?"),
-            *(f"{ROUTED_EXPERTS}?", "response_mask?", "environment_reward?", "observations?"),
+            *(f"{ROUTED_EXPERTS}?", "response_mask?", "environment_reward?", "observations?", "agent_node?"),
         ),
         kind="generate",
         lengths_of="response_ids",
@@ -117,7 +119,7 @@ class ActorWorker(ModelWorker):
         - ``routed_experts``, with ``router_replay=R3``: see :mod:`~rlhf_spmd.workers.router_replay`
         - with an environment, ``response_mask``: ragged bool, false for its tokens, whose log-probs are 0;
           ``environment_reward``: float64 [rows], nan where it failed; and ``observations``: ragged uint8, JSON of
-          ``Completion.observations``
+          ``Completion.observations``; with agents also ``agent_node``, JSON of the row's place in its episode
 
         A sample depends on seed, ``global_step``, row id and position. ``sampling_overrides``: rows of each of these references use
         temperature, top_p, top_k and min_p of its sampling, in the same batch as all others. ``num_groups`` (per replica): the call
@@ -206,6 +208,8 @@ class ActorWorker(ModelWorker):
             fields[MASK] = ragged(masks, torch.bool)
             fields["environment_reward"] = torch.tensor([c.reward for c in completions], dtype=torch.float64)
             fields["observations"] = encode_json(c.observations for c in completions)
+        if self.context.agent.is_on:
+            fields["agent_node"] = encode_json(self.agents.nodes[c.row_id] for c in completions)
         ids = torch.tensor([c.row_id for c in completions])
         rows = batch if torch.equal(ids, batch.row_ids) else batch.reorder(ids)  # rows that leave early come as they end
         return rows.with_fields(**fields)

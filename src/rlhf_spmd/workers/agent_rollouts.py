@@ -45,12 +45,14 @@ class AgentReport:
 class AgentRollouts:
     """Runs the episodes of generate calls on this replica. Every rank of the replica has one.
 
-    ``longest``: tokens that a conversation may have.
+    - longest: tokens that a conversation may have
+    - nodes: by row id, the place of each row of the last call in its episode, for people to read
     """
 
     def __init__(self, config: AgentConfig, generator: Generator, dialect: Dialect, longest: int) -> None:
         self.config, self.generator, self.dialect, self.longest = config, generator, dialect, longest
         self.replica = generator.mesh.replica
+        self.nodes: dict[int, dict[str, Any]] = {}
 
     def run(
         self,
@@ -99,9 +101,11 @@ class AgentRollouts:
         told = replica.told_rows() if self.replica.rank == 0 else None
         episodes, counts = self.replica.broadcast_json(told, "agents:rows")
         completions = []
-        for first, reward, failure, rows in episodes:
-            for slot, row in enumerate(rows):
-                completions.append(self._completion(first + slot, EpisodeRow(*row), reward, failure, version))
+        self.nodes = {}
+        for first, ending, reward, failure, values in episodes:
+            for row_id, row in enumerate((EpisodeRow(*row) for row in values), start=first):
+                completions.append(self._completion(row_id, row, reward, failure, version))
+                self.nodes[row_id] = {"episode": first, "node": row.node, "parent": row.parent, "ending": ending}
         return completions, AgentReport(**counts)
 
     def _completion(self, row_id: int, row: EpisodeRow, reward: float, failure: str | None, version: int) -> Completion:
@@ -177,7 +181,10 @@ class _Replica:
             self.endpoint.finish(c.row_id, draws)
 
     def told_rows(self) -> tuple[list[Any], dict[str, int]]:
-        """Return (first row id, reward, failure, rows) of each episode, and counts. An episode that is left out has a row, too."""
+        """Return (first row id, ending, reward, failure, rows) of each episode, and counts.
+
+        An episode that is left out has a row, too.
+        """
         assert self.episodes is not None, "on the first rank"
         config = self.rollouts.config
         told = []
@@ -200,5 +207,6 @@ class _Replica:
                 end = next(iter(self.rollouts.dialect.end_ids))
                 ids = [*self.rollouts.dialect.first_ids, end]
                 rows = [EpisodeRow(ids, [False] * len(ids), [0.0] * len(ids), [0] * len(ids), [[]], 0, "stop")]
-            told.append((episode.number, episode.reward if failure is None else math.nan, failure, rows))
+            ending = "failed" if failure is not None and episode.ending == "done" else episode.ending
+            told.append((episode.number, ending, episode.reward if failure is None else math.nan, failure, rows))
         return told, vars(counts)

@@ -55,6 +55,8 @@ class RewardWorker(RewardReporter):
 
     def build_role(self) -> None:
         super().build_role()
+        if not self.context.agent.is_on:
+            self.ignored_inputs |= {"rollout_log_probs"}
         scores_text = self.is_reporter and self.reward.function is not None
         self.runner = RewardRunner(self.reward, reward_key(self.name)) if scores_text else None
         by_rule = self.spec is None and self.reward.function is not None
@@ -94,6 +96,7 @@ class RewardWorker(RewardReporter):
         inputs=(
             *("prompt_ids", "response_ids", "row", "stopped?"),
             *("response_mask?", "environment_reward?", "observations?", "rollout_versions?"),
+            *("agent_node?", "rollout_log_probs?"),
         ),
         outputs=("scores", "failed", "answer_codes"),
         streams=True,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.controller import CallRecord
-from rlhf_spmd.data.batch import Batch
+from rlhf_spmd.data.batch import Batch, decode_json
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.rewards.config import reward_key
 from rlhf_spmd.rewards.results import RewardError, check_failures, merge_sums, source_metric
@@ -87,6 +87,8 @@ class RewardReporter(ModelWorker):
         texts = [text_of[row] for row in batch.row_ids.tolist()] if text_of else []
         scores = torch.zeros(len(batch)) if result is None else result["scores"]
         scored = ~scores.isnan()
+        if self.context.agent.is_on:  # the rows of an episode have one score
+            scored &= batch.row_ids % self.context.agent.max_rows == 0
         report |= self._statistics(batch, scores[scored], report)
         report["extras"] = merge_sums([*(note.extras for note in notes), *self._scores_by_source(texts, scores, scored)])
         report["samples"] = [
@@ -198,6 +200,7 @@ class RewardReporter(ModelWorker):
         - versions: runs of tokens as [step whose weights drew them, length]
         - messages: the prompt, if the data have it as a chat
         - turns: who wrote which part of the response, if the model did not write all of it
+        - episode, node, parent, ending, ids, mask, log_probs: with agents, the row's place in its episode, and its tokens
         - answer: the row's right answer
         - extracted: the answer that the reward read in the response (None if it found none), if it reads answers
         """
@@ -221,4 +224,11 @@ class RewardReporter(ModelWorker):
             texts = decode(self.context.tokenizer, [ids[begin:end] for _, begin, end in turns])
             authors = ("model" if by_model else "environment" for by_model, *_ in turns)
             sample["turns"] = [list(turn) for turn in zip(authors, texts, strict=True)]
+        if "agent_node" in batch:
+            one = batch.take([i])
+            sample |= decode_json(one["agent_node"])[0]
+            sample["ids"] = [*one["prompt_ids"].values.tolist(), *one["response_ids"].values.tolist()]
+            prompt_length = len(one["prompt_ids"].values)
+            sample["mask"] = [0] * prompt_length + one[MASK].values.int().tolist()
+            sample["log_probs"] = [0.0] * prompt_length + one["rollout_log_probs"].values.tolist()
         return sample
