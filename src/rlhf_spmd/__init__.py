@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rlhf_spmd.inference.llm import LLM as LLM
     from rlhf_spmd.inference.sampling_params import RequestOutput as RequestOutput
     from rlhf_spmd.inference.sampling_params import SamplingParams as SamplingParams
+    from rlhf_spmd.inference.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from rlhf_spmd.notebook import train as train
 
 __version__ = "0.3.0"
@@ -21,6 +22,7 @@ _MODULES = {
     "LLM": "inference.llm",
     "RequestOutput": "inference.sampling_params",
     "SamplingParams": "inference.sampling_params",
+    "StructuredOutputsParams": "inference.structured_outputs",
 }
 
 

@@ -11,6 +11,7 @@ from rlhf_spmd.data.messages import check_messages
 from rlhf_spmd.data.tokenizer import byte_alphabet, token_bytes
 from rlhf_spmd.inference.openai_forms import TextDelta, TextOffsets, choice_of, prompts_of, read_body, read_request
 from rlhf_spmd.inference.sampling_params import Logprob
+from rlhf_spmd.inference.structured_outputs import StructuredOutputsParams
 
 
 def tokenizer_of(pieces: list[str], decoder: Any = None) -> Any:
@@ -76,7 +77,19 @@ def test_log_probs_in_openai_s_form() -> None:
     [
         (True, '{"tools": [{}]}', "tools are not supported yet"),
         (True, '{"tool_choice": "required"}', "tool_choice is not supported yet"),
-        (True, '{"response_format": {"type": "json_object"}}', "response_format is not supported yet"),
+        (True, '{"response_format": {"type": "xml"}}', "response_format.type='xml' is not known; allowed: text, json_object"),
+        (
+            True,
+            '{"response_format": {"type": "json_schema"}}',
+            "response_format.type=json_schema: json_schema is for type json",
+        ),
+        (
+            True,
+            '{"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}',
+            "'response_format.json_schema.schema' (a mapping, each value any value) must be given",
+        ),
+        (False, '{"guided_regex": "a", "guided_json": {}}', "guided_json, guided_regex: a response follows one of them"),
+        (False, '{"guided_choice": "a"}', "structured_outputs.choice='a' must be a list, each entry text"),
         (False, '{"suffix": "b"}', "suffix is not supported yet"),
         (False, '{"logits_processors": []}', "unknown key 'logits_processors'"),
         (False, '{"prompt_logprobs": 1}', "unknown key 'prompt_logprobs'"),
@@ -124,6 +137,31 @@ def test_messages_of_a_request_are_those_of_data() -> None:
         assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": 1}
     with pytest.raises(ValueError, match="the content of message 0 must be text, not NoneType"):
         check_messages(prompts_of({"messages": [{"role": "user"}]}, True)[0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "structured_outputs"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "strict": True, "schema": {"not": False}},
+                }
+            },
+            {"json": {"not": False}},
+        ),
+        ({"response_format": {"type": "text"}, "guided_json": "{}"}, {"json": "{}"}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"guided_grammar": 'start: "a"', "guided_json": None}, {"grammar": 'start: "a"'}),
+        ({"structured_outputs": {"json": {}}}, {"json": {}}),
+    ],
+)
+def test_all_names_of_structured_outputs_are_one(asked: dict[str, Any], structured_outputs: dict[str, Any]) -> None:
+    for chat in (False, True):
+        assert read_request(asked, chat)[1].structured_outputs == StructuredOutputsParams(**structured_outputs)
 
 
 def test_what_a_request_asks_for() -> None:

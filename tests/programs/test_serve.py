@@ -153,6 +153,43 @@ def test_a_stream_brings_the_same_text(address: str) -> None:
     assert {part["object"] for part in parts} == {"chat.completion.chunk"}
 
 
+def test_answers_follow_a_grammar(address: str) -> None:
+    """Beside requests without one, which are answered as if alone."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 20, 300]}, "b": {"type": "boolean"}}, "required": ["n", "b"]}
+    schema["additionalProperties"] = False
+    response_format = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": schema, "strict": True}}
+    chat = {"messages": TALK, "response_format": response_format, "n": 3, "seed": 1}
+    plain = {"prompt": "abc", "seed": 2, "n": 2, "max_tokens": 20}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/chat/completions", chat),
+        ("/completions", plain),
+        ("/completions", {"prompt": "abc", "guided_choice": ["yes", "no"], "temperature": 0}),
+        ("/completions", {"prompt": "abc", "structured_outputs": {"regex": "[0-9]{3}-x"}, "seed": 3}),
+        ("/completions", {"prompt": "abc", "structured_outputs": {"regex": "[0-9]{9}"}, "max_tokens": 5}),
+    ]
+    plain_alone = ask(address, "/completions", plain)[1]["choices"]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(lambda body: ask(address, *body), asked))
+    assert [status for status, _ in answers] == [200] * len(asked)
+    chats, beside, *texts = (answer["choices"] for _, answer in answers)
+    for choice in chats:
+        value = json.loads(choice["message"]["content"])
+        assert choice["finish_reason"] == "stop" and value.keys() == {"n", "b"}
+        assert value["n"] in (1, 20, 300) and type(value["b"]) is bool
+    assert beside == plain_alone
+    assert texts[0][0]["text"] in ("yes", "no") and re.fullmatch("[0-9]{3}-x", texts[1][0]["text"])
+    assert re.fullmatch("[0-9]{5}", texts[2][0]["text"]) and texts[2][0]["finish_reason"] == "length"
+    for refused, message in (
+        ({"guided_regex": "(a"}, "structured_outputs: at 1(8): invalid regex"),
+        ({"guided_json": {"uniqueItems": True, "type": "array"}}, "structured_outputs: Unimplemented keys"),
+        ({"guided_regex": "a" * 70_000}, "structured_outputs: the grammar has 70"),
+        ({"guided_regex": "a", "ignore_eos": True}, "sampling_params.structured_outputs: no token could end the response"),
+    ):
+        status, error = ask(address, "/completions", {"prompt": "abc", **refused})
+        assert status == 400 and error["message"].startswith(message) and "\n" not in error["message"]
+
+
 def test_refusals_over_http(address: str) -> None:
     """In OpenAI's form; what a header shows is refused before the body has come."""
     for path, body, key, status, message in (

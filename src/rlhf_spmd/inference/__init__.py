@@ -16,6 +16,7 @@ Read in this order. For ``generate``, ``evaluate`` and ``score``, which read and
 
 For ``LLM`` and ``serve``, which answer requests:
 
+- ``structured_outputs``: grammars that responses follow
 - ``sampling_params``: ``SamplingParams`` and outputs, with vLLM's names
 - ``requests``: turns prompts into requests of the engine
 - ``outputs``: turns completions into outputs

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import isnan
-from typing import Any
+from typing import Any, Literal
 
+from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.data.tokenizer import UNFINISHED
 from rlhf_spmd.inference.requests import is_ids
@@ -22,8 +23,6 @@ INTERNAL = ("prompt_logprobs", "logits_processors")  # fields of SamplingParams 
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "best_of": (1,),
-    "response_format": ({"type": "text"},),
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex"), ()),
     "tools": ([],),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True, False),
@@ -32,6 +31,8 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
 }
+# older names of vLLM's, and the forms of structured_outputs that they stand for
+GUIDED = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
 MAX_DEPTH = 100  # of nested lists and objects in a request's JSON
 MAX_STOPS, STOP_CHARACTERS = 64, 4096  # stop texts of a request, and their characters: all are looked for after each token
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells half a character
@@ -116,12 +117,36 @@ class StreamOptions:
 
 
 @dataclass(frozen=True)
+class JsonSchema:
+    """OpenAI's ``json_schema``. Only ``schema`` has an effect: a response always follows it strictly."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+@dataclass(frozen=True)
+class ResponseFormat:
+    """OpenAI's ``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    def check(self, where: str) -> None:
+        """Raise ValueError for a schema that is missing or would have no effect."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError(f"{where}.type={self.type}: json_schema is for type json_schema, which needs it")
+
+
+@dataclass(frozen=True)
 class AnswerFormat:
     """The fields of a request that decide the form of its answer.
 
     - stream: send the answer in parts, as tokens are drawn
     - echo: only for completions: repeat the prompt, with the log-probs of its tokens, before the response
     - chat_template_kwargs: only for chats: variables of the chat template
+    - response_format: what the response must be
     - generates: false for ``max_tokens`` 0, which answers with the prompt alone
     """
 
@@ -129,7 +154,22 @@ class AnswerFormat:
     stream_options: StreamOptions = field(default_factory=StreamOptions)
     echo: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    response_format: ResponseFormat = field(default_factory=ResponseFormat)
     generates: bool = True
+
+
+def structured_outputs_of(settings: dict[str, Any], format: ResponseFormat) -> Any:
+    """Return the field ``structured_outputs``, which may have other names. Removes them from ``settings``.
+
+    Raises ValueError if there are two.
+    """
+    asked = {key: settings.pop(key) for key in ("structured_outputs", *GUIDED) if key in settings}
+    asked = {key: {GUIDED[key]: value} if key in GUIDED else value for key, value in asked.items()}
+    if format.type != "text":
+        asked["response_format"] = {"json": format.json_schema.schema} if format.json_schema else {"json_object": True}
+    if len(asked) > 1:
+        raise ValueError(f"{', '.join(asked)}: a response follows one of them; leave the others out")
+    return next(iter(asked.values()), None)
 
 
 def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, SamplingParams]:
@@ -151,6 +191,8 @@ def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, Sam
         settings["logprobs"] = likeliest if settings.pop("logprobs", False) else None
     format_values = {key: value for key, value in request_fields.items() if key in format_keys}
     format: AnswerFormat = read_section(AnswerFormat, format_values, strict=True)
+    check_section(format.response_format, "response_format")
+    settings["structured_outputs"] = structured_outputs_of(settings, format.response_format)
     if type(max_tokens := settings.get("max_tokens")) is int and max_tokens == 0:  # neither false nor 0.0
         format = replace(format, generates=False)
         settings["max_tokens"] = 1

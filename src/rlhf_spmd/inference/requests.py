@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from rlhf_spmd.config.constraints import Range, Seed
 from rlhf_spmd.config.rules import Rule, Rules
@@ -17,8 +17,12 @@ from rlhf_spmd.generation.stopping import StopCriteria, build_stop_criteria
 from rlhf_spmd.inference.inference_engine import GeneratingConfig, InferenceEngine, read_generating_model
 from rlhf_spmd.inference.loaded_model import CheckedModel
 from rlhf_spmd.inference.sampling_params import SamplingParams
+from rlhf_spmd.inference.structured_outputs import GrammarMask, compile_grammar
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 Prompt = tuple[list[int], str | None]  # token ids, and the text that they encode, if it was given as one
 
@@ -134,6 +138,12 @@ class RequestProcessor:
             check_room(len(encoded[i][0]), name)
         return [encoded[i] for i in range(len(inputs))]
 
+    def compile_grammar(self, params: SamplingParams) -> LLMatcher | None:
+        """Return the compiled ``structured_outputs``; None without. Local; any thread may call. Raises ValueError, one line."""
+        structured_outputs = params.structured_outputs
+        num_ids = self.engine.generator.num_drawable
+        return None if structured_outputs is None else compile_grammar(structured_outputs, self.tokenizer, num_ids)
+
     def requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[PromptRequest]:
         """Return the requests for prompts that :meth:`encode` returned. Numbers the responses. Local. Raises ValueError, one line."""
         return [self._request(*prompt, prompt_params) for prompt, prompt_params in zip(prompts, params, strict=True)]
@@ -157,9 +167,14 @@ class RequestProcessor:
         processors = tuple(params.logits_processors or ())
         if processors and (generator.config.steps_per_sync or 1) > 1:
             raise ValueError(f"{where}.logits_processors need steps_per_sync=1: they see drawn tokens")
+        grammar = self.compile_grammar(params)
+        if grammar is not None and not stop.token_ids:
+            raise ValueError(f"{where}.structured_outputs: no token could end the response; leave ignore_eos out")
         first = self._num_rows
         self._num_rows += params.n
         keys = [None if params.seed is None else (params.seed, j) for j in range(params.n)]
         limits = max_new_tokens, params.min_tokens, params.overrides
-        rows = [Request(first + j, first, ids, *limits, key, processors) for j, key in enumerate(keys)]
+        mask_arguments = generator.num_drawable, stop.token_ids
+        masks = [() if grammar is None else (GrammarMask(grammar, *mask_arguments),) for _ in keys]
+        rows = [Request(first + j, first, ids, *limits, key, (*processors, *masks[j])) for j, key in enumerate(keys)]
         return PromptRequest(text, ids, params, sampling, stop, rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, ClassVar
 
 from rlhf_spmd.config.constraints import NonNegativeInt, NumRows, PositiveInt, Range, Seed
@@ -11,6 +11,7 @@ from rlhf_spmd.config.schema import read_value, type_hints
 from rlhf_spmd.generation import SamplingConfig
 from rlhf_spmd.generation.config import MAX_LOGPROBS
 from rlhf_spmd.generation.sequence import SamplingOverrides
+from rlhf_spmd.inference.structured_outputs import StructuredOutputsParams
 
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # fields that all rows of a generator call share, beside stop
@@ -30,6 +31,7 @@ class SamplingParams:
     - skip_special_tokens: leave special tokens out of ``text``
     - logits_processors: functions (tokens drawn so far, logits [vocabulary]) -> logits to draw from, applied after all
       penalties. Every rank of a replica calls them for every token with the same arguments, so they must keep no state of a row
+    - structured_outputs: what the response must be; it is applied last. A response that reaches max_tokens before may be a part
     """
 
     rules: ClassVar[Rules] = (
@@ -62,16 +64,20 @@ class SamplingParams:
     prompt_logprobs: Annotated[int, Range(least=0, most=MAX_LOGPROBS)] | None = None
     skip_special_tokens: bool = True
     logits_processors: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         """Put every field in its declared type. Raises ValueError, one line."""
         for name in [field.name for field in fields(self)]:
-            value = read_value(type_hints(SamplingParams)[name], getattr(self, name), name)
-            object.__setattr__(self, name, value)
+            value = getattr(self, name)
+            raw_value = asdict(value) if isinstance(value, StructuredOutputsParams) else value
+            object.__setattr__(self, name, read_value(type_hints(SamplingParams)[name], raw_value, name))
         functions = self.logits_processors
         if not (functions is None or (isinstance(functions, list | tuple) and all(map(callable, functions)))):
             raise ValueError(f"logits_processors={functions!r} must be a list of functions")
         check_section(self, "sampling_params")
+        if self.structured_outputs is not None:
+            self.structured_outputs.check("structured_outputs")
         check_section(self.of_call().with_overrides(self.overrides), "sampling_params")
 
     @property

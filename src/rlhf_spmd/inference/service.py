@@ -22,7 +22,8 @@ from rlhf_spmd.inference.answers import ClientAnswer
 from rlhf_spmd.inference.openai_forms import OTHER, HttpError, check_sizes, error_answer, prompts_of, read_body, read_request
 from rlhf_spmd.inference.outputs import OutputBuilder
 from rlhf_spmd.inference.requests import Prompt, RequestProcessor
-from rlhf_spmd.inference.sampling_params import CompletionOutput
+from rlhf_spmd.inference.sampling_params import CompletionOutput, SamplingParams
+from rlhf_spmd.inference.structured_outputs import StructuredOutputsParams
 
 TURN_S = 0.2  # seconds of generation after which new requests join and streams are sent what is new
 IDLE_S = 1.0  # seconds after which ranks that wait for requests hear of each other
@@ -99,12 +100,16 @@ class Service:
     def __post_init__(self) -> None:
         self.engine = self.processor.engine
         self.output_builder = OutputBuilder(self.engine.generator, self.processor.tokenizer)
+        with suppress(
+            ValueError
+        ):  # makes the token table, so that no request waits for it; without llguidance they are refused
+            self.processor.compile_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)))
         self.processor.longest = self.engine.generator.reserve_pages(self.processor.longest)
 
     def read(self, raw: bytes, chat: bool) -> dict[str, Any]:
         """Return a request with its prompts as token ids, as JSON. Raises ValueError or DataError.
 
-        Local; any thread may call, so that no other request waits while a long text is tokenised.
+        Local; any thread may call, so that no other request waits while a long text is tokenised or a grammar compiled.
         """
         body = read_body(raw)
         if body.get("model", self.name) != self.name:
@@ -114,6 +119,7 @@ class Service:
         prompts = prompts_of(body, chat)
         if not 0 < len(prompts) * params.n <= MAX_ROWS:
             raise ValueError(f"{len(prompts)} prompts, n={params.n}: a request is for 1 to {MAX_ROWS} responses")
+        self.processor.compile_grammar(params)
         variables = {**self.variables, **format.chat_template_kwargs}
         encoded = self.processor.encode(prompts, variables=variables, generates=format.generates)
         fields = {key: value for key, value in body.items() if key not in OTHER}
