@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rlhf_spmd.inference.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from rlhf_spmd.notebook import train as train
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 _MODULES = {
     "LLM": "inference.llm",
     "RequestOutput": "inference.sampling_params",

@@ -40,7 +40,7 @@ class AgentConfig:
     )
     run: str | None = None
     command: str | None = None
-    timeout_s: Seconds = 300.0
+    timeout_s: Seconds = 240.0
     max_turns: PositiveInt = 64
     max_tokens: PositiveInt | None = None
     max_rows: PositiveInt = 8
