@@ -2,9 +2,10 @@
 
 rlhf-spmd serve --nproc-per-node 2 model.path=runs/quickstart/ppo/export layout.tp=2
 
-It has ``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions``, also as streams, ``/health`` and ``/version``. Only
-this machine can ask, unless ``host`` says otherwise. Beside OpenAI's fields a request may have those of ``SamplingParams``,
-such as ``top_k``, ``min_p``, ``repetition_penalty`` and ``stop_token_ids``. Unknown fields are refused.
+It has ``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions``, vLLM's ``/inference/v1/generate`` (token ids in and out),
+all three also as streams, ``/metrics``, ``/health`` and ``/version``. Only this machine can ask, unless ``host`` says otherwise.
+Beside OpenAI's fields a request may have those of ``SamplingParams``, such as ``top_k``, ``min_p``, ``repetition_penalty`` and
+``stop_token_ids``. Unknown fields are refused.
 
 A request that comes while others run joins them after a moment, if it differs from them only in lengths and in how a token is drawn
 (temperature, top_p, top_k, min_p, seed). Otherwise it waits until the responses that have begun have ended. Responses begin in turn,
@@ -23,6 +24,7 @@ from typing import Annotated, Any, ClassVar
 from rlhf_spmd.config.constraints import PositiveInt, Range
 from rlhf_spmd.data.messages import check_variables, unread_variables
 from rlhf_spmd.data.tokenizer import Decoding
+from rlhf_spmd.environments.tool_calls import check_format
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
 from rlhf_spmd.inference.loaded_model import CheckedModel
@@ -44,6 +46,8 @@ class ServeConfig(EngineConfig):
     - separate_reasoning: chats' answers have the text between the reasoning tags as `reasoning_content`, as vLLM's and SGLang's
       servers give it, and only what follows as `content`
     - reasoning_tags: the opening and the closing tag
+    - tool_call_parser: the form of the model's calls of tools, by vLLM's name, such as `hermes` or `llama3_json`; null: that of
+      the chat template
     - served_model_name: the model's name in requests; null: `model.path`
     - token_env: name of the environment variable with the bearer token that requests must have; null: none
     - allowed_origins: web pages whose scripts may ask from a browser, as in `https://chat.example.org`; `*`: all
@@ -59,6 +63,7 @@ class ServeConfig(EngineConfig):
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     separate_reasoning: bool = False
     reasoning_tags: list[str] = field(default_factory=lambda: list(REASONING_TAGS))
+    tool_call_parser: str | None = None
     token_env: str | None = None
     allowed_origins: list[str] = field(default_factory=list)
     max_body_bytes: PositiveInt = 1 << 23
@@ -68,6 +73,7 @@ class ServeConfig(EngineConfig):
         super().check(where)
         check_variables("chat_template_kwargs", self.chat_template_kwargs)
         check_tags("reasoning_tags", self.reasoning_tags)
+        check_format(self.tool_call_parser, "tool_call_parser")
         if self.token_env is not None and not os.environ.get(self.token_env):
             raise ValueError(f"token_env={self.token_env!r}: there is no such variable in the environment")
         for origin in self.allowed_origins:
@@ -100,7 +106,7 @@ def serve(loaded: CheckedModel[ServeConfig], world: World, board: Board) -> None
     name = config.served_model_name or config.model.path
     processor = RequestProcessor(loaded, world, board.tick)
     tags = config.reasoning_tags if config.separate_reasoning else None
-    service = Service(processor, name, lambda: board.preempted, config.chat_template_kwargs, tags)
+    service = Service(processor, name, lambda: board.preempted, config.chat_template_kwargs, tags, config.tool_call_parser)
     if world.rank > 0:
         while service.turn():
             pass

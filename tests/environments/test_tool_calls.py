@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_spmd.environments.tool_calls import ParsedTurn, TurnContext, detect_format, parse_turn
+from rlhf_spmd.environments.tool_calls import CallSpan, ParsedTurn, ToolCall, TurnContext, detect_format, parse_turn
 
 TEXTS = {"f": ["s"]}
 ARGUMENTS = {"n": 2, "s": "1"}
@@ -48,9 +48,8 @@ def test_calls_of_each_family(name: str, text: str) -> None:
         return
     parsed = parse_turn(f"{opening}Maybe {text}?{closing}\nSo.", name)
     assert parsed == ParsedTurn("So.", f"Maybe {text}?", [])
-    assert parse_turn(f"{opening}hm{closing}{text}", name, None, TEXTS) == ParsedTurn(
-        "", "hm", parse_turn(text, name, None, TEXTS).calls
-    )
+    parsed = parse_turn(f"{opening}hm{closing}{text}", name, None, TEXTS)
+    assert (parsed.content, parsed.reasoning, parsed.calls) == ("", "hm", [("f", ARGUMENTS)] * 2)
     assert calls_of(f"{text}?{closing}{text}", name) == [("f", ARGUMENTS)] * 2
     assert calls_of(f"hm {text}", name, TurnContext(f"assistant\n{opening}\n")) == []
 
@@ -67,7 +66,9 @@ def test_thoughts_and_calls_of_channels() -> None:
 @pytest.mark.parametrize("mark", ["<tool_call>", "</tool_call>", "<think>", "</think>", "line\nbreak"])
 def test_a_mark_inside_an_argument_is_text(mark: str) -> None:
     inside = f'<tool_call>{{"name": "f", "arguments": {{"s": "{mark}"}}}}</tool_call>'
-    assert parse_turn(f"So {inside}", "hermes") == ParsedTurn("So", "", [("f", {"s": mark})])
+    assert parse_turn(f"So {inside}", "hermes") == ParsedTurn(
+        "So", "", [CallSpan(3, 3 + len(inside), [ToolCall("f", {"s": mark})])]
+    )
     coded = f"<tool_call><function=f><parameter=s>\n{mark}</parameter>\n</parameter></function></tool_call>"
     assert calls_of(coded, "qwen3_coder") == [("f", {"s": f"{mark}</parameter>"})]
 
@@ -83,6 +84,7 @@ def test_a_mark_inside_an_argument_is_text(mark: str) -> None:
         ("hermes", "<tool_call>42", [None]),
         ("llama3_json", '{"name": "Ada"}', []),
         ("llama3_json", '[{"a": 1}]', []),
+        ("llama3_json", f"{LLAMA}; {LLAMA[:-1]}", [("f", ARGUMENTS), None]),
         ("mistral", "[TOOL_CALLS]oh", [None]),
         ("glm45", "<tool_call>f<arg_key>s</arg_key>", [None]),
         ("glm45", "<tool_call>f", [None]),

@@ -305,6 +305,11 @@ def test_what_vllm_takes_is_taken(llm: LLM, model: Path, tmp_path: Path, capsys:
     with pytest.raises(ValueError, match=r"chat\.chat_template_kwargs\.tokenize is no variable"):
         other.chat(TALK, greedy, chat_template_kwargs={"tokenize": True})
     assert llm.chat(TALK)[0].prompt == "<|user|>abd<|assistant|>"
+    of_tools = "{{ tools | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
+    assert llm.chat(TALK, tools=tools, chat_template=of_tools)[0].prompt == "2abd"
+    with pytest.raises(ValueError, match="the chat template does not tell the model of tools"):
+        llm.chat(TALK, tools=tools)
     assert "responses" not in capsys.readouterr().err  # a bar is for terminals
 
 

@@ -9,7 +9,16 @@ import pytest
 
 from rlhf_spmd.data.messages import check_messages
 from rlhf_spmd.data.tokenizer import byte_alphabet, token_bytes
-from rlhf_spmd.inference.openai_forms import TextDelta, TextOffsets, choice_of, prompts_of, read_body, read_request
+from rlhf_spmd.inference.openai_forms import (
+    Dialect,
+    TextDelta,
+    TextOffsets,
+    choice_of,
+    prompts_of,
+    read_body,
+    read_request,
+    with_sampling_fields,
+)
 from rlhf_spmd.inference.sampling_params import Logprob
 from rlhf_spmd.inference.structured_outputs import StructuredOutputsParams
 
@@ -56,7 +65,7 @@ def test_offsets_are_those_of_characters_however_the_tokens_come() -> None:
 def test_log_probs_in_openai_s_form() -> None:
     entry = {5: Logprob(-2.0, None, "x"), 6: Logprob(-0.5, 1, "y"), 7: Logprob(-inf, 2, "z")}
     delta = TextDelta("ax", [{4: Logprob(nan, None, "a")}, entry], [0, 1], "length")
-    choice = choice_of(3, delta, False, lambda token, text: [*text.encode()])
+    choice = choice_of(3, delta, "completion", lambda token, text: [*text.encode()])
     log_probs = {
         "tokens": ["a", "x"],
         "token_logprobs": [None, -2.0],
@@ -66,60 +75,80 @@ def test_log_probs_in_openai_s_form() -> None:
     assert choice == {"index": 3, "text": "ax", "finish_reason": "length", "stop_reason": None, "logprobs": log_probs}
     # two tokens with one text: a client sees that 5 was not the likeliest
     same_text = {5: Logprob(-2.0, None, "y"), 6: Logprob(-0.5, 1, "y")}
-    assert choice_of(0, TextDelta("y", [same_text], [0]), False, lambda *_: None)["logprobs"]["top_logprobs"] == [{"y": -0.5}]
-    (content,) = choice_of(0, TextDelta("x", [entry]), True, lambda token, text: [token], "later")["logprobs"]["content"]
+    assert choice_of(0, TextDelta("y", [same_text], [0]), "completion", lambda *_: None)["logprobs"]["top_logprobs"] == [
+        {"y": -0.5}
+    ]
+    (content,) = choice_of(0, TextDelta("x", [entry]), "chat", lambda token, text: [token], "later")["logprobs"]["content"]
     best = [{"token": "y", "logprob": -0.5, "bytes": [6]}, {"token": "z", "logprob": -9999.0, "bytes": [7]}]
     assert content == {"token": "x", "logprob": -2.0, "bytes": [5], "top_logprobs": best}
 
 
 @pytest.mark.parametrize(
-    ("chat", "raw", "message"),
+    ("dialect", "raw", "message"),
     [
-        (True, '{"tools": [{}]}', "tools are not supported yet"),
-        (True, '{"tool_choice": "required"}', "tool_choice is not supported yet"),
-        (True, '{"response_format": {"type": "xml"}}', "response_format.type='xml' is not known; allowed: text, json_object"),
+        ("chat", '{"tools": [{}]}', "tools[0] must be {'type': 'function'"),
+        ("chat", '{"tool_choice": "required"}', "tool_choice='required' is not supported yet"),
+        ("chat", '{"response_format": {"type": "xml"}}', "response_format.type='xml' is not known; allowed: text, json_object"),
         (
-            True,
+            "chat",
             '{"response_format": {"type": "json_schema"}}',
             "response_format.type=json_schema: json_schema is for type json",
         ),
         (
-            True,
+            "chat",
             '{"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}',
             "'response_format.json_schema.schema' (a mapping, each value any value) must be given",
         ),
-        (False, '{"guided_regex": "a", "guided_json": {}}', "guided_json, guided_regex: a response follows one of them"),
-        (False, '{"guided_choice": "a"}', "structured_outputs.choice='a' must be a list, each entry text"),
-        (False, '{"suffix": "b"}', "suffix is not supported yet"),
-        (False, '{"logits_processors": []}', "unknown key 'logits_processors'"),
-        (False, '{"prompt_logprobs": 1}', "unknown key 'prompt_logprobs'"),
-        (False, '{"temprature": 1}', "unknown key 'temprature'; did you mean 'temperature'?"),
-        (False, '{"stream_options": {"usage": true}}', "unknown key 'stream_options.usage'"),
-        (False, '{"stream": "yes"}', "stream='yes' must be true or false"),
-        (False, '{"max_tokens": "many"}', "max_tokens='many' must be an integer or null"),
-        (False, '{"max_tokens": 0}', "max_tokens=0 is for echo=true"),
-        (False, '{"stop": [1]}', "stop[0]=1 must be text"),
-        (True, '{"chat_template_kwargs": 5}', "chat_template_kwargs=5 must be a mapping"),
-        (False, '{"chat_template_kwargs": {"x": 1}}', "chat_template_kwargs are for /v1/chat"),
-        (True, '{"echo": true}', "echo=true is for /v1/completions"),
-        (True, '{"messages": "abc"}', "messages must be a list of objects"),
-        (True, '{"messages": [5]}', "message 0 must be an object with 'role' and 'content'"),
+        ("completion", '{"guided_regex": "a", "guided_json": {}}', "guided_json, guided_regex: a response follows one of them"),
+        ("completion", '{"guided_choice": "a"}', "structured_outputs.choice='a' must be a list, each entry text"),
         (
-            True,
+            "chat",
+            '{"tool_choice": {"type": "function", "function": {"name": "f"}}}',
+            "tool_choice={'type': 'function', 'function': {'name': 'f'}} is not supported yet",
+        ),
+        ("completion", '{"tools": [{}]}', "tools are for /v1/chat/completions"),
+        ("chat", '{"priority": 1}', "priority is not supported yet"),
+        ("generate", '{"token_ids": [1], "prompt": "a"}', "unknown key 'prompt'"),
+        (
+            "generate",
+            '{"token_ids": [1], "sampling_params": {"max_token": 1}}',
+            "unknown key 'sampling_params.max_token'; did you",
+        ),
+        ("generate", '{"token_ids": [1], "sampling_params": {"stream": true}}', "unknown key 'sampling_params.stream'"),
+        ("generate", '{"token_ids": [1], "sampling_params": [1]}', "sampling_params must be an object"),
+        ("generate", '{"token_ids": "abc"}', "token_ids must be a non-empty list of token ids"),
+        ("generate", "{}", "token_ids must be a non-empty list of token ids"),
+        ("completion", '{"suffix": "b"}', "suffix is not supported yet"),
+        ("completion", '{"logits_processors": []}', "unknown key 'logits_processors'"),
+        ("completion", '{"prompt_logprobs": 1}', "unknown key 'prompt_logprobs'"),
+        ("completion", '{"temprature": 1}', "unknown key 'temprature'; did you mean 'temperature'?"),
+        ("completion", '{"stream_options": {"usage": true}}', "unknown key 'stream_options.usage'"),
+        ("completion", '{"stream": "yes"}', "stream='yes' must be true or false"),
+        ("completion", '{"max_tokens": "many"}', "max_tokens='many' must be an integer or null"),
+        ("completion", '{"max_tokens": 0}', "max_tokens=0 is for echo=true"),
+        ("completion", '{"stop": [1]}', "stop[0]=1 must be text"),
+        ("chat", '{"chat_template_kwargs": 5}', "chat_template_kwargs=5 must be a mapping"),
+        ("completion", '{"chat_template_kwargs": {"x": 1}}', "chat_template_kwargs are for /v1/chat"),
+        ("chat", '{"echo": true}', "echo=true is for /v1/completions"),
+        ("chat", '{"messages": "abc"}', "messages must be a list of objects"),
+        ("chat", '{"messages": [5]}', "message 0 must be an object with 'role' and 'content'"),
+        (
+            "chat",
             '{"messages": [{"role": "user", "content": "a"}, [6]]}',
             "message 1 must be an object with 'role' and 'content'",
         ),
-        (False, "[]", "a request is a JSON object"),
-        (False, "[" * 100_000, "a request's JSON is at most 100 values deep"),
-        (False, '{"metadata": ' + "[" * 200 + "]" * 200 + "}", "a request's JSON is at most 100"),
-        (False, '{"prompt": "\\ud800"}', "'utf-8' codec can't encode character"),
+        ("completion", "[]", "a request is a JSON object"),
+        ("completion", "[" * 100_000, "a request's JSON is at most 100 values deep"),
+        ("completion", '{"metadata": ' + "[" * 200 + "]" * 200 + "}", "a request's JSON is at most 100"),
+        ("completion", '{"prompt": "\\ud800"}', "'utf-8' codec can't encode character"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line(chat: bool, raw: str, message: str) -> None:
+def test_what_cannot_be_asked_is_one_line(dialect: Dialect, raw: str, message: str) -> None:
     def read() -> None:
         body = read_body(raw.encode())
-        read_request(body, chat)
-        prompts_of(body, chat)
+        body = with_sampling_fields(body) if dialect == "generate" else body
+        read_request(body, dialect)
+        prompts_of(body, dialect)
 
     with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as refusal:
         read()
@@ -131,12 +160,12 @@ def test_messages_of_a_request_are_those_of_data() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     asked = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     for said in ({"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "assistant", "tool_calls": [call]}):
-        (prompt,) = prompts_of({"messages": [asked, said]}, True)
+        (prompt,) = prompts_of({"messages": [asked, said]}, "chat")
         user, assistant = check_messages(prompt)
         assert user["content"] == "ab" and assistant["content"] == ""
         assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": 1}
     with pytest.raises(ValueError, match="the content of message 0 must be text, not NoneType"):
-        check_messages(prompts_of({"messages": [{"role": "user"}]}, True)[0])
+        check_messages(prompts_of({"messages": [{"role": "user"}]}, "chat")[0])
 
 
 @pytest.mark.parametrize(
@@ -160,15 +189,15 @@ def test_messages_of_a_request_are_those_of_data() -> None:
     ],
 )
 def test_all_names_of_structured_outputs_are_one(asked: dict[str, Any], structured_outputs: dict[str, Any]) -> None:
-    for chat in (False, True):
-        assert read_request(asked, chat)[1].structured_outputs == StructuredOutputsParams(**structured_outputs)
+    for dialect in ("chat", "completion"):
+        assert read_request(asked, dialect)[1].structured_outputs == StructuredOutputsParams(**structured_outputs)
 
 
 def test_what_a_request_asks_for() -> None:
     nothing = {"tools": [], "tool_choice": "auto", "suffix": None, "best_of": 1, "response_format": {"type": "text"}}
     nothing |= {"parallel_tool_calls": True, "stream": False}
-    assert read_request(nothing, True) == read_request({}, True) and read_request({}, True)[1].max_tokens is None
-    form, params = read_request({"echo": True, "max_tokens": 0, "logprobs": 3}, False)
+    assert read_request(nothing, "chat") == read_request({}, "chat") and read_request({}, "chat")[1].max_tokens is None
+    form, params = read_request({"echo": True, "max_tokens": 0, "logprobs": 3}, "completion")
     assert form.echo and (form.generates, params.logprobs, params.prompt_logprobs) == (False, 3, 3)
-    form, params = read_request({"logprobs": True, "stream": True, "chat_template_kwargs": {"enable_thinking": False}}, True)
+    form, params = read_request({"logprobs": True, "stream": True, "chat_template_kwargs": {"enable_thinking": False}}, "chat")
     assert (params.logprobs, params.prompt_logprobs, form.chat_template_kwargs) == (0, None, {"enable_thinking": False})

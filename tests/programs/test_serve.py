@@ -6,10 +6,7 @@ import contextlib
 import http.client
 import json
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -20,27 +17,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from queue import Queue
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-import tasks
 from generate_runs import arguments, read_output, write_rows
 from generate_runs import model as model  # a fixture
-from generators import alone, transformers_greedy
+from generators import transformers_greedy
 from rlhf_spmd import score, serve
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
 from rlhf_spmd.generation import Request
 from rlhf_spmd.inference import endpoint as endpoints
 from rlhf_spmd.inference import service as services
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
-from rlhf_spmd.inference.openai_forms import error_answer
-from rlhf_spmd.inference.requests import RequestProcessor
+from rlhf_spmd.inference.openai_forms import Dialect, error_answer
 from rlhf_spmd.parallel.launch import Launch
+from serving import KEY, arrive, arrive_raw, ask, choices_of, program, service_of, turn_until_idle
 
-KEY = "a secret of this test"
 TALK = [{"role": "user", "content": "abd"}]
 RENDERED_TALK = "<|user|>abd<|assistant|>"
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -49,30 +43,8 @@ GREEDY = {"temperature": 0, "max_tokens": 12}
 @pytest.fixture(scope="module")
 def address(model: Path) -> Iterator[str]:
     """Of a program on two ranks, which ends with the module."""
-    settings = ("layout.tp=2", "served_model_name=small", "token_env=TEST_KEY", "generation.max_num_seqs=4")
-    command = [sys.executable, "-m", "rlhf_spmd", "serve", "--nproc-per-node", "2", f"model.path={model}", "port=0", *settings]
-    process = subprocess.Popen(command, env=tasks.environment() | {"TEST_KEY": KEY}, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        lines = iter(process.stderr.readline, "")
-        yield next(line for line in lines if "http://" in line).split()[-1]
-        process.send_signal(signal.SIGTERM)
-        *_, last_line = lines
-        assert last_line == "ended\n"
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
-def ask(address: str, path: str, body: Any = None, key: str = KEY) -> tuple[int, Any]:
-    data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(address + path, data, {"Authorization": f"Bearer {key}"})
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())["error"]
+    with program(model, "served_model_name=small", "token_env=TEST_KEY", "generation.max_num_seqs=4", TEST_KEY=KEY) as url:
+        yield url
 
 
 def greedy_text(model: Path, prompt: str, limit: int, **options: Any) -> str:
@@ -215,44 +187,7 @@ def test_refusals_over_http(address: str) -> None:
 
 @pytest.fixture
 def service(model: Path, monkeypatch: pytest.MonkeyPatch) -> services.Service:
-    """With a step of the generator in each turn."""
-    monkeypatch.setattr(services, "TURN_S", 1e-9)
-    monkeypatch.setattr(services, "IDLE_S", 1e-3)
-    world, settings = alone()[0], [f"model.path={model}", "generation.max_num_seqs=4", "generation.page_size=8"]
-    return services.Service(RequestProcessor(serve.prepare(None, settings, world.launch), world), "small")
-
-
-def arrive(service: services.Service, number: int, chat: bool = False, **body: Any) -> Queue[services.Part]:
-    """As the endpoint puts it."""
-    return arrive_raw(service, number, json.dumps({"temperature": 0, "ignore_eos": True, **body}).encode(), chat)
-
-
-def arrive_raw(service: services.Service, number: int, raw: bytes, chat: bool) -> Queue[services.Part]:
-    reply: Queue[services.Part] = Queue()
-    service.replies[number] = reply.put
-    try:
-        service.arrivals.put((number, service.read(raw, chat)))
-    except ValueError as error:
-        reply.put(error_answer(error))
-    return reply
-
-
-def turn_until_idle(service: services.Service) -> None:
-    while service.running or service.waiting:
-        service.turn()
-
-
-def choices_of(service: services.Service, chat: bool = False, **body: Any) -> list[dict[str, Any]]:
-    """The first choice in each part of an answer, from its arrival to its end."""
-    reply, choices = arrive(service, 0, chat, **body), list[dict[str, Any]]()
-    while True:
-        while reply.empty():
-            service.turn()
-        part = reply.get()
-        if part is None:
-            return choices
-        assert part[0] == 200, part
-        choices.append(part[1]["choices"][0])
+    return service_of(model, monkeypatch)
 
 
 def text_of(part: services.Part) -> str:
@@ -295,17 +230,17 @@ def test_echoed_log_probs_are_those_of_score(service: services.Service, model: P
 
 
 def test_a_prompt_that_fills_the_context_is_echoed(service: services.Service) -> None:
-    (choice,) = choices_of(service, False, prompt="a" * 64, echo=True, logprobs=0, max_tokens=0, stream=False)
+    (choice,) = choices_of(service, prompt="a" * 64, echo=True, logprobs=0, max_tokens=0, stream=False)
     assert choice["text"] == "a" * 64 == "".join(choice["logprobs"]["tokens"])
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_stream_brings_the_same_log_probs(service: services.Service, chat: bool) -> None:
+@pytest.mark.parametrize("dialect", ["completion", "chat"])
+def test_a_stream_brings_the_same_log_probs(service: services.Service, dialect: Dialect) -> None:
     form: dict[str, Any] = {"echo": True, "prompt": "abc", "logprobs": 2}
-    if chat:
+    if dialect == "chat":
         form = {"messages": TALK, "logprobs": True, "top_logprobs": 2}
     answers = [
-        choices_of(service, chat, stream=stream, max_tokens=20, seed=3, temperature=1, stop="\u0000", **form)
+        choices_of(service, dialect, stream=stream, max_tokens=20, seed=3, temperature=1, stop="\u0000", **form)
         for stream in (False, True)
     ]
     (answer,), parts = [[choice["logprobs"] for choice in choices] for choices in answers]
@@ -341,7 +276,7 @@ def test_what_cannot_be_answered_is_one_line(service: services.Service) -> None:
     ]
     for body, message in bodies:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        reply = arrive_raw(service, 0, raw, chat=b"messages" in raw)
+        reply = arrive_raw(service, 0, raw, "chat" if b"messages" in raw else "completion")
         service.turn()
         answer = reply.get_nowait()
         assert answer is not None and answer[0] == 400 and answer[1]["error"]["message"].startswith(message), answer
@@ -372,7 +307,7 @@ def test_variables_of_the_template_are_the_requests_or_the_servers(service: serv
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ending }}{{ more }}"
     service.processor.tokenizer.chat_template, service.variables = template, {"ending": "!", "more": "?"}
     bodies = ({"messages": TALK, **more} for more in ({}, {"chat_template_kwargs": {"ending": "#"}}))
-    requests = [service.read(json.dumps(body).encode(), chat=True) for body in bodies]
+    requests = [service.read(json.dumps(body).encode(), "chat") for body in bodies]
     assert [request["prompts"][0][1] for request in requests] == ["abd!?", "abd#?"]
 
 
@@ -380,19 +315,19 @@ def test_variables_of_the_template_are_the_requests_or_the_servers(service: serv
 def test_reasoning_is_separated_in_whole_answers_and_in_streams(service: services.Service, begun: bool) -> None:
     """The tags are a text that the model writes, and what the prompt ends with or the response begins with."""
     body = {"messages": TALK, "max_tokens": 30, "allowed_token_ids": list(range(3, 98)), "seed": 5, "temperature": 1}
-    text = choices_of(service, True, **body)[0]["message"]["content"]
+    text = choices_of(service, "chat", **body)[0]["message"]["content"]
     opening, closing = "<|assistant|>" if begun else text[:2], text[9:12]
     service.reasoning_tags = [opening, closing]
     start = 0 if begun else 2
     message = {"role": "assistant", "reasoning_content": text[start:9], "content": text[12:]}
-    assert text.index(closing, start) == 9 and choices_of(service, True, **body)[0]["message"] == message
-    deltas = [choice["delta"] for choice in choices_of(service, True, **body, stream=True)]
+    assert text.index(closing, start) == 9 and choices_of(service, "chat", **body)[0]["message"] == message
+    deltas = [choice["delta"] for choice in choices_of(service, "chat", **body, stream=True)]
     for key in ("reasoning_content", "content"):
         assert "".join(delta[key] or "" for delta in deltas) == message[key]
     assert sum(delta["reasoning_content"] is not None for delta in deltas) > 3
     service.reasoning_tags = ["#?#", "@?@"]
     message = {"role": "assistant", "reasoning_content": None, "content": text}
-    assert choices_of(service, True, **body)[0]["message"] == message
+    assert choices_of(service, "chat", **body)[0]["message"] == message
 
 
 def test_a_stream_sends_no_beginning_of_a_stop_string(service: services.Service) -> None:
@@ -689,6 +624,7 @@ def test_connections_that_ask_for_nothing_cost_no_thread_and_end(
         (["token_env=NOT_THERE"], 1, "token_env='NOT_THERE': there is no such variable in the environment"),
         ([], 2, "layout.tp=1 on 2 ranks: they hold one model; set layout.tp=2"),
         (["separate_reasoning=true", "reasoning_tags=[<s>, </s>]"], 1, "reasoning_tags: </s> is a special token of this"),
+        (["tool_call_parser=herms"], 1, "tool_call_parser='herms' is not a form of calls; did you mean 'hermes'?"),
         (["reasoning_tags=[a, b]"], 1, "reasoning_tags=['a', 'b'] does nothing without"),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +104,25 @@ def added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
             return with_special[:start], with_special[start + length :]
     end = with_special[-1:] if with_special[-1:] == [tokenizer.eos_token_id] else []
     return with_special[: len(with_special) - len(end)], end
+
+
+@lru_cache(maxsize=8)
+def added_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the tokens that were added to the vocabulary, but for the runs of blanks that some have among them."""
+    return {added.content: token for token, added in tokenizer.added_tokens_decoder.items() if added.content.strip()}
+
+
+def added_places(tokenizer: Any, ids: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return each added token of a response: its id, and where it begins and ends in the text with special tokens."""
+    names = {token: name for name, token in added_tokens(tokenizer).items()}
+    runs = [(is_added, list(run)) for is_added, run in groupby(ids, names.__contains__)]
+    texts = iter(decode(tokenizer, [run for is_added, run in runs if not is_added], skip_special_tokens=False))
+    places, end = list[tuple[int, int, int]](), 0
+    for is_added, run in runs:
+        for token in run if is_added else ():
+            places.append((token, end, end := end + len(names[token])))
+        end += 0 if is_added else len(next(texts))
+    return places
 
 
 def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:

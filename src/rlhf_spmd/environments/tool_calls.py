@@ -23,12 +23,30 @@ class ToolCall(NamedTuple):
     arguments: dict[str, Any]
 
 
+Calls = list[ToolCall | None]  # None stands for a call that cannot be read
+
+
+class CallSpan(NamedTuple):
+    """Where calls stand in a turn's text: from ``start`` to ``end``, with their marks.
+
+    A call that cannot be read adds no text but its mark. A mark around several calls has none.
+    """
+
+    start: int
+    end: int
+    calls: Calls
+
+
 class ParsedTurn(NamedTuple):
-    """The parts of a turn. ``calls``: None stands for a call that cannot be read, whose text stays in ``content``."""
+    """The parts of a turn. The text of a call that cannot be read stays in ``content``. ``spans``: in the order of the text."""
 
     content: str
     reasoning: str
-    calls: list[ToolCall | None]
+    spans: list[CallSpan]
+
+    @property
+    def calls(self) -> Calls:
+        return [call for span in self.spans for call in span.calls]
 
 
 class TurnContext(NamedTuple):
@@ -38,15 +56,16 @@ class TurnContext(NamedTuple):
     - marks: places in the turn where an added token begins, by its text; only for tokens whose text the turn also spells
       in other tokens
     - timeout_s: seconds that the call may take, after which its row is given up
+    - thoughts: the marks around thoughts; None: those of the form
     """
 
     before: str = ""
     marks: Mapping[str, Collection[int]] = {}
     timeout_s: float = 30.0
+    thoughts: tuple[str, str] | None = None
 
 
 TextParameters = Mapping[str, Collection[str]]  # function -> its parameters that take text, which some forms do not quote
-Calls = list[ToolCall | None]
 CallReader = Callable[[str, int, TextParameters], tuple[Calls, int]]  # text, place behind a mark -> calls, their end
 
 
@@ -55,11 +74,13 @@ class ToolFormat(NamedTuple):
 
     - form: for messages to the model
     - template_marks: texts of which each of the family's chat templates has one
+    - open_end: returns where the end of a growing text begins that may become a call and is in no span yet
     """
 
     form: str
     template_marks: tuple[str, ...]
     parse: Callable[[str, TurnContext, TextParameters], ParsedTurn]
+    open_end: Callable[[str], int]
 
 
 class MarkedCalls(NamedTuple):
@@ -79,38 +100,59 @@ class MarkedCalls(NamedTuple):
     allows_unmarked: bool = False
 
     def parse(self, text: str, context: TurnContext, texts: TextParameters) -> ParsedTurn:
-        opening, closing = self.thoughts
-        any_mark = re.compile("|".join(map(re.escape, (*self.thoughts, *self.marks))))
+        opening, closing = context.thoughts or self.thoughts
+        any_mark = re.compile("|".join(map(re.escape, (opening, closing, *self.marks, *self.around))))
         end_of_thoughts = re.compile(re.escape(closing))
-        content, reasoning, calls = list[str](), list[str](), Calls()
+        content, reasoning = list[tuple[int, int]](), list[tuple[int, int]]()  # begins and ends of their parts
+        spans = list[CallSpan]()
         position = 0
         is_thought = context.before.rstrip().endswith(opening)
         while mark := _next_mark(end_of_thoughts if is_thought else any_mark, text, position, context):
-            (reasoning if is_thought else content).append(text[position : mark.start()])
+            (reasoning if is_thought else content).append((position, mark.start()))
             position = mark.end()
             if mark[0] == closing and not is_thought:  # nothing opened it: all before it is thought, drafts of calls included
-                content, reasoning, calls = [], [text[: mark.start()]], []
-            elif mark[0] in self.thoughts:
+                content, reasoning, spans = [], [(0, mark.start())], []
+            elif mark[0] in (opening, closing):
                 is_thought = mark[0] == opening
+            elif mark[0] in self.around:
+                spans.append(CallSpan(mark.start(), position, []))
             else:
                 try:
-                    marked_calls, position = self.read(text, position, texts)
+                    calls, position = self.read(text, position, texts)
                 except (ValueError, RecursionError):  # the mark is content
-                    marked_calls = [None]
-                    content.append(mark[0])
-                calls += marked_calls
-        (reasoning if is_thought else content).append(text[position:])
-        return self._parsed("".join(content), "".join(reasoning), calls, texts)
+                    calls = [None]
+                    content.append((mark.start(), position))
+                spans.append(CallSpan(mark.start(), position, calls))
+        (reasoning if is_thought else content).append((position, len(text)))
+        if self.allows_unmarked and not spans:
+            content, spans = self._read_unmarked(text, content, texts)
+        spoken, thought = ("".join(text[begin:end] for begin, end in parts).strip() for parts in (content, reasoning))
+        return ParsedTurn(spoken, thought, spans)
 
-    def _parsed(self, content: str, reasoning: str, calls: Calls, texts: TextParameters) -> ParsedTurn:
-        """Return the turn, without the marks around calls, and with calls that have no mark."""
-        for mark in self.around:
-            content = content.replace(mark, "")
-        if self.allows_unmarked and not calls and content.lstrip()[:1] in ("{", "["):
-            with suppress(ValueError, RecursionError):
-                calls, end = self.read(content, 0, texts)
-                content = content[end:]
-        return ParsedTurn(content.strip(), reasoning.strip(), calls)
+    def _read_unmarked(
+        self, text: str, content: list[tuple[int, int]], texts: TextParameters
+    ) -> tuple[list[tuple[int, int]], list[CallSpan]]:
+        """Return the content without calls at its beginning, and these calls."""
+        first = next((number for number, (begin, end) in enumerate(content) if text[begin:end].strip()), len(content))
+        for begin, end in content[first : first + 1]:
+            if text[begin:end].lstrip()[:1] in ("{", "["):
+                with suppress(ValueError, RecursionError):
+                    calls, behind = self.read(text[:end], begin, texts)
+                    return [(behind, end), *content[first + 1 :]], [CallSpan(begin, behind, calls)]
+        return content, []
+
+    def open_end(self, text: str) -> int:
+        """Return where the text begins that may be a call without a mark, or the beginning of a mark."""
+        start = text.rfind(self.thoughts[1])
+        start = 0 if start < 0 else start + len(self.thoughts[1])
+        if self.allows_unmarked and text[start:].lstrip()[:1] in ("{", "["):
+            return start
+        return min(unfinished_mark(text, mark) for mark in (*self.marks, *self.around))
+
+
+def unfinished_mark(text: str, mark: str) -> int:
+    """Return where the last characters of a text begin that ``mark`` begins with; the text's length if there are none."""
+    return len(text) - next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def parse_turn(text: str, name: str, context: TurnContext | None = None, texts: TextParameters | None = None) -> ParsedTurn:
@@ -122,11 +164,10 @@ def parse_turn(text: str, name: str, context: TurnContext | None = None, texts: 
     return FORMATS[name].parse(text, context or TurnContext(), texts or {})
 
 
-def detect_format(template: str | None) -> str:
-    """Return the name of the form whose marks a chat template's text has; ``hermes`` if it has none."""
-    return next(
-        (name for name, form in FORMATS.items() if any(mark in (template or "") for mark in form.template_marks)), "hermes"
-    )
+def detect_format(template: str | Mapping[str, str] | None) -> str:
+    """Return the name of the form whose marks a chat template has, or one of several by name; ``hermes`` if it has none."""
+    text = "\n".join(template.values()) if isinstance(template, Mapping) else template or ""
+    return next((name for name, form in FORMATS.items() if any(mark in text for mark in form.template_marks)), "hermes")
 
 
 def check_format(name: str | None, where: str) -> None:
@@ -183,10 +224,13 @@ _NEXT_CALL = re.compile(r"\s*;\s*(?=\{)")
 
 
 def _read_llama(text: str, position: int, texts: TextParameters) -> tuple[Calls, int]:
-    """Read objects with ``;`` between them."""
+    """Read objects with ``;`` between them, up to the first that cannot be read."""
     calls, end = _json_calls(text, position)
     while separator := _NEXT_CALL.match(text, end):
-        more, end = _json_calls(text, separator.end())
+        try:
+            more, end = _json_calls(text, separator.end())
+        except (ValueError, RecursionError):
+            return [*calls, None], end
         calls += more
     return calls, end
 
@@ -262,61 +306,76 @@ def _parse_channels(text: str, context: TurnContext, texts: TextParameters) -> P
 
     A message to a function is a call, whatever its channel; ``analysis`` is thought; the others are content.
     """
-    content, reasoning, calls = list[str](), list[str](), Calls()
+    content, reasoning, spans = list[str](), list[str](), list[CallSpan]()
     position = 0
     while start := _next_mark(_CHANNEL, text, position, context):
+        begin = position
         header = text[position : start.start()]
         position = start.end()
         recipient = _RECIPIENT.search(header)
+        call = None
         if recipient:
-            call = None
             with suppress(ValueError, RecursionError):
                 arguments, end = _json(text, position)
                 call = _call(recipient[1], arguments)
                 position = end
-            calls.append(call)
         ending = _next_mark(_CHANNEL_END, text, position, context)
         body = text[position : ending.start() if ending else None]
         position = ending.end() if ending else len(text)
-        if recipient is None or calls[-1] is None:
+        if recipient:
+            spans.append(CallSpan(begin, start.end() if call is None else position, [call]))
+        if call is None:
             (reasoning if "<|channel|>analysis" in header else content).append(body)
     if position == 0:  # a message without a header
         content.append(text)
-    return ParsedTurn("\n".join(content).strip(), "\n".join(reasoning).strip(), calls)
+    return ParsedTurn("\n".join(content).strip(), "\n".join(reasoning).strip(), spans)
+
+
+def _open_channel(text: str) -> int:
+    """Return where the last message begins if its header has not ended, else the text's end."""
+    start = max((end.end() for end in _CHANNEL_END.finditer(text) if end[0] != "<|start|>"), default=0)
+    return start if _CHANNEL.search(text, start) is None else len(text)
+
+
+def _marked_format(form: str, template_marks: tuple[str, ...], calls: MarkedCalls) -> ToolFormat:
+    return ToolFormat(form, template_marks, calls.parse, calls.open_end)
 
 
 _OBJECT = '{"name": ..., "arguments": {...}}'
 # the most specific marks of templates first: some templates have those of several families
 FORMATS = {
     "openai": ToolFormat(
-        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}", ("<|channel|>",), _parse_channels
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}",
+        ("<|channel|>",),
+        _parse_channels,
+        _open_channel,
     ),
-    "deepseek_v31": ToolFormat(
+    "deepseek_v31": _marked_format(
         f"{_CALL_BEGIN}NAME{_SEPARATOR}{{...}}{_CALL_END}",
         (_CALLS_BEGIN,),
-        MarkedCalls((_CALL_BEGIN,), _read_deepseek, around=(_CALLS_BEGIN, _CALLS_END)).parse,
+        MarkedCalls((_CALL_BEGIN,), _read_deepseek, around=(_CALLS_BEGIN, _CALLS_END)),
     ),
-    "mistral": ToolFormat(
+    "mistral": _marked_format(
         f"[TOOL_CALLS][{_OBJECT}] or [TOOL_CALLS]NAME[ARGS]{{...}}",
         ("[TOOL_CALLS]",),
-        MarkedCalls(("[TOOL_CALLS]",), _read_mistral, ("[THINK]", "[/THINK]")).parse,
+        MarkedCalls(("[TOOL_CALLS]",), _read_mistral, ("[THINK]", "[/THINK]")),
     ),
-    "glm45": ToolFormat(
+    "glm45": _marked_format(
         "<tool_call>NAME<arg_key>...</arg_key><arg_value>...</arg_value></tool_call>",
         ("<arg_key>",),
-        MarkedCalls(("<tool_call>",), _read_glm).parse,
+        MarkedCalls(("<tool_call>",), _read_glm),
     ),
-    "qwen3_coder": ToolFormat(
+    "qwen3_coder": _marked_format(
         "<tool_call><function=NAME><parameter=...>...</parameter></function></tool_call>",
         ("<function=",),
-        MarkedCalls(("<function=",), _read_coder, around=("<tool_call>", "</tool_call>")).parse,
+        MarkedCalls(("<function=",), _read_coder, around=("<tool_call>", "</tool_call>")),
     ),
-    "hermes": ToolFormat(
-        f"<tool_call>{_OBJECT}</tool_call>", ("<tool_call>",), MarkedCalls(("<tool_call>",), _read_hermes).parse
+    "hermes": _marked_format(
+        f"<tool_call>{_OBJECT}</tool_call>", ("<tool_call>",), MarkedCalls(("<tool_call>",), _read_hermes)
     ),
-    "llama3_json": ToolFormat(
+    "llama3_json": _marked_format(
         '{"name": ..., "parameters": {...}}',
         ("<|python_tag|>", "<|start_header_id|>"),
-        MarkedCalls(("<|python_tag|>",), _read_llama, allows_unmarked=True).parse,
+        MarkedCalls(("<|python_tag|>",), _read_llama, allows_unmarked=True),
     ),
 }

@@ -85,7 +85,7 @@ class DecodeMicroBatch:
             row.buffer_line = buffer_line
             if row.request.row_id not in self.rows:
                 row.leave_pages()
-                row.prefix_ids = self.prefix_table.prefix_ids(row.request.prompt_ids)
+                row.prefix_ids = self.prefix_table.prefix_ids(row.request.prompt_ids, row.request.cache_salt)
                 row.min_new_tokens = max(call.sampling.min_response_length, row.request.min_new_tokens)
                 self.scheduler.add(row)
         self.rows = {row.request.row_id: row for row in rows}

@@ -14,14 +14,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import Row, named_row
 from rlhf_spmd.data.messages import chat_options
 from rlhf_spmd.data.reasoning import strip_reasoning
-from rlhf_spmd.data.tokenizer import decode, encode_continued, longest_token
+from rlhf_spmd.data.tokenizer import added_places, added_tokens, decode, encode_continued, longest_token
 from rlhf_spmd.environments.config import ChatMessage, EnvironmentConfig, environment_of
 from rlhf_spmd.environments.runner import Answer, EnvironmentRunner, error_words
 from rlhf_spmd.environments.tool_calls import TurnContext
@@ -55,17 +54,10 @@ class Environments:
 def spelled_marks(tokenizer: Any, ids: list[int], text: str) -> dict[str, list[int]]:
     """Return :class:`TurnContext`'s ``marks`` of the turn ``ids``, whose text is ``text``."""
     starts: dict[str, list[int]] = {}
-    for mark, token in _added_tokens(tokenizer).items():
+    for mark, token in added_tokens(tokenizer).items():
         if mark in text and text.count(mark) > ids.count(token):
-            before = [ids[:i] for i, token_id in enumerate(ids) if token_id == token]
-            starts[mark] = [len(text) for text in decode(tokenizer, before, skip_special_tokens=False)]
+            starts[mark] = [begin for token_id, begin, _ in added_places(tokenizer, ids) if token_id == token]
     return starts
-
-
-@lru_cache(maxsize=8)
-def _added_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the tokens that were added to the vocabulary, but for the runs of blanks that some have among them."""
-    return {added.content: token for token, added in tokenizer.added_tokens_decoder.items() if added.content.strip()}
 
 
 def turn_messages(

@@ -92,11 +92,11 @@ class PrefixTable:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self._ids: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._ids: dict[tuple[int | str | None, tuple[int, ...]], int] = {}
 
-    def prefix_ids(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the id of the prefix that ends with each page of the prompt."""
-        parent = -1
+    def prefix_ids(self, prompt_ids: Sequence[int], salt: str | None = None) -> tuple[int, ...]:
+        """Return the id of the prefix that ends with each page of the prompt. Only prompts with equal ``salt`` share ids."""
+        parent: int | str | None = salt
         prefix_ids = []
         for start in range(0, len(prompt_ids), self.page_size):
             key = (parent, tuple(prompt_ids[start : start + self.page_size]))

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form, whole or in parts, from the responses so far."""
+"""Answers to clients, whole or in parts, from the responses so far."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rlhf_spmd.data.reasoning import begins_reasoning, split_reasoning
 from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, prompt_texts, token_bytes
 from rlhf_spmd.generation import Completion, NotFinite
 from rlhf_spmd.generation.sequence import SequenceState
+from rlhf_spmd.inference.answer_calls import AnswerCalls, text_parameters
 from rlhf_spmd.inference.inference_engine import Entries
-from rlhf_spmd.inference.openai_forms import AnswerFormat, Entry, TextDelta, TextOffsets, choice_of
+from rlhf_spmd.inference.openai_forms import AnswerFormat, Dialect, Entry, TextDelta, TextOffsets, choice_of
 from rlhf_spmd.inference.outputs import OutputBuilder, response_entries
 from rlhf_spmd.inference.requests import PromptRequest
 from rlhf_spmd.inference.sampling_params import CompletionOutput
@@ -26,7 +27,9 @@ class ResponseProgress:
 
     - offsets: finds where its tokens begin, after ``start`` characters of the answer; None if the answer does not say
     - tags: separate reasoning from content; None: they are not separated. in_reasoning: the prompt ends with the opening tag
-    - text: the text so far, of which reasoning and content were sent. num_tokens: tokens whose log-probs were sent
+    - call_reader: reads calls of tools; None: they are not read
+    - gives_ids: the client asks for token ids
+    - text: the text so far, of which reasoning and content were sent. num_tokens: tokens that were sent; num_calls: calls
     - has_begun, has_ended: whether its beginning and its end were sent
     """
 
@@ -34,31 +37,53 @@ class ResponseProgress:
     start: int
     tags: Sequence[str] | None
     in_reasoning: bool
+    call_reader: AnswerCalls | None
+    gives_ids: bool
     text: str = ""
     reasoning: str = ""
     content: str = ""
     num_tokens: int = 0
+    num_calls: int = 0
     has_begun: bool = False
     has_ended: bool = False
 
-    def advance(self, text: str, entries: Sequence[Entry] | None, output: CompletionOutput | None) -> TextDelta:
+    def advance(
+        self, text: str, ids: Sequence[int], entries: Sequence[Entry] | None, output: CompletionOutput | None
+    ) -> TextDelta:
         """Return what is new in the response, which the client has from now on.
 
-        ``text``: the whole text so far; ``entries``: the log-probs of the new tokens; ``output``: the response if it has ended.
+        ``text``, ``ids``: the whole response so far; ``entries``: the log-probs of the new tokens; ``output``: the response if it
+        has ended.
         """
-        reasoning, content = "", text
+        calls: list[dict[str, Any]] = []
+        shown = text
+        if self.call_reader is not None:
+            shown, calls = self.call_reader.split(ids, text, output is not None)
+        reasoning, content = "", shown
         if self.tags is not None:
-            reasoning, content = split_reasoning(text, self.in_reasoning, self.tags, output is not None)
+            reasoning, content = split_reasoning(shown, self.in_reasoning, self.tags, output is not None)
         offsets: list[int] = []
         if entries is not None and self.offsets is not None:
             offsets = self.offsets.add([next(iter(entry)) for entry in entries])
             offsets = [min(offset, self.start + len(text)) for offset in offsets]
         finish_reason, stop_reason = (None, None) if output is None else (output.finish_reason, output.stop_reason)
-        new_reasoning = None if self.tags is None else reasoning[len(self.reasoning) :]
-        delta = TextDelta(content[len(self.content) :], entries, offsets, finish_reason, stop_reason, new_reasoning)
+        if output is not None and max(len(calls), self.num_calls) > 0:
+            finish_reason = "tool_calls"
+        delta = TextDelta(
+            content[len(self.content) :],
+            entries,
+            offsets,
+            finish_reason,
+            stop_reason,
+            None if self.tags is None else reasoning[len(self.reasoning) :],
+            calls[self.num_calls :],
+            self.num_calls,
+            ids[self.num_tokens :] if self.gives_ids else None,
+        )
         self.text = text
         self.reasoning, self.content = reasoning, content
-        self.num_tokens += len(entries or ())
+        self.num_tokens = len(ids)
+        self.num_calls = max(len(calls), self.num_calls)
         self.has_begun = True
         self.has_ended = output is not None
         return delta
@@ -70,18 +95,20 @@ class ClientAnswer:
 
     - model: the model's name
     - reasoning_tags: between which a chat's answer has reasoning; None: it is not separated
+    - call_format: the form of calls in a chat's answer; None: they are not read
     - responses: those that have ended, by row id; progress: what was streamed of each, by row id
     - prompt_logprobs: of the prompts' tokens, by number of the prompt, once they are computed
     - rows: by row id of each response, the number of its prompt
     """
 
     number: int
-    chat: bool
+    dialect: Dialect
     format: AnswerFormat
     prompt_requests: Sequence[PromptRequest]
     output_builder: OutputBuilder
     model: str
     reasoning_tags: Sequence[str] | None
+    call_format: str | None
     responses: dict[int, CompletionOutput] = field(default_factory=dict)
     progress: dict[int, ResponseProgress] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[Entry]] = field(default_factory=dict)
@@ -90,6 +117,8 @@ class ClientAnswer:
         self.rows = {
             row.row_id: number for number, prompt_request in enumerate(self.prompt_requests) for row in prompt_request.rows
         }
+        self.gives_ids = self.format.return_token_ids or self.dialect == "generate"
+        self._has_begun = False  # whether a part of the answer was made
 
     def add_response(self, completion: Completion) -> None:
         """Keep a response that has ended."""
@@ -110,15 +139,17 @@ class ClientAnswer:
         ``states``: the rows in flight, by row id.
         """
         for index, row in enumerate(self.rows if self.format.stream else ()):
-            state = states.get(row)
-            text = self._text_so_far(row, state)
-            if text is None:
+            progress = self.progress.get(row)
+            if progress is not None and progress.has_ended:
                 continue
-            if row not in self.progress:
-                self.progress[row] = self._new_progress(row)
-            progress = self.progress[row]
-            is_longer = len(text) > len(progress.text) or (self.format.echo and not progress.has_begun)
-            if not progress.has_ended and (is_longer or row in self.responses):
+            state = states.get(row)
+            if row not in self.responses and (state is None or state.token_logprobs is None):
+                continue  # before its first tokens
+            if progress is None:
+                progress = self.progress[row] = self._new_progress(row)
+            text, ids = self._text_so_far(row, state), self._ids_so_far(row, state)
+            has_news = len(text) > len(progress.text) or (self.gives_ids and len(ids) > progress.num_tokens)
+            if has_news or (self.format.echo and not progress.has_begun) or row in self.responses:
                 yield self._body([self._choice(index, row, progress, text, state)])
 
     def last_chunk(self) -> dict[str, Any] | None:
@@ -129,22 +160,30 @@ class ClientAnswer:
         if self.format.stream:
             return self._body([], usage=usage) if self.format.stream_options.include_usage else None
         choices = [
-            self._choice(index, row, self._new_progress(row), self.responses[row].text, None)
+            self._choice(index, row, self._new_progress(row), self._text_so_far(row, None), None)
             for index, row in enumerate(self.rows)
         ]
         return self._body(choices, usage=usage)
 
-    def _text_so_far(self, row: int, state: SequenceState | None) -> str | None:
-        """Return the text of a response, None before its first tokens.
+    def _ids_so_far(self, row: int, state: SequenceState | None) -> Sequence[int]:
+        if row in self.responses:
+            return self.responses[row].token_ids
+        return [] if state is None else state.token_ids
+
+    def _text_so_far(self, row: int, state: SequenceState | None) -> str:
+        """Return the text of a response, with its special tokens if calls are read.
 
         Unless it has ended, it is without what may be the beginning of a character or of a stop string.
         """
-        if row in self.responses:
-            return self.responses[row].text
-        if state is None or state.token_logprobs is None:
-            return None
         prompt_request = self.prompt_requests[self.rows[row]]
-        text, _ = self.output_builder.text_and_stop(prompt_request, state.token_ids, stopped=False)
+        reads_calls = self.call_format is not None
+        if (response := self.responses.get(row)) is not None:
+            if not reads_calls:
+                return response.text
+            stopped = response.finish_reason == "stop"
+            return self.output_builder.text_and_stop(prompt_request, response.token_ids, stopped, shows_special=True)[0]
+        ids = self._ids_so_far(row, state)
+        text, _ = self.output_builder.text_and_stop(prompt_request, ids, stopped=False, shows_special=reads_calls)
         text = text.rstrip(UNFINISHED)
         reserve = max(map(len, prompt_request.sampling.stop), default=1) - 1
         return text[: max(len(text) - reserve, 0)]
@@ -164,12 +203,25 @@ class ClientAnswer:
     def _new_progress(self, row: int) -> ResponseProgress:
         prompt_request = self.prompt_requests[self.rows[row]]
         start = len(self._prompt_text(prompt_request)) if self.format.echo else 0
-        if not self.chat:
+        if self.dialect != "chat":
             decode = partial(self.output_builder.decode, skip_special=prompt_request.params.skip_special_tokens)
-            return ResponseProgress(TextOffsets(decode, start), start, None, in_reasoning=False)
+            offsets = TextOffsets(decode, start) if self.dialect == "completion" else None
+            return ResponseProgress(offsets, start, None, False, None, self.gives_ids)
         tags = self.reasoning_tags
-        in_reasoning = tags is not None and begins_reasoning(self._prompt_text(prompt_request), tags[0])
-        return ResponseProgress(None, start, tags, in_reasoning)
+        prompt = self._prompt_text(prompt_request)
+        call_reader = None
+        if self.call_format is not None:
+            call_reader = AnswerCalls(
+                self.output_builder.tokenizer,
+                self.call_format,
+                text_parameters(self.format.tools),
+                self.format.parallel_tool_calls,
+                prompt,
+                None if tags is None else (tags[0], tags[1]),
+                prompt_request.params.skip_special_tokens,
+            )
+        in_reasoning = tags is not None and begins_reasoning(prompt, tags[0])
+        return ResponseProgress(None, start, tags, in_reasoning, call_reader, self.gives_ids)
 
     def _choice(
         self, index: int, row: int, progress: ResponseProgress, text: str, state: SequenceState | None
@@ -177,15 +229,17 @@ class ClientAnswer:
         """Return the choice with what is new since ``progress``, after the prompt if that is repeated."""
         is_first = not progress.has_begun
         entries = self._entries_from(progress.num_tokens, row, state)
-        delta = progress.advance(text, entries, self.responses.get(row))
+        delta = progress.advance(text, self._ids_so_far(row, state), entries, self.responses.get(row))
+        prompt_request = self.prompt_requests[self.rows[row]]
+        if is_first and self.gives_ids:
+            delta = replace(delta, prompt_ids=prompt_request.prompt_ids)
         if is_first and self.format.echo:
-            prompt_request = self.prompt_requests[self.rows[row]]
             delta = replace(delta, text=self._prompt_text(prompt_request) + delta.text)
             if entries is not None:
                 entries = [*self.prompt_logprobs[self.rows[row]], *entries]
                 delta = replace(delta, entries=entries, offsets=[*self._prompt_offsets(prompt_request), *delta.offsets])
         part = ("first" if is_first else "later") if self.format.stream else None
-        return choice_of(index, delta, self.chat, partial(token_bytes, self.output_builder.tokenizer), part)
+        return choice_of(index, delta, self.dialect, partial(token_bytes, self.output_builder.tokenizer), part)
 
     def _prompt_text(self, prompt_request: PromptRequest) -> str:
         if prompt_request.prompt is not None:
@@ -205,7 +259,15 @@ class ClientAnswer:
         return [0] * num_added + [max(offset, 0) for offset in offsets]
 
     def _body(self, choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
-        kind = ("chat.completion.chunk" if self.format.stream else "chat.completion") if self.chat else "text_completion"
-        name = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.number}"
-        head = {"id": name, "object": kind, "created": int(time.time()), "model": self.model}
-        return {**head, "choices": choices, **usage}
+        name = self.format.request_id or str(self.number)
+        if self.dialect == "generate":
+            return {"request_id": name, "choices": choices, **usage}
+        kind = "chat.completion.chunk" if self.format.stream else "chat.completion"
+        head = {"id": f"chatcmpl-{name}", "object": kind}
+        if self.dialect == "completion":
+            head = {"id": f"cmpl-{name}", "object": "text_completion"}
+        ids = {}
+        if self.format.return_token_ids and len(self.prompt_requests) == 1 and not self._has_begun:
+            ids = {"prompt_token_ids": self.prompt_requests[0].prompt_ids}
+        self._has_begun = True
+        return {**head, "created": int(time.time()), "model": self.model, "choices": choices, **ids, **usage}

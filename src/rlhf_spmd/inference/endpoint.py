@@ -28,12 +28,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rlhf_spmd.inference.openai_forms import HttpError, error_answer
+from rlhf_spmd.inference.openai_forms import Dialect, HttpError, error_answer
 from rlhf_spmd.inference.service import Part, Service
 
 MAX_CONNECTIONS = 1024  # requests on further connections are refused
@@ -50,7 +50,7 @@ class AccessRules:
     """Who may ask, and how much.
 
     - host: the address that the endpoint was told to listen at
-    - token: the bearer token that requests under /v1 must have; None: none
+    - token: the bearer token that requests for the model must have; None: none
     - origins: of web pages whose scripts may ask from a browser; "*": all
     - max_body_bytes: of a request; max_queued_requests: that are read or wait for their first turn
     """
@@ -136,8 +136,10 @@ class Endpoint:
     def _app(self) -> ASGIApp:
         routes = [
             Route("/v1/models", self._models),
-            Route("/v1/completions", partial(self._answer, False), methods=["POST"]),
-            Route("/v1/chat/completions", partial(self._answer, True), methods=["POST"]),
+            Route("/v1/completions", partial(self._answer, "completion"), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self._answer, "chat"), methods=["POST"]),
+            Route("/inference/v1/generate", partial(self._answer, "generate"), methods=["POST"]),
+            Route("/metrics", self._metrics),
             Route("/health", self._health),
             Route("/version", self._version),
         ]
@@ -186,8 +188,11 @@ class Endpoint:
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": version("rlhf_spmd")})
 
-    async def _answer(self, chat: bool, request: Request) -> Response:
-        """Answer a completion or chat request. Raises ValueError, or ClientDisconnect if the client goes away."""
+    async def _metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self.service.metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _answer(self, dialect: Dialect, request: Request) -> Response:
+        """Answer a request for responses. Raises ValueError, or ClientDisconnect if the client goes away."""
         self.access.check_token(request.headers)
         loop = asyncio.get_running_loop()
         service = self.service
@@ -215,7 +220,7 @@ class Endpoint:
         is_stream = False
         try:
             raw = await _read(request, self.access.max_body_bytes)
-            body = await loop.run_in_executor(self.readers[len(raw) > LONG_BYTES], service.read, raw, chat)
+            body = await loop.run_in_executor(self.readers[len(raw) > LONG_BYTES], service.read, raw, dialect)
             del raw
             if service.state != "on":
                 raise HttpError(503, "the server is ending")

@@ -91,16 +91,17 @@ class LLM:
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, a list of messages with ``role`` and ``content``, or a list of conversations.
 
         ``chat_template``: Jinja text or a file of it, in place of the tokenizer's; ``chat_template_kwargs``: its variables, such as
-        ``enable_thinking``. Collective as :class:`LLM` says.
+        ``enable_thinking``; ``tools``: schemas of functions, which the template shows to the model. Collective as :class:`LLM` says.
         """
         conversations = [messages] if len(messages) > 0 and isinstance(messages[0], Mapping) else messages
         if isinstance(conversations, str) or not all(isinstance(value, list | tuple) for value in conversations):
             raise ValueError("a conversation is a list of messages with 'role' and 'content'")
-        prompts = self.processor.encode(conversations, chat_template, chat_template_kwargs)
+        prompts = self.processor.encode(conversations, chat_template, chat_template_kwargs, tools=tools)
         template = read_template(chat_template, "chat_template")
         if self.processor.engine.world.rank == 0:
             for line in unread_variables("chat_template_kwargs", chat_template_kwargs or {}, self.get_tokenizer(), template):

@@ -1,4 +1,4 @@
-"""Turns OpenAI's requests into ``SamplingParams``, and ``CompletionOutput`` into OpenAI's answers. Pure."""
+"""Turns requests of OpenAI and vLLM into ``SamplingParams``, and ``CompletionOutput`` into their answers. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from typing import Any, Literal
 
 from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.config.schema import read_section
+from rlhf_spmd.config.words import nearest
 from rlhf_spmd.data.tokenizer import UNFINISHED
 from rlhf_spmd.inference.requests import is_ids
 from rlhf_spmd.inference.sampling_params import Logprob, SamplingParams
 
+# what a request and its answer look like: OpenAI's chat or completion, or token ids in and out, as vLLM's /inference/v1/generate
+Dialect = Literal["chat", "completion", "generate"]
 # fields that do not concern sampling
 OTHER = ("model", "prompt", "messages", "user", "metadata", "store", "service_tier")
 INTERNAL = ("prompt_logprobs", "logits_processors")  # fields of SamplingParams that requests may not set
@@ -23,9 +26,7 @@ INTERNAL = ("prompt_logprobs", "logits_processors")  # fields of SamplingParams 
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "best_of": (1,),
-    "tools": ([],),
-    "tool_choice": ("auto", "none"),
-    "parallel_tool_calls": (True, False),
+    "priority": (0,),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
@@ -33,6 +34,9 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
 }
 # older names of vLLM's, and the forms of structured_outputs that they stand for
 GUIDED = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
+# fields of a request in the dialect "generate"
+GENERATE = ("model", "token_ids", "sampling_params", "stream", "stream_options", "request_id", "cache_salt", "priority")
+CHAT_ONLY = ("chat_template_kwargs", "tools")
 MAX_DEPTH = 100  # of nested lists and objects in a request's JSON
 MAX_STOPS, STOP_CHARACTERS = 64, 4096  # stop texts of a request, and their characters: all are looked for after each token
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells half a character
@@ -80,6 +84,26 @@ def read_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
+def with_sampling_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request in the dialect "generate" as a completion has its fields. Raises ValueError."""
+    fields_given = {key: value for key, value in body.items() if value is not None}
+    check_keys(fields_given, GENERATE, "")
+    params = fields_given.pop("sampling_params", {})
+    if not isinstance(params, dict):
+        raise ValueError("sampling_params must be an object")
+    params = {key: value for key, value in params.items() if value is not None}
+    check_keys(params, [field.name for field in fields(SamplingParams) if field.name not in INTERNAL], "sampling_params.")
+    prompt = fields_given.pop("token_ids", None)
+    return {**params, **fields_given, "prompt": prompt}
+
+
+def check_keys(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Raise ValueError for a key that is not among ``known``."""
+    for key in values:
+        if key not in known:
+            raise ValueError(f"unknown key '{where}{key}'{nearest(key, known)}")
+
+
 def check_sizes(body: Mapping[str, Any], vocab_size: int, longest: int) -> None:
     """Raise ValueError for a field that is longer than it can be, before it is read: that would hold up other requests.
 
@@ -96,10 +120,12 @@ def check_sizes(body: Mapping[str, Any], vocab_size: int, longest: int) -> None:
         raise ValueError(f"stop has {length} characters, and may have {STOP_CHARACTERS}")
 
 
-def prompts_of(body: Mapping[str, Any], chat: bool) -> list[Any]:
+def prompts_of(body: Mapping[str, Any], dialect: Dialect) -> list[Any]:
     """Return the prompts of a request. Raises ValueError for messages that are no list of objects."""
-    if not chat:
+    if dialect != "chat":
         prompt = body.get("prompt")
+        if dialect == "generate" and not is_ids(prompt):
+            raise ValueError("token_ids must be a non-empty list of token ids")
         return [prompt] if not isinstance(prompt, list) or is_ids(prompt) else prompt
     if not isinstance(messages := body.get("messages"), list):
         raise ValueError("messages must be a list of objects with 'role' and 'content', text or a list of texts")
@@ -147,6 +173,10 @@ class AnswerFormat:
     - echo: only for completions: repeat the prompt, with the log-probs of its tokens, before the response
     - chat_template_kwargs: only for chats: variables of the chat template
     - response_format: what the response must be
+    - tools: only for chats: OpenAI's schemas of functions that the model may call; the template shows them to the model
+    - tool_choice: "none": calls are not read, and stay in the text. parallel_tool_calls: false: only the first call is given
+    - return_token_ids: give the ids of the prompt and of the response
+    - request_id: part of the answer's id; None: a number. cache_salt: only requests with an equal one share the cache of prompts
     - generates: false for ``max_tokens`` 0, which answers with the prompt alone
     """
 
@@ -155,7 +185,17 @@ class AnswerFormat:
     echo: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response_format: ResponseFormat = field(default_factory=ResponseFormat)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
+    return_token_ids: bool = False
+    request_id: str | None = None
+    cache_salt: str | None = None
     generates: bool = True
+
+    @property
+    def reads_calls(self) -> bool:
+        return bool(self.tools) and self.tool_choice == "auto"
 
 
 def structured_outputs_of(settings: dict[str, Any], format: ResponseFormat) -> Any:
@@ -172,7 +212,7 @@ def structured_outputs_of(settings: dict[str, Any], format: ResponseFormat) -> A
     return next(iter(asked.values()), None)
 
 
-def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, SamplingParams]:
+def read_request(body: Mapping[str, Any], dialect: Dialect) -> tuple[AnswerFormat, SamplingParams]:
     """Return how a request is to be answered and sampled. Raises ValueError, also for fields that are not supported.
 
     ``max_tokens`` may be 0 with ``echo``; the sampling parameters then have 1.
@@ -181,14 +221,18 @@ def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, Sam
     for key in NOT_YET:
         if key in request_fields:
             raise ValueError(f"{key} {'are' if key.endswith('s') else 'is'} not supported yet; leave the field out")
+    if (choice := request_fields.get("tool_choice", "auto")) not in ("auto", "none"):
+        raise ValueError(f"tool_choice={choice!r} is not supported yet; give 'auto' or 'none'")
     format_keys = {field.name for field in fields(AnswerFormat)} - {"generates"}
     settings = {key: value for key, value in request_fields.items() if key not in OTHER and key not in format_keys}
     if bad := [key for key in INTERNAL if key in settings]:
         raise ValueError(f"unknown key '{bad[0]}'")
-    if chat:
+    if dialect == "chat":
         settings["max_tokens"] = settings.pop("max_completion_tokens", settings.get("max_tokens"))
         likeliest = settings.pop("top_logprobs", 0)
         settings["logprobs"] = likeliest if settings.pop("logprobs", False) else None
+    elif dialect == "generate":
+        settings.setdefault("max_tokens", None)  # what the context leaves
     format_values = {key: value for key, value in request_fields.items() if key in format_keys}
     format: AnswerFormat = read_section(AnswerFormat, format_values, strict=True)
     check_section(format.response_format, "response_format")
@@ -197,10 +241,15 @@ def read_request(body: Mapping[str, Any], chat: bool) -> tuple[AnswerFormat, Sam
         format = replace(format, generates=False)
         settings["max_tokens"] = 1
     params: SamplingParams = read_section(SamplingParams, settings, strict=True)
-    if format.echo and chat:
+    if format.echo and dialect == "chat":
         raise ValueError("echo=true is for /v1/completions: a chat's prompt is its messages")
-    if format.chat_template_kwargs and not chat:
-        raise ValueError("chat_template_kwargs are for /v1/chat/completions: a completion's prompt has no template")
+    for key in CHAT_ONLY:
+        if getattr(format, key) and dialect != "chat":
+            raise ValueError(f"{key} are for /v1/chat/completions: a completion's prompt has no template")
+    for number, tool in enumerate(format.tools):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"tools[{number}] must be {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}")
     if not (format.generates or format.echo):
         raise ValueError("max_tokens=0 is for echo=true, which answers with the prompt; otherwise it must be at least 1")
     return format, replace(params, prompt_logprobs=params.logprobs if format.echo else None)
@@ -214,6 +263,9 @@ class TextDelta:
     - offsets: for completions, where each token begins in the whole text
     - finish_reason: None while the response goes on
     - reasoning: what comes before ``text``; None if it is not separated
+    - calls: of tools, in OpenAI's form; first_call: the number of the first one in its response
+    - token_ids: of its tokens; None: the request does not ask for them
+    - prompt_ids: of its prompt, in its first part, if the request asks for them
     """
 
     text: str
@@ -222,20 +274,40 @@ class TextDelta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     reasoning: str | None = None
+    calls: Sequence[dict[str, Any]] = ()
+    first_call: int = 0
+    token_ids: Sequence[int] | None = None
+    prompt_ids: Sequence[int] | None = None
 
 
-def choice_of(index: int, delta: TextDelta, chat: bool, to_bytes: ToBytes, part: str | None = None) -> dict[str, Any]:
-    """Return the ``choice`` of an OpenAI answer. ``part``: the "first" or a "later" one of a stream; None: a whole response."""
-    content: dict[str, Any] = {"text": delta.text}
-    if chat:
-        role = {} if part == "later" else {"role": "assistant"}
-        reasoning = {} if delta.reasoning is None else {"reasoning_content": delta.reasoning or None}
-        content = {"message" if part is None else "delta": {**role, **reasoning, "content": delta.text}}
-    log_probs = None
-    if delta.entries is not None:
-        log_probs = _chat_logprobs(delta.entries, to_bytes) if chat else _completion_logprobs(delta.entries, delta.offsets)
+def choice_of(index: int, delta: TextDelta, dialect: Dialect, to_bytes: ToBytes, part: str | None = None) -> dict[str, Any]:
+    """Return the ``choice`` of an answer. ``part``: the "first" or a "later" one of a stream; None: a whole response."""
+    entries = delta.entries
     ends = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-    return {"index": index, **content, "logprobs": log_probs, **ends}
+    ids = {} if delta.token_ids is None else {"token_ids": [*delta.token_ids]}
+    if dialect == "completion":
+        log_probs = None if entries is None else _completion_logprobs(entries, delta.offsets)
+        ids |= {} if delta.prompt_ids is None else {"prompt_token_ids": [*delta.prompt_ids]}
+        return {"index": index, "text": delta.text, "logprobs": log_probs, **ends, **ids}
+    if dialect == "generate":
+        log_probs = None if entries is None else _chat_logprobs(_named_by_id(entries), lambda *_: None)
+        return {"index": index, **ids, "logprobs": log_probs, "finish_reason": delta.finish_reason}
+    message: dict[str, Any] = {} if part == "later" else {"role": "assistant"}
+    if delta.reasoning is not None:
+        message["reasoning_content"] = delta.reasoning or None
+    message["content"] = (delta.text or None) if delta.calls else delta.text
+    if delta.calls:
+        calls = [{"index": number, **call} for number, call in enumerate(delta.calls, delta.first_call)]
+        message["tool_calls"] = [*delta.calls] if part is None else calls
+    log_probs = None if entries is None else _chat_logprobs(entries, to_bytes)
+    return {"index": index, "message" if part is None else "delta": message, "logprobs": log_probs, **ends, **ids}
+
+
+def _named_by_id(entries: Sequence[Entry]) -> list[Entry]:
+    """Return log-probs whose tokens have vLLM's names for ids in place of texts."""
+    return [
+        {token: replace(log_prob, decoded_token=f"token_id:{token}") for token, log_prob in entry.items()} for entry in entries
+    ]
 
 
 def _completion_logprobs(entries: Sequence[Entry], offsets: Sequence[int]) -> dict[str, Any]:

@@ -48,8 +48,13 @@ class OutputBuilder:
         prompt_logprobs = None if prompt_entries is None else [None, *self.logprobs(prompt_entries)]
         return RequestOutput(str(request.rows[0].row_id), request.prompt, request.prompt_ids, prompt_logprobs, outputs)
 
-    def text_and_stop(self, request: PromptRequest, ids: Sequence[int], stopped: bool) -> tuple[str, int | str | None]:
-        """Return the text of a response or of its beginning, and what stopped it: a stop string, a token id, or None."""
+    def text_and_stop(
+        self, request: PromptRequest, ids: Sequence[int], stopped: bool, shows_special: bool = False
+    ) -> tuple[str, int | str | None]:
+        """Return the text of a response or of its beginning, and what stopped it: a stop string, a token id, or None.
+
+        ``shows_special``: special tokens are in the text, whatever the request says.
+        """
         params = request.params
         stops = request.sampling.stop
         keeps_stop = params.include_stop_str_in_output
@@ -58,7 +63,7 @@ class OutputBuilder:
         decoding = self.generator.decoding
         if decoding is None:
             return "", stop_token
-        decode_shown = partial(self.decode, skip_special=params.skip_special_tokens)
+        decode_shown = partial(self.decode, skip_special=params.skip_special_tokens and not shows_special)
         if stopped and token is None:
             text, _ = StopStrings(stops, decode_shown).cut(ids)
             _, stop = StopStrings(stops, decoding).cut(ids)

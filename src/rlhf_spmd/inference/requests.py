@@ -11,6 +11,7 @@ from rlhf_spmd.config.constraints import Range, Seed
 from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
 from rlhf_spmd.data.files import named_row
+from rlhf_spmd.data.messages import ChatOptions
 from rlhf_spmd.data.tokenizer import load_tokenizer, longest_token
 from rlhf_spmd.generation import Request, SamplingConfig
 from rlhf_spmd.generation.stopping import StopCriteria, build_stop_criteria
@@ -103,11 +104,12 @@ class RequestProcessor:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         generates: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Prompt]:
         """Return the token ids of texts, token ids, chat messages, or mappings with ``prompt`` or ``prompt_token_ids``.
 
-        Messages are rendered by ``template``, by default the tokenizer's, with its ``variables``. Without ``generates`` a
-        prompt may fill the context. Local; any thread may call.
+        Messages are rendered by ``template``, by default the tokenizer's, with its ``variables`` and the schemas of ``tools``.
+        Without ``generates`` a prompt may fill the context. Local; any thread may call.
         Raises ValueError or DataError, one line.
         """
         inputs = [p.get("prompt_token_ids", p.get("prompt")) if isinstance(p, Mapping) else p for p in prompts]
@@ -130,7 +132,8 @@ class RequestProcessor:
             encoding.check("chat")
             encoder = PromptEncoder(tokenizer, encoding, "")
             max_characters = self.longest * longest_token(tokenizer)
-            pairs = encoder.encode([inputs[i] for i in texts], [names[i] for i in texts], max_characters=max_characters)
+            options = [ChatOptions([*tools] if tools else None)] * len(texts)
+            pairs = encoder.encode([inputs[i] for i in texts], [names[i] for i in texts], options, max_characters)
             encoded |= zip(texts, pairs, strict=True)
         for i, name in enumerate(names):
             with named_row(name):
@@ -144,11 +147,15 @@ class RequestProcessor:
         num_ids = self.engine.generator.num_drawable
         return None if structured_outputs is None else compile_grammar(structured_outputs, self.tokenizer, num_ids)
 
-    def requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[PromptRequest]:
+    def requests(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], cache_salt: str | None = None
+    ) -> list[PromptRequest]:
         """Return the requests for prompts that :meth:`encode` returned. Numbers the responses. Local. Raises ValueError, one line."""
-        return [self._request(*prompt, prompt_params) for prompt, prompt_params in zip(prompts, params, strict=True)]
+        return [
+            self._request(*prompt, prompt_params, cache_salt) for prompt, prompt_params in zip(prompts, params, strict=True)
+        ]
 
-    def _request(self, ids: list[int], text: str | None, params: SamplingParams) -> PromptRequest:
+    def _request(self, ids: list[int], text: str | None, params: SamplingParams, cache_salt: str | None) -> PromptRequest:
         where = "sampling_params"
         generator = self.engine.generator
         sampling = params.of_call()
@@ -176,5 +183,7 @@ class RequestProcessor:
         limits = max_new_tokens, params.min_tokens, params.overrides
         mask_arguments = generator.num_drawable, stop.token_ids
         masks = [() if grammar is None else (GrammarMask(grammar, *mask_arguments),) for _ in keys]
-        rows = [Request(first + j, first, ids, *limits, key, (*processors, *masks[j])) for j, key in enumerate(keys)]
+        rows = [
+            Request(first + j, first, ids, *limits, key, (*processors, *masks[j]), cache_salt) for j, key in enumerate(keys)
+        ]
         return PromptRequest(text, ids, params, sampling, stop, rows)

@@ -16,10 +16,21 @@ from typing import Any, TypeVar
 import torch
 
 from rlhf_spmd.config.words import counted
+from rlhf_spmd.environments.tool_calls import detect_format
 from rlhf_spmd.generation import Completion, GenerationLimits, NotFinite, Request, SamplingConfig
 from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.inference.answers import ClientAnswer
-from rlhf_spmd.inference.openai_forms import OTHER, HttpError, check_sizes, error_answer, prompts_of, read_body, read_request
+from rlhf_spmd.inference.openai_forms import (
+    OTHER,
+    Dialect,
+    HttpError,
+    check_sizes,
+    error_answer,
+    prompts_of,
+    read_body,
+    read_request,
+    with_sampling_fields,
+)
 from rlhf_spmd.inference.outputs import OutputBuilder
 from rlhf_spmd.inference.requests import Prompt, RequestProcessor
 from rlhf_spmd.inference.sampling_params import CompletionOutput, SamplingParams
@@ -76,10 +87,12 @@ class Service:
     - replies: by request number, takes the parts of the answer
     - variables: of the chat template, where a request sets no others
     - reasoning_tags: between which a chat's answer has reasoning; None: it is not separated
+    - call_format: the form of the model's calls of tools; None: that of the chat template
     - waiting: requests with rows that have not started, in the order of their turns
     - running: requests with rows in flight, or prompts that are scored, by number
     - sampling: of the rows in flight
-    - num_admitted: requests so far that were not refused
+    - num_admitted: requests so far that were not refused; num_prompt_tokens: of their prompts
+    - num_drawn: tokens so far; num_ended: responses so far by what ended them
     - state: "on"; then "ending" until ``end_by`` at the latest, in which new requests are refused; then "over"
     """
 
@@ -88,12 +101,16 @@ class Service:
     must_end: Callable[[], bool] = lambda: False
     variables: Mapping[str, Any] = field(default_factory=dict)
     reasoning_tags: Sequence[str] | None = None
+    call_format: str | None = None
     arrivals: Queue[Arrival] = field(default_factory=Queue)
     replies: dict[int, Callable[[Part], Any]] = field(default_factory=dict)
     waiting: deque[ServedRequest] = field(default_factory=deque)
     running: dict[int, ServedRequest] = field(default_factory=dict)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     num_admitted: int = 0
+    num_prompt_tokens: int = 0
+    num_drawn: int = 0
+    num_ended: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0})
     state: str = "on"
     end_by: float = 0.0
 
@@ -106,24 +123,46 @@ class Service:
             self.processor.compile_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)))
         self.processor.longest = self.engine.generator.reserve_pages(self.processor.longest)
 
-    def read(self, raw: bytes, chat: bool) -> dict[str, Any]:
+    def read(self, raw: bytes, dialect: Dialect) -> dict[str, Any]:
         """Return a request with its prompts as token ids, as JSON. Raises ValueError or DataError.
 
         Local; any thread may call, so that no other request waits while a long text is tokenised or a grammar compiled.
         """
         body = read_body(raw)
+        if dialect == "generate":
+            body = with_sampling_fields(body)
         if body.get("model", self.name) != self.name:
             raise HttpError(404, f"the model {body['model']!r} is not here; there is {self.name!r}", "model_not_found")
         check_sizes(body, self.processor.spec.vocab_size, self.processor.longest)
-        format, params = read_request(body, chat)
-        prompts = prompts_of(body, chat)
+        format, params = read_request(body, dialect)
+        prompts = prompts_of(body, dialect)
         if not 0 < len(prompts) * params.n <= MAX_ROWS:
             raise ValueError(f"{len(prompts)} prompts, n={params.n}: a request is for 1 to {MAX_ROWS} responses")
         self.processor.compile_grammar(params)
         variables = {**self.variables, **format.chat_template_kwargs}
-        encoded = self.processor.encode(prompts, variables=variables, generates=format.generates)
+        encoded = self.processor.encode(prompts, variables=variables, generates=format.generates, tools=format.tools)
         fields = {key: value for key, value in body.items() if key not in OTHER}
-        return {"chat": chat, "body": fields, "prompts": encoded}
+        return {"dialect": dialect, "body": fields, "prompts": encoded}
+
+    def metrics(self) -> str:
+        """Return counts in Prometheus' text format, with vLLM's names. Any thread may call."""
+        waiting = [request for request in list(self.waiting) if request.number not in self.running]
+        ended = {f'finished_reason="{reason}"': count for reason, count in self.num_ended.items()}
+        metrics: tuple[tuple[str, str, str, dict[str, int]], ...] = (
+            ("num_requests_running", "gauge", "Requests that have begun.", {"": len(self.running)}),
+            ("num_requests_waiting", "gauge", "Requests that have not begun.", {"": len(waiting) + self.arrivals.qsize()}),
+            ("prompt_tokens_total", "counter", "Tokens of the prompts of all requests.", {"": self.num_prompt_tokens}),
+            ("generation_tokens_total", "counter", "Tokens that were drawn.", {"": self.num_drawn}),
+            ("request_success_total", "counter", "Responses that have ended.", ended),
+        )
+        name = self.name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        lines = []
+        for metric, kind, text, values in metrics:
+            lines += [f"# HELP vllm:{metric} {text}", f"# TYPE vllm:{metric} {kind}"]
+            for label, value in values.items():
+                labels = f'model_name="{name}",{label}'.rstrip(",")
+                lines.append(f"vllm:{metric}{{{labels}}} {value}")
+        return "\n".join(lines) + "\n"
 
     def turn(self) -> bool:
         """Take what has arrived, and generate for a moment. Return True while the service goes on.
@@ -178,6 +217,7 @@ class Service:
                 raise
             return self._put(number, error_answer(error))
         self.num_admitted += 1
+        self.num_prompt_tokens += sum(len(prompt_request.prompt_ids) for prompt_request in request.answer.prompt_requests)
         if self.num_admitted % REQUESTS_PER_CACHE == 0:
             self.engine.generator.before_training()
         if request.unstarted:
@@ -185,17 +225,23 @@ class Service:
         else:
             self.running[number] = request
 
-    def _admitted_request(self, number: int, chat: bool, body: Mapping[str, Any], prompts: Sequence[Prompt]) -> ServedRequest:
+    def _admitted_request(
+        self, number: int, dialect: Dialect, body: Mapping[str, Any], prompts: Sequence[Prompt]
+    ) -> ServedRequest:
         """Return the request with its rows, none of which has started. Raises ValueError."""
-        format, params = read_request(body, chat)
-        prompt_requests = self.processor.requests(prompts, [params] * len(prompts))
+        format, params = read_request(body, dialect)
+        prompt_requests = self.processor.requests(prompts, [params] * len(prompts), format.cache_salt)
         rows = [row for prompt_request in prompt_requests for row in prompt_request.rows]
         sampling = prompt_requests[0].sampling
         if not fit_together(len(rows), longest_of(rows), sampling):
             raise ValueError(
                 f"{len(rows)} responses with so many tokens and logprobs do not fit; ask for fewer in max_tokens, n or logprobs"
             )
-        answer = ClientAnswer(number, chat, format, prompt_requests, self.output_builder, self.name, self.reasoning_tags)
+        call_format = None
+        if format.reads_calls:
+            call_format = self.call_format or detect_format(self.processor.tokenizer.chat_template)
+        forms = self.name, self.reasoning_tags, call_format
+        answer = ClientAnswer(number, dialect, format, prompt_requests, self.output_builder, *forms)
         if not format.generates:
             empty = CompletionOutput(0, "", [], 0.0, None if params.logprobs is None else [], "length", None)
             answer.responses = dict.fromkeys(answer.rows, empty)
@@ -268,12 +314,16 @@ class Service:
         """
         generator = self.engine.generator
         settings = (self.sampling, self.processor.seed, 0, GenerationLimits(seconds=TURN_S), 0, self.engine.tick)
-        ended = list[Completion]()
+        ended: list[Completion] | None = None
+        num_before = sum(state.num_new for state in generator.kept)
         if rows or generator.kept:
             row_ids = {row.row_id for row in rows}
             newcomers = [request for request in self.running.values() if not row_ids.isdisjoint(request.answer.rows)]
-            ended = self._attempt(lambda: generator.generate_until(rows, *settings), newcomers) or []
-        completions = {completion.row_id: completion for completion in ended}
+            ended = self._attempt(lambda: generator.generate_until(rows, *settings), newcomers)
+        if ended is not None:
+            num_after = sum(state.num_new for state in generator.kept) + sum(len(row.token_ids) for row in ended)
+            self.num_drawn += num_after - num_before
+        completions = {completion.row_id: completion for completion in ended or ()}
         states = {state.request.row_id: state for state in generator.kept}
         for request in list(self.running.values()):
             self._attempt(partial(self._deliver, request, completions, states), [request])
@@ -321,6 +371,7 @@ class Service:
         answer = request.answer
         for row in answer.rows.keys() & completions.keys():
             answer.add_response(completions[row])
+            self.num_ended[completions[row].finish_reason] += 1
         if request.unscored:
             return
         for chunk in answer.new_chunks(states):

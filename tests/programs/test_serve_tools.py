@@ -1,0 +1,270 @@
+"""Calls of tools and token ids from ``serve``: over HTTP, in streams, and with the client of the ``openai`` package."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_spmd.inference import service as services
+from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
+from serving import arrive, ask, choices_of, program, service_of, turn_until_idle
+from tool_models import ANSWER, CALL, END, PIECES, TEXT, THINK, THOUGHT, TOOL, forced, write_tool_model
+
+TALK: list[dict[str, Any]] = [{"role": "user", "content": "2 and 3?"}]
+ASKED: dict[str, Any] = {"messages": TALK, "tools": [TOOL], "ignore_eos": False}
+FUNCTION = {"name": "add", "arguments": '{"a": 2, "b": "3"}'}
+# the Python of an environment with the package openai, by default this one if it has it
+CLIENT = os.environ.get("OPENAI_CLIENT_PYTHON") or (importlib.util.find_spec("openai") and sys.executable)
+
+
+@pytest.fixture(scope="module")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tools") / "llama"
+    write_tool_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def address(tool_model: Path) -> Iterator[str]:
+    with program(tool_model, "served_model_name=small") as url:
+        yield url
+
+
+@pytest.fixture
+def service(tool_model: Path, monkeypatch: pytest.MonkeyPatch) -> services.Service:
+    return service_of(tool_model, monkeypatch)
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join(PIECES[token - 98] if token >= 98 else chr(token + 29) for token in ids)
+
+
+# -- the program on two ranks
+
+
+def test_a_call_and_the_answer_to_its_result(address: str) -> None:
+    body = {**ASKED, "return_token_ids": True, "logprobs": True, **forced(TEXT, *CALL, END)}
+    status, answer = ask(address, "/chat/completions", body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    ((call,),) = [message["tool_calls"]]
+    assert (message["content"], call["type"], call["function"]) == ("Let me see.", "function", FUNCTION)
+    assert choice["finish_reason"] == "tool_calls" and choice["token_ids"] == [TEXT, *CALL, END]
+    tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert tokens == [*(PIECES[token - 98] for token in (TEXT, *CALL)), "</s>"]
+    prompt = f"<|tools|>{json.dumps([TOOL])}<|user|>2 and 3?<|assistant|>"
+    assert text_of(answer["prompt_token_ids"]) == prompt
+
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
+    body = {**ASKED, "messages": [*TALK, message, result], "return_token_ids": True, **forced(ANSWER, END)}
+    status, answer = ask(address, "/chat/completions", body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "So: 5."} and choice["finish_reason"] == "stop"
+    written = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": "3"}}</tool_call>'
+    assert text_of(answer["prompt_token_ids"]) == f"{prompt}Let me see.{written}<|tool|>5<|assistant|>"
+
+
+SCRIPT = """
+import json, sys
+import openai
+
+client = openai.OpenAI(base_url=sys.argv[1], api_key="none")
+asked = json.loads(sys.argv[2])
+extra = {"return_token_ids": True}
+answer = client.chat.completions.create(model="small", extra_body=extra, **asked)
+with client.chat.completions.stream(model="small", **asked) as stream:
+    for event in stream:
+        pass
+    streamed = stream.get_final_completion()
+message = answer.choices[0].message
+result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5"}
+messages = [*asked["messages"], message, result]
+second = client.chat.completions.create(model="small", messages=messages, tools=asked["tools"], max_tokens=3)
+chosen = [completion.choices[0] for completion in (answer, streamed)]
+names = [choice.message.tool_calls[0].function.to_dict() for choice in chosen]
+ids = [choice.message.tool_calls[0].id for choice in chosen]
+print(json.dumps([names, ids, [choice.finish_reason for choice in chosen], chosen[0].token_ids, second.usage.completion_tokens]))
+"""
+
+
+def test_the_client_of_openai_calls_a_tool(address: str) -> None:
+    if not CLIENT:
+        pytest.skip("the package openai is absent, and OPENAI_CLIENT_PYTHON names no Python that has it")
+    asked = {"messages": TALK, "tools": [TOOL], **forced(TEXT, *CALL, END)}
+    command = [CLIENT, "-c", SCRIPT, address, json.dumps(asked)]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert run.returncode == 0, run.stderr
+    names, ids, reasons, token_ids, num_second = json.loads(run.stdout)
+    assert [{key: name[key] for key in FUNCTION} for name in names] == [FUNCTION] * 2 and ids[0] == ids[1]
+    assert reasons == ["tool_calls"] * 2 and token_ids == [TEXT, *CALL, END] and 1 <= num_second <= 3
+
+
+def test_token_ids_in_and_out(address: str) -> None:
+    """Equal to what a completion says of the same prompt."""
+    url = address.removesuffix("/v1")
+    asked = {"prompt": [[5, 6, 7], [8]], "temperature": 0, "max_tokens": 4, "logprobs": 2, "return_token_ids": True}
+    _, completion = ask(address, "/completions", asked)
+    choices = completion["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == asked["prompt"] and "prompt_token_ids" not in completion
+    params = {"temperature": 0, "max_tokens": 4, "logprobs": 2, "n": 1}
+    body = {"token_ids": [5, 6, 7], "sampling_params": params, "request_id": "mine", "cache_salt": "x", "priority": 0}
+    status, answer = ask(url, "/inference/v1/generate", {**body, "features": None})
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert answer.keys() == {"request_id", "choices", "usage"} and answer["request_id"] == "mine"
+    assert choice.keys() == {"index", "token_ids", "logprobs", "finish_reason"} and choice["finish_reason"] == "length"
+    assert choice["token_ids"] == choices[0]["token_ids"] and len(choice["token_ids"]) == 4
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert [entry["logprob"] for entry in content] == choices[0]["logprobs"]["token_logprobs"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [2] * 4
+    streamed = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/inference/v1/generate", streamed), timeout=60) as response:
+        *events, end, _ = response.read().decode().split("\n\n")
+    *parts, last_part = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert end == "data: [DONE]" and last_part["usage"]["completion_tokens"] == 4
+    assert [token for part in parts for token in part["choices"][0]["token_ids"]] == choice["token_ids"]
+    assert [entry for part in parts for entry in part["choices"][0]["logprobs"]["content"]] == content
+    _, answer = ask(url, "/inference/v1/generate", {"token_ids": [5], "sampling_params": {"ignore_eos": True}})
+    assert answer["usage"]["total_tokens"] == 1024  # what the context leaves
+    status, answer = ask(url, "/inference/v1/generate", {"token_ids": [5], "sampling_params": {"bad_words": ["a"]}})
+    assert (status, answer["message"]) == (400, "unknown key 'sampling_params.bad_words'")
+
+
+# -- the service in this process
+
+
+def deltas_of(service: services.Service, **body: Any) -> list[dict[str, Any]]:
+    return [choice["delta"] | {"token_ids": choice["token_ids"]} for choice in choices_of(service, "chat", **body)]
+
+
+def test_a_stream_brings_calls_whole_and_no_beginning_of_a_mark(service: services.Service) -> None:
+    body = {**ASKED, "return_token_ids": True, **forced(TEXT, *CALL, END)}
+    (whole,) = choices_of(service, "chat", **body)
+    parts = choices_of(service, "chat", stream=True, **body)
+    assert [part["finish_reason"] for part in parts] == [*[None] * (len(parts) - 1), "tool_calls"] and len(parts) == 6
+    assert [token for part in parts for token in part["token_ids"]] == whole["token_ids"] == [TEXT, *CALL, END]
+    deltas = [part["delta"] for part in parts]
+    assert "".join(delta["content"] or "" for delta in deltas) == whole["message"]["content"] == "Let me see."
+    ((call,),) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert call.pop("index") == 0 and [call] == whole["message"]["tool_calls"]
+    spelled = [5 + i for i in range(3)]  # characters: neither a call nor its beginning
+    for shown in ({"tool_choice": "none"}, {"tools": []}):
+        (choice,) = choices_of(service, "chat", **{**body, **shown})
+        text = text_of([TEXT, *CALL])
+        assert choice["message"] == {"role": "assistant", "content": text} and choice["finish_reason"] == "stop"
+    (choice,) = choices_of(service, "chat", **{**body, **forced(*spelled, END)})
+    assert choice["message"] == {"role": "assistant", "content": text_of(spelled)} and choice["finish_reason"] == "stop"
+
+
+def test_a_call_that_is_cut_off_stays_in_the_content(service: services.Service) -> None:
+    body = {**ASKED, "max_tokens": 3, **forced(TEXT, *CALL, END)}
+    (whole,) = choices_of(service, "chat", **body)
+    text = text_of([TEXT, *CALL[:2]])
+    assert whole["message"] == {"role": "assistant", "content": text} and whole["finish_reason"] == "length"
+    parts = choices_of(service, "chat", stream=True, **body)
+    assert "".join(part["delta"]["content"] for part in parts) == text
+    assert [part["delta"]["content"] for part in parts[:-1]] == ["Let me see.", ""]
+
+
+def test_reasoning_is_separated_and_has_no_calls(service: services.Service) -> None:
+    service.reasoning_tags = ["<think>", "</think>"]
+    body = {**ASKED, **forced(THINK, TEXT, THOUGHT, *CALL, END)}
+    for stream in (False, True):
+        choices = choices_of(service, "chat", stream=stream, **body)
+        messages = [choice["delta" if stream else "message"] for choice in choices]
+        assert "".join(message["reasoning_content"] or "" for message in messages) == "Let me see. "
+        assert "".join(message["content"] or "" for message in messages) == ""
+        assert [call["function"] for message in messages for call in message.get("tool_calls", ())] == [FUNCTION]
+    (choice,) = choices_of(service, "chat", **{**ASKED, **forced(THINK, *CALL, THOUGHT, ANSWER, END)})
+    thoughts = text_of([*CALL])
+    assert choice["message"] == {"role": "assistant", "reasoning_content": thoughts, "content": "So: 5."}
+
+
+def test_marks_that_are_special_tokens_are_read_and_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tool_model(tmp_path, special=True)
+    service = service_of(tmp_path, monkeypatch)
+    service.call_format = "hermes"
+    (choice,) = choices_of(service, "chat", **ASKED, **forced(TEXT, *CALL, END))
+    assert choice["message"]["content"] == "Let me see." and choice["message"]["tool_calls"][0]["function"] == FUNCTION
+    (choice,) = choices_of(service, "chat", **ASKED, max_tokens=3, **forced(TEXT, *CALL))
+    assert choice["message"]["content"] == text_of([TEXT, CALL[1]])
+
+
+def test_token_ids_of_several_prompts_and_responses(service: services.Service) -> None:
+    reply = arrive(service, 0, prompt=[[5, 6], [7]], n=2, max_tokens=3, return_token_ids=True, stream=True, logprobs=0)
+    service.turn()
+    turn_until_idle(service)
+    parts = [part[1] for part in iter(reply.get_nowait, None) if part is not None]
+    assert not any("prompt_token_ids" in part for part in parts)
+    for index in range(4):
+        choices = [choice for part in parts for choice in part["choices"] if choice["index"] == index]
+        assert [choice.get("prompt_token_ids") for choice in choices] == [
+            [[5, 6], [7]][index // 2],
+            *[None] * (len(choices) - 1),
+        ]
+        assert all(len(choice["token_ids"]) == len(choice["logprobs"]["tokens"]) for choice in choices)
+        assert sum(len(choice["token_ids"]) for choice in choices) == 3
+    reply = arrive(service, 1, "chat", messages=TALK, max_tokens=2, n=2, return_token_ids=True, stream=True)
+    service.turn()
+    turn_until_idle(service)
+    parts = [part[1] for part in iter(reply.get_nowait, None) if part is not None]
+    assert ["prompt_token_ids" in part for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert text_of(parts[0]["prompt_token_ids"]) == "<|user|>2 and 3?<|assistant|>"
+
+
+def test_prompts_with_another_salt_share_no_pages(service: services.Service) -> None:
+    for number, salt in enumerate(("x", "x", "y", None)):
+        arrive(service, number, prompt=[5] * 33, max_tokens=2, cache_salt=salt)
+    service.turn()
+    first, second, third, fourth = (row.prefix_ids for row in service.engine.generator.kept)
+    assert first == second and len({*first, *third, *fourth}) == 3 * len(first)
+
+
+def test_metrics_count_what_was_done(service: services.Service) -> None:
+    service.name = 'sm"all'
+    endpoint = Endpoint(0, AccessRules("127.0.0.1", "a key", []), service)
+    try:
+        arrive(service, 0, prompt=[[5, 6, 7], [8]], max_tokens=5, n=2)
+        arrive(service, 1, prompt=[5], stop="never", max_tokens=1)
+        service.turn()
+        service.turn()
+
+        def values() -> dict[str, int]:
+            with urllib.request.urlopen(endpoint.url.removesuffix("v1") + "metrics", timeout=30) as response:
+                assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+                lines = response.read().decode().splitlines()
+            samples = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+            label = '{model_name="sm\\"all"'
+            assert all(label in name for name, _ in samples)
+            return {name.replace(label, "").removesuffix("}"): int(value) for name, value in samples}
+
+        early = values()
+        assert early["vllm:num_requests_running"] == early["vllm:num_requests_waiting"] == 1
+        assert early["vllm:prompt_tokens_total"] == 5 and 4 <= early["vllm:generation_tokens_total"] < 20
+        turn_until_idle(service)
+        late = values()
+        assert late["vllm:num_requests_running"] == late["vllm:num_requests_waiting"] == 0
+        assert late["vllm:generation_tokens_total"] == 21
+        assert late['vllm:request_success_total,finished_reason="length"'] == 5
+    finally:
+        endpoint.close()
+
+
+def test_what_tools_need_is_said(service: services.Service) -> None:
+    service.processor.tokenizer.chat_template = "{{ messages[0].content }}"
+    part = arrive(service, 0, "chat", **ASKED).get_nowait()
+    assert part is not None and part[0] == 400
+    assert part[1]["error"]["message"].startswith("prompt 0: the chat template does not tell the model of tools")
