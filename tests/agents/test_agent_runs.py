@@ -120,6 +120,32 @@ def test_turns_are_learned_once_whatever_branches(root: Path, tmp_path: Path) ->
         assert metrics["rollout/num_turns_mean"] * len(samples) == pytest.approx(turns * 8)
 
 
+@pytest.mark.parametrize("algorithm", ["rloo", "reinforce_plus_plus"])
+def test_other_algorithms_without_a_critic(root: Path, tmp_path: Path, algorithm: str) -> None:
+    """Also with an episode that is left out, which has no token to learn."""
+    more = f"algorithm.name={algorithm}", "algorithm.use_kl_in_reward=false", "algorithm.loss_agg_mode=token-mean"
+    metrics = train(1, root, tmp_path, "failing", "agent.max_failure_rate=1", *more, steps=1)[0]
+    assert metrics["agents/failed"] == 4 and metrics["actor/grad_norm"] > 0
+
+
+def test_turns_find_what_earlier_turns_computed(root: Path, tmp_path: Path) -> None:
+    """With pages of eight tokens, most of a conversation; the numbers stay."""
+    small = train(1, root, tmp_path / "small", "tool_user", "models.actor.generation.page_size=8", steps=1)[0]
+    large = train(1, root, tmp_path / "large", "tool_user", "models.actor.generation.page_size=256", steps=1)[0]
+    assert {key: small[key] for key in EXACT} == {key: pytest.approx(large[key], rel=1e-12) for key in EXACT}
+    assert small["generation/prefix_hit_rate"] > 0.5 > large["generation/prefix_hit_rate"]
+
+
+def per_token(config: Any, rewards: Any, group_ids: Any, lengths: Any) -> Any:
+    """An estimator of the user's with an advantage for each token."""
+    return rewards.repeat_interleave(lengths)
+
+
+def test_an_estimator_of_tokens_is_refused(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="with agents it must return one for each"):
+        train(1, root, tmp_path, "debate", f"algorithm.adv_estimator={Path(__file__)}:per_token", steps=1)
+
+
 def test_advantages_compare_episodes_not_rows(root: Path, tmp_path: Path) -> None:
     """Two episodes of a prompt: their advantages are opposite, however many rows they have."""
     metrics = train(1, root, tmp_path, "debate", steps=1)[0]

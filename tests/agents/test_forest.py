@@ -28,7 +28,7 @@ def ask(
     turn = forest.add(parent, new, [ord(c) for message in new for c in message["content"]], options)
     draws = Draws([ord(c) for c in answer], [-1.0 / (1 + i) for i in range(len(answer))], [3] * len(answer), "stop")
     forest.finish(turn, draws, said(answer), options)
-    turn.was_delivered, turn.is_awaited = delivered, False
+    turn.was_delivered = delivered
     return turn
 
 
@@ -93,9 +93,9 @@ def test_a_request_whose_answer_was_lost_gets_the_same_turn() -> None:
     forest = Forest("e")
     lost = ask(forest, [user("ab")], "c", delivered=False)
     assert forest.repeated(None, [user("ab")], NO_OPTIONS, retries=False) is lost
-    lost.is_awaited = True  # a client waits: another one with the same request is no retry
+    lost.num_waiting = 1  # a client waits: another one with the same request is no retry
     assert forest.repeated(None, [user("ab")], NO_OPTIONS, retries=False) is None
-    lost.was_delivered, lost.is_awaited = True, False
+    lost.was_delivered, lost.num_waiting = True, 0
     assert forest.repeated(None, [user("ab")], NO_OPTIONS, retries=False) is None
     assert forest.repeated(None, [user("ab")], NO_OPTIONS, retries=True) is lost, "it says that it is sent again"
     assert forest.repeated(None, [user("other")], NO_OPTIONS, retries=True) is None

@@ -182,6 +182,59 @@ def run_to_the_end(
     return scheduler
 
 
+def run_turns(limits: GenerationConfig, rng: random.Random, shares: bool) -> Scheduler:
+    """Conversations of three turns at the same time: the prompt of a turn is all of the turn before and a few tokens more."""
+    prefix_table = PrefixTable(limits.page_size)
+    texts: list[list[int]] = []
+    turns: list[tuple[list[int], int]] = []  # prompt and response length of each row
+    for conversation in range(rng.randint(1, 4)):
+        text = [rng.randint(0, 1) for _ in range(rng.randint(1, 9))]
+        for turn in range(3):
+            number = rng.randint(1, 9)
+            turns.append((list(text), number))
+            text += [1000 * conversation + 100 * turn + j for j in range(number)]
+            texts.append([*text, 0, 0, 0])
+            text += [7] * rng.randint(1, 4)
+    scheduler, cache = Scheduler(limits), FakeCache(limits, texts, False)
+    rows = [row_of(i, *turn, prefix_ids=prefix_table.prefix_ids(turn[0])) for i, turn in enumerate(turns)]
+    cache.begun = dict.fromkeys(range(len(rows)), 0)
+    for row in rows[::3]:
+        scheduler.add(row)
+    while not scheduler.finished:
+        step = scheduler.schedule()
+        check_pages(scheduler)
+        cache.run(step)
+        drawn = [item.row for item in step.work if item.samples]
+        for row in drawn:
+            draw(row, texts[row.buffer_line], row.limit, False, 1)
+        scheduler.advance(step)
+        for row in (row for row in drawn if row.length >= row.limit):
+            if shares:
+                scheduler.share_response(row, prefix_table.prefix_ids(row.tokens))
+            scheduler.end(row)
+            if row.buffer_line % 3 < 2:
+                scheduler.add(rows[row.buffer_line + 1])
+        check_pages(scheduler)
+    assert all(row.ended for row in rows) and scheduler.pages.num_free == limits.num_pages
+    return scheduler
+
+
+def test_turns_find_the_pages_of_the_turns_before() -> None:
+    """What they read is their own history; with few pages too, when what was shared is handed out again."""
+    hits = [0, 0]
+    for seed in range(150):
+        rng = random.Random(seed)
+        limits = GenerationConfig(
+            page_size=rng.randint(1, 5),
+            num_pages=rng.choice((60, 200)),
+            max_num_seqs=rng.randint(1, 6),
+            max_num_batched_tokens=64,
+        )
+        for shares in (False, True):
+            hits[shares] += run_turns(limits, random.Random(seed), shares).stats.hit_tokens
+    assert hits[True] > 1.4 * hits[False]
+
+
 def draw_prompts(rng: random.Random, wide: bool = False) -> list[list[int]]:
     """A few prompts; some share their beginnings."""
     stems = [[rng.randint(0, 1 + wide) for _ in range(rng.randint(1, 30 if wide else 9))] for _ in range(4 if wide else 2)]

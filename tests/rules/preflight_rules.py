@@ -10,8 +10,9 @@ from typing import Any
 import tasks
 from rlhf_spmd.config.rules import check_rules
 from rlhf_spmd.models.lora import LoraConfig
-from rlhf_spmd.preflight.checks import ROLE_RULES, RoleInRun
+from rlhf_spmd.preflight.checks import AGENT_RULES, ROLE_RULES, RoleInRun, RunSettings
 from rlhf_spmd.preflight.prepare import prepare
+from rlhf_spmd.training.train_config import read_config
 from rlhf_spmd.workers.config import RoleConfig
 from rlhf_spmd.workers.optim_config import OptimConfig
 from rlhf_spmd.workers.role_plan import CallPlan
@@ -41,6 +42,7 @@ def other(algorithm: str, *overrides: str) -> Callable[[], Any]:
 
 
 SAMPLED = ("data.max_prompt_length=12", "data.max_response_length=12", "reward.function=tasks:even_share")
+REPLAYS = ("algorithm.name=grpo", "data.path=unused", "models.actor.router_replay=R3", "run.dir=unused")
 AGENTS = ("data.max_prompt_length=12", "data.max_response_length=12", "sampling.n=2", "agent.command=true")
 
 
@@ -121,6 +123,19 @@ CASES = [
         other("grpo", *AGENTS, "algorithm.use_kl_in_reward=true"),
         "agent.command=true, algorithm.use_kl_in_reward=true: the rows of an episode have one score; set use_kl_loss in place of the "
         "second",
+    ),
+    (
+        other("grpo", *AGENTS, "reward.function=tasks:even_share"),
+        "agent.command=true: the agent gives the reward, and the conversations of an episode would have different ones from reward or "
+        "rewards; leave those out",
+    ),
+    (
+        other("grpo", *AGENTS, "environment.cls=calculator"),
+        "agent.command=true: the agent has its own tools; leave environment and environments out",
+    ),
+    (
+        lambda: check_rules(AGENT_RULES, RunSettings(config=read_config(None, [*AGENTS, *REPLAYS])[0])),
+        "agent.command=true: episodes do not record experts; take another models.actor.router_replay than R3",
     ),
     (
         other("grpo", *AGENTS, "run.test_freq=2"),

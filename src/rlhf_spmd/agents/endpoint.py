@@ -24,12 +24,13 @@ from starlette.types import Receive, Scope, Send
 from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.dialect import ChatRequest, Dialect, completion_body, read_chat_request
 from rlhf_spmd.agents.episodes import Episode
-from rlhf_spmd.agents.forest import Draws, Turn
+from rlhf_spmd.agents.forest import Draws, Forest, Turn
 
 MAX_BODY_BYTES = 1 << 23
 NAME = "actor"  # of the model
 RETRIES = "x-stainless-retry-count"  # of OpenAI's clients: above 0 if a request is sent again
 CLOSE_S = 2.0
+SILENT_S = 300  # a connection stays open while its agent uses a tool
 
 
 class Refusal(ValueError):
@@ -58,12 +59,12 @@ class AgentEndpoint:
     """Answers agents on a loopback port.
 
     - by_secret: the running episodes
-    - longest: tokens that a conversation may have
+    - longest: tokens that a conversation may have; vocab_size: ids are below it
     - asked: turns that wait to be generated
     """
 
-    def __init__(self, config: AgentConfig, dialect: Dialect, longest: int) -> None:
-        self.config, self.dialect, self.longest = config, dialect, longest
+    def __init__(self, config: AgentConfig, dialect: Dialect, longest: int, vocab_size: int) -> None:
+        self.config, self.dialect, self.longest, self.vocab_size = config, dialect, longest, vocab_size
         self.by_secret: Mapping[str, Episode] = {}
         self.asked: SimpleQueue[AskedTurn] = SimpleQueue()
         self.ignored: set[str] = set()
@@ -85,6 +86,7 @@ class AgentEndpoint:
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=int(CLOSE_S),
+            timeout_keep_alive=SILENT_S,
         )
         self.server = uvicorn.Server(settings)
         self.loop = asyncio.new_event_loop()
@@ -93,7 +95,10 @@ class AgentEndpoint:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_until_complete(self.server.serve([self.socket]))
+        try:
+            self.loop.run_until_complete(self.server.serve([self.socket]))
+        finally:
+            self.loop.close()
 
     def url_of(self, secret: str) -> str:
         """Return the address that the agent of an episode asks."""
@@ -102,6 +107,13 @@ class AgentEndpoint:
     def finish(self, number: int, draws: Draws) -> None:
         """Give a turn what the model drew. Any thread may call."""
         self.loop.call_soon_threadsafe(self._finish, number, draws)
+
+    def settle(self) -> None:
+        """Wait until what has been answered so far is noted."""
+
+        async def nothing() -> None: ...
+
+        asyncio.run_coroutine_threadsafe(nothing(), self.loop).result()
 
     def close(self) -> None:
         """Stop answering."""
@@ -121,29 +133,31 @@ class AgentEndpoint:
 
     async def _chat(self, request: Request) -> Response:
         try:
+            body = await _body(request)
             episode = self.by_secret.get(request.path_params["secret"])
             if episode is None:
                 raise Refusal(403, "there is no such episode, or it has ended", "invalid_api_key")
-            chat = read_chat_request(json.loads(await _body(request)))
+            forest = episode.forest  # a later attempt has another one
+            chat = read_chat_request(json.loads(body))
             retries = int(request.headers.get(RETRIES, "0") or 0) > 0
-            turns, prompt_ids = self._turns(episode, chat, retries)
-            await self._generated(request, episode, turns, prompt_ids, chat)
-            body = completion_body(NAME, turns[0].key, turns, chat, prompt_ids, self.dialect.tokenizer)
+            turns, prompt_ids = self._turns(forest, chat, retries)
+            await self._generated(request, forest, turns, prompt_ids, chat)
+            answer = completion_body(NAME, turns[0].key, turns, chat, prompt_ids, self.dialect.tokenizer)
         except ConnectionError:
             return Response(status_code=499)  # nginx's code for a client that has closed the connection
         except ValueError as error:
             status, code = getattr(error, "status", 400), getattr(error, "code", "invalid_request_error")
             message = {"message": str(error), "type": "invalid_request_error", "param": None, "code": code}
             return JSONResponse({"error": message}, status)
-        response = StreamingResponse(_events(body), media_type="text/event-stream") if chat.stream else JSONResponse(body)
+        response = StreamingResponse(_events(answer), media_type="text/event-stream") if chat.stream else JSONResponse(answer)
         return DeliveredResponse(response, turns)
 
-    def _turns(self, episode: Episode, chat: ChatRequest, retries: bool) -> tuple[list[Turn], list[int]]:
+    def _turns(self, forest: Forest, chat: ChatRequest, retries: bool) -> tuple[list[Turn], list[int]]:
         """Return the turns that answer a request, new ones if it has not come before, and the conversation's tokens.
 
         Raises ValueError.
         """
-        forest, options = episode.forest, chat.conversation_options
+        options = chat.conversation_options
         self.ignored |= set(chat.ignored)
         parent, messages = forest.attach(chat.messages, options)
         turns: list[Turn] = []
@@ -155,11 +169,15 @@ class AgentEndpoint:
             read_ids = self.dialect.read_ids(parent, messages, chat.options)
             if parent is None and read_ids[:1] != self.dialect.first_ids:
                 raise ValueError("the conversation does not begin as the chat template begins others")
+            if max(read_ids) >= self.vocab_size:
+                raise ValueError(
+                    f"the conversation has the token id {max(read_ids)}, and the model a vocabulary of {self.vocab_size}"
+                )
             turns = [forest.add(parent, messages, read_ids, options) for _ in range(chat.n)]
         prompt_ids = [*(parent.ids if parent else ()), *turns[0].read_ids]
         if len(prompt_ids) >= self.longest:
             for turn in turns:
-                turn.is_awaited = False
+                turn.num_waiting = 0
             message = (
                 f"the conversation has {len(prompt_ids)} tokens, and {self.longest} are the most, with those of the answer"
             )
@@ -167,13 +185,13 @@ class AgentEndpoint:
         return turns, prompt_ids
 
     async def _generated(
-        self, request: Request, episode: Episode, turns: list[Turn], prompt_ids: list[int], chat: ChatRequest
+        self, request: Request, forest: Forest, turns: list[Turn], prompt_ids: list[int], chat: ChatRequest
     ) -> None:
         """Wait until the turns have their draws and answers. They go on if the client goes away, for its next try."""
         room = self.longest - len(prompt_ids)
         limit = min(limit for limit in (room, self.config.max_tokens, chat.max_tokens) if limit is not None)
         for turn in turns:
-            turn.is_awaited = True
+            turn.num_waiting += 1
             if turn.draws is None and turn not in self._futures:
                 self._number += 1
                 self._futures[turn] = self.loop.create_future()
@@ -183,12 +201,12 @@ class AgentEndpoint:
             await _unless_gone(request, [self._futures[turn] for turn in turns if turn.draws is None])
         except ConnectionError:
             for turn in turns:
-                turn.is_awaited = False
+                turn.num_waiting -= 1
             raise
         for turn in turns:
             if turn.answer is None:
                 assert turn.draws is not None, "its future is done"
-                episode.forest.finish(turn, turn.draws, self.dialect.answer(turn, chat.options), chat.conversation_options)
+                forest.finish(turn, turn.draws, self.dialect.answer(turn, chat.options), chat.conversation_options)
 
 
 class DeliveredResponse(Response):
@@ -205,7 +223,7 @@ class DeliveredResponse(Response):
                 turn.was_delivered = True
         finally:
             for turn in self.turns:
-                turn.is_awaited = False
+                turn.num_waiting -= 1
 
 
 async def _body(request: Request) -> bytes:

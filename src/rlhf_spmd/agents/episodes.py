@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
 from threading import Thread
@@ -112,13 +114,15 @@ class Episodes:
         if process is None:
             return
         assert process.stdin is not None
-        process.stdin.close()
-        process.terminate()
-        try:
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        with suppress(ProcessLookupError):  # its group, with the programs of agents
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
             process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
     def _end(self, episode: Episode, ending: str, reward: float | None, failure: str | None) -> None:
         """Note the end of an attempt. One that failed begins again, if it may."""
@@ -154,7 +158,8 @@ class Episodes:
     def _begin_process(self) -> subprocess.Popen[str]:
         reader, writer = os.pipe()
         command = [sys.executable, "-m", "rlhf_spmd.agents.run_episodes", json.dumps(asdict(self.config))]
-        environment = {**os.environ, RESULTS_FD: str(writer)}
+        no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
+        environment = {**os.environ, RESULTS_FD: str(writer), "NO_PROXY": no_proxy, "no_proxy": no_proxy}
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, text=True, env=environment, pass_fds=[writer], start_new_session=True
         )

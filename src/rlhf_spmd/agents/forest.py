@@ -36,7 +36,7 @@ class Turn:
     - messages: those that the model reads in this turn
     - read_ids: their tokens, behind the parent's
     - answer: the message that the agent got; None until then
-    - is_awaited: a client waits for the answer
+    - num_waiting: clients that wait for the answer
     - was_delivered: the agent has the answer. Others are not learned
     """
 
@@ -46,7 +46,7 @@ class Turn:
     read_ids: list[int]
     draws: Draws | None = None
     answer: Message | None = None
-    is_awaited: bool = True
+    num_waiting: int = 0
     was_delivered: bool = False
 
     @property
@@ -119,7 +119,7 @@ class Forest:
         ``retries``: the request says that it is sent again.
         """
         turns = self._asked.get(self._request(parent, messages, options), [])
-        lost = (turn for turn in turns if not (turn.was_delivered or turn.is_awaited))
+        lost = (turn for turn in turns if not (turn.was_delivered or turn.num_waiting))
         return next(lost, turns[0] if turns and retries else None)
 
     def add(self, parent: Turn | None, messages: list[Message], read_ids: list[int], options: Mapping[str, Any]) -> Turn:
@@ -137,7 +137,9 @@ class Forest:
         digest = _digest(options)
         for message in self.conversation(turn):
             digest = _digest(digest, canonical(message))
-        self._by_conversation.setdefault(digest, turn)
+        known = self._by_conversation.setdefault(digest, turn)
+        if turn.key < known.key:  # equal answers of siblings: one of them goes on, whichever came first
+            self._by_conversation[digest] = turn
 
     def conversation(self, turn: Turn) -> list[Message]:
         """Return all messages up to the turn's answer."""

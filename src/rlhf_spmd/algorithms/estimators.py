@@ -145,8 +145,10 @@ def estimated_advantages(config: GroupConfig, num_samples: int | None = None, ro
 def _token_advantages(config: GroupConfig, scores: Tensor, measured: MeasuredKL, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return the rewards of tokens, and the advantages by their discounted sums from each token on, [tokens] each."""
     kl = measured.values if config.kl.use_kl_in_reward else None
-    rewards = token_level_rewards(scores, kl, measured.coefficient, rows.lengths)
-    return rewards, gae(rewards, torch.zeros_like(rewards), rows.lengths, config.advantage.gamma, 1.0)[0]
+    has_tokens = rows.lengths > 0  # an episode that failed may have none
+    lengths = rows.lengths[has_tokens]
+    rewards = token_level_rewards(scores[has_tokens], kl, measured.coefficient, lengths)
+    return rewards, gae(rewards, torch.zeros_like(rewards), lengths, config.advantage.gamma, 1.0)[0]
 
 
 def _row_advantages(
@@ -165,10 +167,19 @@ def _row_advantages(
     episodes = rows.row_ids // rows_per_episode
     is_first = rows.row_ids % rows_per_episode == 0
     check_groups(rows.group_ids[is_first], num_samples)
-    advantages = estimate(config.advantage, rewards[is_first], rows.group_ids[is_first], rows.lengths[is_first])
-    if rows_per_episode > 1:
+    if rows_per_episode == 1:
+        advantages = estimate(config.advantage, rewards, rows.group_ids, rows.lengths)
+    else:
         firsts, order = episodes[is_first].sort()
-        advantages = advantages[order[torch.searchsorted(firsts, episodes)]]
+        episode_of_row = order[torch.searchsorted(firsts, episodes)]
+        lengths = torch.zeros_like(order).index_add_(0, episode_of_row, rows.lengths)
+        advantages = estimate(config.advantage, rewards[is_first], rows.group_ids[is_first], lengths)
+        if len(advantages) != len(order):
+            raise ValueError(
+                f"algorithm.adv_estimator={config.advantage.adv_estimator} returned {len(advantages)} numbers for {len(order)} "
+                "episodes; with agents it must return one for each"
+            )
+        advantages = advantages[episode_of_row]
     return rewards, rows.spread(advantages) if len(advantages) == len(rows) else advantages
 
 

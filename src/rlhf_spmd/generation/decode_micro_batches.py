@@ -161,6 +161,8 @@ class DecodeMicroBatch:
                 self.scheduler.hold(row)
         for row, first, count in drawn:
             if not row.ended and not row.on_hold and (row.stopped or first + count >= row.limit):
+                if row.request.is_continued:
+                    self.scheduler.share_response(row, self.prefix_table.prefix_ids(row.tokens, row.request.cache_salt))
                 self.scheduler.end(row)
         return ScheduledStep(live_work, step.copies)
 

@@ -82,6 +82,14 @@ class PageAllocator:
             self._page_of[prefix_id] = page
             self._prefix_of[page] = prefix_id
 
+    def replace(self, page: int, prefix_id: int) -> None:
+        """Note that ``page`` now holds the end of this prefix, which goes on behind what it was found by before."""
+        if prefix_id not in self._page_of:
+            before = self._prefix_of.pop(page, None)
+            if before is not None:
+                del self._page_of[before]
+            self.register(page, prefix_id)
+
 
 class PrefixTable:
     """Numbers the prefixes of prompts, one per page: equal prefixes get equal ids. This addresses content exactly, without hashes.

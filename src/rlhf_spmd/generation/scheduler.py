@@ -20,7 +20,7 @@ With linear attention only whole prompts are shared, with the state behind all b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -156,6 +156,13 @@ class Scheduler:
                 if self.recurrent and row.num_computed == row.prompt_length - 1:
                     self.prompt_states.note(row.prefix_ids[-1], row.state_slot)
                 self._register_prefixes(row)
+
+    def share_response(self, row: SequenceState, prefix_ids: Sequence[int]) -> None:
+        """Let rows find the full pages of a row that is about to end. ``prefix_ids``: of all its tokens."""
+        if not self.recurrent and self.config.enable_prefix_caching:
+            num_full = min(row.num_computed, row.length - 1) // self.config.page_size
+            for page, prefix_id in zip(row.pages[:num_full], prefix_ids, strict=False):
+                self.pages.replace(page, prefix_id)
 
     def end(self, row: SequenceState) -> None:
         """Free the pages of ``row``, which stopped or reached its limit. It may have been preempted meanwhile."""

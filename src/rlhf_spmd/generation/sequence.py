@@ -46,6 +46,7 @@ class Request:
     - overrides: how this row is sampled; None: as the call says
     - draw_key: a seed and a number that key the draws in place of the call's seed and ``row_id``
     - processors: change the logits after all other rules, in order; every rank of the replica calls them with equal arguments
+    - is_continued: prompts of later rows may begin with this row's prompt and response, whose pages they find
     - cache_salt: only rows with an equal one share the pages of prompts
     """
 
@@ -58,6 +59,7 @@ class Request:
     draw_key: tuple[int, int] | None = None
     processors: tuple[LogitsProcessor, ...] = ()
     cache_salt: str | None = None
+    is_continued: bool = False
 
 
 class TokenLogprobs(NamedTuple):

@@ -13,6 +13,7 @@ from rlhf_spmd.environments.config import environment_key
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.parallel.layout import LayoutConfig
 from rlhf_spmd.preflight.roles import refuse_unused_settings
+from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.train_config import TrainConfig
 from rlhf_spmd.workers import ReferenceWorker
@@ -36,6 +37,11 @@ class RunSettings:
     rollout = property(attrgetter("config.rollout"))
     agent = property(attrgetter("config.agent"))
     prompts_in_flight = property(attrgetter("config.prompts_in_flight"))
+
+    @property
+    def has_other_rewards(self) -> bool:
+        """True if functions or models score rows, too."""
+        return self.config.reward != RewardConfig() or bool(self.config.rewards) or "reward" in self.config.models
 
     @property
     def agent_key(self) -> str:
@@ -123,6 +129,24 @@ AGENT_RULES: Rules = (
         lambda s: s.agent.is_on and s.algorithm.takes_agents and s.algorithm.kl.use_kl_in_reward,
         "the rows of an episode have one score",
         "set use_kl_loss in place of the second",
+    ),
+    Rule(
+        ("agent.{s.agent_key}",),
+        lambda s: s.agent.is_on and s.has_other_rewards,
+        "the agent gives the reward, and the conversations of an episode would have different ones from reward or rewards",
+        "leave those out",
+    ),
+    Rule(
+        ("agent.{s.agent_key}",),
+        lambda s: s.agent.is_on and (s.config.environment.cls is not None or s.config.environments),
+        "the agent has its own tools",
+        "leave environment and environments out",
+    ),
+    Rule(
+        ("agent.{s.agent_key}",),
+        lambda s: s.agent.is_on and any(model.router_replay == "R3" for model in s.config.models.values()),
+        "episodes do not record experts",
+        "take another models.actor.router_replay than R3",
     ),
     Rule(
         ("agent.{s.agent_key}", "run.test_freq"),

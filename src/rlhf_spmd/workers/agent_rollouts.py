@@ -23,10 +23,11 @@ from rlhf_spmd.agents.forest import Draws, EpisodeRow
 from rlhf_spmd.generation.call import GenerationLimits
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import Generator
+from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request
 
 RUN_STEPS = 16  # steps of the generator after which turns that have come meanwhile join
-FIRST_ENDED = 1e-6  # of the turns in flight: a run ends as soon as one of them has ended, since its agent waits
+ENDED_SHARE = 0.1  # of the turns in flight: a run ends when so many of them have, since their agents wait
 WAIT_S = 0.02  # between looks for requests while none is generated
 
 
@@ -72,23 +73,28 @@ class AgentRollouts:
             return [], AgentReport()
         generator = self.generator
         config = generator.config
-        generator.reserve_pages(self.longest)
+        started = time.perf_counter()
+        totals: dict[str, Any] = {}  # of the runs of the generator
+        longest = generator.reserve_pages(self.longest)
         try:
-            with _Replica(self, rows, sampling, global_step) as replica:
+            with _Replica(self, rows, sampling, global_step, longest, version) as replica:
                 while (news := self._news(replica)) is not None:
                     requests = [replica.request(*turn) for turn in news]
                     if requests or generator.kept:
-                        limits = GenerationLimits(steps=RUN_STEPS, fraction=FIRST_ENDED)
+                        limits = GenerationLimits(steps=RUN_STEPS, fraction=ENDED_SHARE)
                         settings = (sampling, sampling.seed, global_step, limits, version, tick)
                         replica.finish(generator.generate_until(requests, *settings))
+                        totals = {name: totals.get(name, 0) + value for name, value in vars(generator.stats).items()}
                     else:
                         tick()
-                return self._rows(replica, version)
+                return self._rows(replica)
         finally:
             generator.drop({row.request.row_id for row in generator.kept})
             generator.before_training()
             generator.reserved = False
-            generator.config = config
+            generator.config = replace(generator.config, num_pages=config.num_pages, max_num_seqs=config.max_num_seqs)
+            totals["seconds"] = time.perf_counter() - started
+            generator.stats = GenerationStats(**totals)
 
     def _news(self, replica: _Replica) -> list[AskedTurn] | None:
         """Return the turns that have come, on every rank; None when all episodes have ended."""
@@ -96,7 +102,7 @@ class AgentRollouts:
         arrived = self.replica.broadcast_json(news, "agents:turns")
         return None if arrived is None else [AskedTurn(*turn) for turn in arrived]
 
-    def _rows(self, replica: _Replica, version: int) -> tuple[list[Completion], AgentReport]:
+    def _rows(self, replica: _Replica) -> tuple[list[Completion], AgentReport]:
         """Return the rows of all episodes, on every rank."""
         told = replica.told_rows() if self.replica.rank == 0 else None
         episodes, counts = self.replica.broadcast_json(told, "agents:rows")
@@ -104,11 +110,11 @@ class AgentRollouts:
         self.nodes = {}
         for first, ending, reward, failure, values in episodes:
             for row_id, row in enumerate((EpisodeRow(*row) for row in values), start=first):
-                completions.append(self._completion(row_id, row, reward, failure, version))
+                completions.append(self._completion(row_id, row, reward, failure))
                 self.nodes[row_id] = {"episode": first, "node": row.node, "parent": row.parent, "ending": ending}
         return completions, AgentReport(**counts)
 
-    def _completion(self, row_id: int, row: EpisodeRow, reward: float, failure: str | None, version: int) -> Completion:
+    def _completion(self, row_id: int, row: EpisodeRow, reward: float, failure: str | None) -> Completion:
         """Return a path as the response to the tokens with which every conversation begins."""
         begin = len(self.dialect.first_ids)
         log_probs = torch.tensor(row.log_probs[begin:], dtype=torch.float64 if self._is_double else torch.float32)
@@ -136,14 +142,20 @@ class _Replica:
     """The state of a call: on the replica's first rank its endpoint and episodes, on others only the arguments of the call."""
 
     def __init__(
-        self, rollouts: AgentRollouts, rows: Mapping[int, Mapping[str, Any]], sampling: SamplingConfig, global_step: int
+        self,
+        rollouts: AgentRollouts,
+        rows: Mapping[int, Mapping[str, Any]],
+        sampling: SamplingConfig,
+        global_step: int,
+        longest: int,
+        version: int,
     ) -> None:
-        self.rollouts, self.sampling = rollouts, sampling
+        self.rollouts, self.sampling, self.version = rollouts, sampling, version
         self.episodes: Episodes | None = None
         self.endpoint: AgentEndpoint | None = None
         if rollouts.replica.rank == 0:
             config = rollouts.config
-            self.endpoint = AgentEndpoint(config, rollouts.dialect, rollouts.longest)
+            self.endpoint = AgentEndpoint(config, rollouts.dialect, longest, rollouts.generator.decoder.spec.vocab_size)
             self.episodes = Episodes(config, self.endpoint.url_of)
             self.endpoint.by_secret = self.episodes.by_secret
             self.all = [Episode(first, f"{sampling.seed}.{global_step}.{first}", row) for first, row in rows.items()]
@@ -154,8 +166,10 @@ class _Replica:
 
     def __exit__(self, *_: object) -> None:
         if self.episodes is not None and self.endpoint is not None:
-            self.episodes.close()
-            self.endpoint.close()
+            try:
+                self.episodes.close()
+            finally:
+                self.endpoint.close()
 
     def news(self, waits: bool) -> list[AskedTurn] | None:
         """Return the turns that have come; None when all episodes have ended. Wait a moment for some if ``waits``."""
@@ -170,7 +184,8 @@ class _Replica:
 
     def request(self, number: int, prompt_ids: Sequence[int], max_new_tokens: int, draw_number: int) -> Request:
         """Return a turn as a row of the generator."""
-        return Request(number, number, prompt_ids, max_new_tokens, draw_key=(self.sampling.seed, draw_number))
+        draw_key = self.sampling.seed, draw_number
+        return Request(number, number, prompt_ids, max_new_tokens, draw_key=draw_key, is_continued=True)
 
     def finish(self, completions: Sequence[Completion]) -> None:
         """Give agents the turns that have ended."""
@@ -185,7 +200,8 @@ class _Replica:
 
         An episode that is left out has a row, too.
         """
-        assert self.episodes is not None, "on the first rank"
+        assert self.episodes is not None and self.endpoint is not None, "on the first rank"
+        self.endpoint.settle()
         config = self.rollouts.config
         told = []
         counts = AgentReport(episodes=len(self.all), retries=self.episodes.retries)
@@ -206,7 +222,7 @@ class _Replica:
             if failure is not None or not rows:
                 end = next(iter(self.rollouts.dialect.end_ids))
                 ids = [*self.rollouts.dialect.first_ids, end]
-                rows = [EpisodeRow(ids, [False] * len(ids), [0.0] * len(ids), [0] * len(ids), [[]], 0, "stop")]
+                rows = [EpisodeRow(ids, [False] * len(ids), [0.0] * len(ids), [self.version] * len(ids), [[]], 0, "stop")]
             ending = "failed" if failure is not None and episode.ending == "done" else episode.ending
             told.append((episode.number, ending, episode.reward if failure is None else math.nan, failure, rows))
         return told, vars(counts)
