@@ -89,6 +89,12 @@ PLAN_RULES: Rules = (
         "there is no placement of the configuration to evaluate",
         "leave plan.fixed out",
     ),
+    Rule(
+        ("agent.max_rows",),
+        lambda config: config.agent.is_on,
+        "plans count one row for each sample",
+        "leave agent out, and give lengths of whole conversations in workload",
+    ),
 )
 PROFILE_RULES: Rules = (
     Rule(

@@ -220,3 +220,10 @@ def test_a_command_is_an_agent(root: Path, tmp_path: Path) -> None:
 def test_what_is_refused_before_the_run(root: Path, tmp_path: Path, more: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(None, settings(root, tmp_path, 1, *more), 1)
+
+
+def test_a_model_without_a_chat_template_is_refused_before_the_run(tmp_path: Path) -> None:
+    prompts = f"data.path={tasks.task() / 'train.jsonl'}", f"models.actor.path={tasks.task() / 'actor'}"
+    more = *prompts, "data.max_prompt_length=12", "data.max_response_length=12", "agent.command=true", "agent.timeout_s=60"
+    with pytest.raises(ValueError, match="needs a chat template"):
+        prepare(None, ["algorithm.name=grpo", "sampling.n=2", "data.train_batch_size=4", f"run.dir={tmp_path}", *more], 1)

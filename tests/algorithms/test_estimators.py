@@ -115,6 +115,26 @@ def test_advantages_are_the_papers(estimator: str, kl: bool) -> None:
     assert metrics["reward/token_level_sum"] == pytest.approx(reward, rel=1e-9)
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_an_episode_in_several_rows_is_judged_as_in_one(estimator: str) -> None:
+    """Each response as two conversations of an episode, out of order: its tokens keep their advantages."""
+    whole = rows_at(ALL)
+    first = [length // 2 for length in LENGTHS]
+    parts = [(4 * i + slot, i, n) for i, k in enumerate(first) for slot, n in ((0, k), (2, LENGTHS[i] - k))]
+    parts = [*parts[6:], *parts[:6]]
+    ids, episodes, lengths = (torch.tensor(column) for column in zip(*parts, strict=True))
+    scores = torch.tensor(SCORES, dtype=torch.float64)
+    settings = config(estimator, False)
+    expected, expected_metrics = estimated_advantages(settings)({"scores": scores}, whole, alone())
+    per_row = [values[0].item() for values in expected["advantages"].rows()]
+    rows = Rows(ids, whole.group_ids[episodes], lengths)
+    judged, metrics = estimated_advantages(settings, rows_per_episode=4)({"scores": scores[episodes]}, rows, alone())
+    values = [per_row[i] for _, i, n in parts for _ in range(n)]
+    assert judged["advantages"].values.tolist() == pytest.approx(values, rel=1e-9, abs=1e-12)
+    for name in ("score_std_mean", "equal_fraction"):
+        assert metrics[f"group/{name}"] == pytest.approx(expected_metrics[f"group/{name}"])
+
+
 def test_dr_grpo_does_not_divide() -> None:
     computed, _ = estimated_advantages(config("grpo", False, norm_adv_by_std_in_grpo=False))(
         fields_of(ALL), rows_at(ALL), alone()

@@ -21,14 +21,14 @@ from places import ROOT
 from ranks import run_ranks
 from rlhf_spmd import generate as program
 from rlhf_spmd.config.rules import check_section
-from rlhf_spmd.data.tokenizer import decoding, load_tokenizer
+from rlhf_spmd.data.tokenizer import decoding, load_tokenizer, spelled_marks
 from rlhf_spmd.environments import tools as tools_module
 from rlhf_spmd.environments.config import EnvironmentConfig
 from rlhf_spmd.environments.runner import EnvironmentFailure, EnvironmentRunner
 from rlhf_spmd.environments.tool_calls import FORMATS, TurnContext
 from rlhf_spmd.environments.tools import Tools, tool_schema
 from rlhf_spmd.generation import Completion, GenerationConfig, Request, SamplingConfig
-from rlhf_spmd.generation.multi_turn import Environments, spelled_marks, turn_messages
+from rlhf_spmd.generation.multi_turn import Environments, turn_messages
 from rlhf_spmd.inference.output_files import Journal
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.parallel.launch import Launch

@@ -19,8 +19,9 @@ import pytest
 import tasks
 from generators import alone
 from rlhf_spmd import serve
+from rlhf_spmd.agents.http import error_answer
 from rlhf_spmd.inference import service as services
-from rlhf_spmd.inference.openai_forms import Dialect, error_answer
+from rlhf_spmd.inference.openai_forms import Dialect
 from rlhf_spmd.inference.requests import RequestProcessor
 
 KEY = "a secret of this test"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_spmd.agents.http import read_body
 from rlhf_spmd.data.messages import check_messages
 from rlhf_spmd.data.tokenizer import byte_alphabet, token_bytes
 from rlhf_spmd.inference.openai_forms import (
@@ -15,7 +16,6 @@ from rlhf_spmd.inference.openai_forms import (
     TextOffsets,
     choice_of,
     prompts_of,
-    read_body,
     read_request,
     with_sampling_fields,
 )

@@ -26,12 +26,13 @@ from generate_runs import arguments, read_output, write_rows
 from generate_runs import model as model  # a fixture
 from generators import transformers_greedy
 from rlhf_spmd import score, serve
+from rlhf_spmd.agents.http import error_answer
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
 from rlhf_spmd.generation import Request
 from rlhf_spmd.inference import endpoint as endpoints
 from rlhf_spmd.inference import service as services
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
-from rlhf_spmd.inference.openai_forms import Dialect, error_answer
+from rlhf_spmd.inference.openai_forms import Dialect
 from rlhf_spmd.parallel.launch import Launch
 from serving import KEY, arrive, arrive_raw, ask, choices_of, program, service_of, turn_until_idle
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.config.load import check_tree
 from rlhf_spmd.config.rules import check_rules, check_section
 from rlhf_spmd.data.prompts import DataConfig
@@ -17,6 +18,12 @@ from rlhf_spmd.preflight.plan_stand_ins import WorkloadConfig
 CALL = PlacedCall("0-3", dp=4)
 DATA = DataConfig(path=str(Path(__file__)), max_prompt_length=100, max_response_length=50)
 CASES = [
+    (
+        lambda: check_rules(
+            PLAN_RULES, SimpleNamespace(plan=SearchConfig(), placement=PlacementConfig(), agent=AgentConfig(command="true"))
+        ),
+        "agent.max_rows=8: plans count one row for each sample; leave agent out, and give lengths of whole conversations in workload",
+    ),
     (
         lambda: check_tree(PlacementConfig(strategy="auto", ratios={"actor": 0.5}), "placement"),
         "placement.strategy=auto: the planner chooses pools and ratios; leave placement.pools and placement.ratios out",
@@ -46,7 +53,8 @@ CASES = [
     ),
     (
         lambda: check_rules(
-            PLAN_RULES, SimpleNamespace(plan=SearchConfig(fixed="config"), placement=PlacementConfig(strategy="auto"))
+            PLAN_RULES,
+            SimpleNamespace(plan=SearchConfig(fixed="config"), placement=PlacementConfig(strategy="auto"), agent=AgentConfig()),
         ),
         "plan.fixed=config, placement.strategy=auto: there is no placement of the configuration to evaluate; leave plan.fixed out",
     ),

@@ -142,9 +142,9 @@ CASES = [
         "agent.command=true, run.test_freq=2: validation has no agents yet; set the second to 0",
     ),
     (
-        other("grpo", *AGENTS, "agent.timeout_s=400"),
-        "agent.timeout_s=400.0, run.timeout_s=600.0: other ranks wait for an episode and its 2 attempts; lower the first or raise the "
-        "second",
+        other("grpo", *AGENTS, "agent.timeout_s=500"),
+        "agent.timeout_s=500.0, run.timeout_s=600.0: other ranks wait for the episodes of a step, which end within 80% of the second; "
+        "lower the first or raise the second",
     ),
     # roles in a run
     (

@@ -4,8 +4,10 @@ Floor F3. Nothing here knows of generators: ``workers/agent_rollouts.py`` genera
 
 - ``config``: the section ``agent``
 - ``forest``: an episode's turns, and the rows that they become; pure
+- ``answer_calls``: the calls of tools in a response, also of ``serve``
 - ``dialect``: between OpenAI's messages and token ids
 - ``episodes``: episodes, their attempts and ends, and the process of their agents
 - ``run_episodes``: the program of that process
+- ``http``: what every endpoint does with a request and an error, also that of ``serve``
 - ``endpoint``: HTTP for the agents of a replica
 """

@@ -11,6 +11,8 @@ from rlhf_spmd.config import registry
 from rlhf_spmd.config.constraints import Fraction, PositiveInt, Seconds, Workers
 from rlhf_spmd.config.rules import Rule, Rules
 
+CALL_SHARE = 0.8  # of the time that other ranks wait: within it all episodes of a step end
+
 
 @dataclass(frozen=True)
 class AgentConfig:

@@ -2,39 +2,72 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from rlhf_spmd.agents.answer_calls import AnswerCalls, check_tools, text_parameters
 from rlhf_spmd.agents.forest import Turn
+from rlhf_spmd.config.constraints import PositiveInt, Range
+from rlhf_spmd.config.rules import check_section
+from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
+from rlhf_spmd.data.files import RowError
 from rlhf_spmd.data.messages import ChatOptions, Message, check_messages
 from rlhf_spmd.data.tokenizer import decode
-from rlhf_spmd.environments.tool_calls import detect_format, parse_turn
+from rlhf_spmd.environments.tool_calls import detect_format
+
+
+@dataclass(frozen=True)
+class ChatFields:
+    """The fields of a request that an agent decides. Others are unknown, or those of :data:`SAMPLING`.
+
+    ``model``, ``user``, ``metadata``, ``store``, ``stream_options``: clients send them, and they change nothing.
+    """
+
+    messages: Any = None
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    n: Annotated[int, Range(least=1, most=64)] = 1
+    stream: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    model: Any = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    stream_options: Any = None
+
+
+# fields that the trainer decides
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What an agent asks for.
+    """What an agent asks for: its ``fields``, and the whole conversation. ``ignores``: it sets what the trainer decides."""
 
-    - messages: the whole conversation
-    - options: its tools and the variables of the template
-    - max_tokens: at most so many are drawn; None: as many as there is room for
-    - n: answers, each with draws of its own
-    - stream: the answer is sent as events
-    - with_ids, with_log_probs: the answer has its token ids; and their log-probs
-    - ignored: settings of sampling that the trainer decides
-    """
-
+    fields: ChatFields
     messages: list[Message]
-    options: ChatOptions
-    max_tokens: int | None
-    n: int
-    stream: bool
-    with_ids: bool
-    with_log_probs: bool
-    ignored: tuple[str, ...]
+    ignores: bool
+
+    @property
+    def options(self) -> ChatOptions:
+        """Return the tools and the variables of the template."""
+        tools = self.fields.tools if self.fields.tool_choice == "auto" else []
+        return ChatOptions(tools or None, self.fields.chat_template_kwargs)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Return the most tokens of an answer; None: as many as there is room for."""
+        return self.fields.max_completion_tokens or self.fields.max_tokens
 
     @property
     def conversation_options(self) -> dict[str, Any]:
@@ -42,60 +75,16 @@ class ChatRequest:
         return {"tools": self.options.tools, "variables": dict(self.options.variables)}
 
 
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-)
-READ = (
-    *("messages", "model", "tools", "tool_choice", "parallel_tool_calls", "max_tokens", "max_completion_tokens", "n", "stream"),
-    *("stream_options", "logprobs", "top_logprobs", "return_token_ids", "chat_template_kwargs", "user", "metadata", "store"),
-)
-MOST_ANSWERS = 64  # n of a request
-
-
-def read_chat_request(body: Any) -> ChatRequest:
+def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     """Return what a request asks for. Raises ValueError or DataError, one line."""
-    if not isinstance(body, dict):
-        raise ValueError("a request is a JSON object")
-    fields = {key: value for key, value in body.items() if value is not None}
-    ignored = tuple(key for key in SAMPLING if key in fields)
-    unknown = next((key for key in fields if key not in (*READ, *SAMPLING)), None)
-    if unknown is not None:
-        raise ValueError(f"{unknown} is not supported while a model is trained; leave the field out")
-    if fields.get("tool_choice", "auto") not in ("auto", "none"):
-        raise ValueError(f"tool_choice={fields['tool_choice']!r} must be auto or none")
-    numbers = {"n": fields.get("n", 1), "max_tokens": fields.get("max_completion_tokens", fields.get("max_tokens"))}
-    for key, value in numbers.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{key}={value!r} must be an integer of at least 1")
-    if numbers["n"] > MOST_ANSWERS:
-        raise ValueError(f"n={numbers['n']}: at most {MOST_ANSWERS}")
-    tools = fields.get("tools") or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError("tools must be a list of schemas, each an object")
-    variables = fields.get("chat_template_kwargs", {})
-    if not isinstance(variables, dict):
-        raise ValueError("chat_template_kwargs must be an object")
-    messages = check_messages(fields.get("messages"))
+    values = {key: value for key, value in body.items() if value is not None}
+    fields = read_section(ChatFields, {key: value for key, value in values.items() if key not in SAMPLING}, strict=True)
+    check_section(fields, "request")
+    check_tools(fields.tools)
+    messages = check_messages(fields.messages)
     if messages[-1]["role"] == "assistant":
-        raise ValueError("the last message is the assistant's; end with what it shall answer")
-    return ChatRequest(
-        messages,
-        ChatOptions(tools if fields.get("tool_choice") != "none" else None, variables),
-        numbers["max_tokens"],
-        numbers["n"],
-        bool(fields.get("stream")),
-        bool(fields.get("return_token_ids")),
-        bool(fields.get("logprobs")),
-        ignored,
-    )
+        raise RowError("the last message is the assistant's; end with what it shall answer")
+    return ChatRequest(fields, messages, any(key in SAMPLING for key in values))
 
 
 @dataclass(eq=False)
@@ -116,8 +105,7 @@ class Dialect:
     def __post_init__(self) -> None:
         self.encoder = PromptEncoder(self.tokenizer, self.encoding)
         self.first_ids = first_ids(self.encoder)
-        template = self.encoder.template or getattr(self.tokenizer, "chat_template", None)
-        self.tool_format = detect_format("\n".join(template.values()) if isinstance(template, dict) else template)
+        self.tool_format = detect_format(self.encoder.template or getattr(self.tokenizer, "chat_template", None))
 
     def read_ids(self, parent: Turn | None, messages: Sequence[Message], options: ChatOptions) -> list[int]:
         """Return the tokens that the model reads in a turn. Raises DataError for what the template refuses."""
@@ -126,28 +114,22 @@ class Dialect:
             return next(self.encoder.tokenize([text], special_tokens=False))
         return self.encoder.ids_between_turns(parent.ids[-1], messages, self.end_ids, options)
 
-    def answer(self, turn: Turn, options: ChatOptions) -> Message:
+    def answer(self, turn: Turn, request: ChatRequest) -> Message:
         """Return the message that the agent gets for a turn: with ``tool_calls`` if the model may call tools and does."""
         assert turn.draws is not None, "the turn has ended"
         ids = [token for token in turn.draws.ids if token not in self.end_ids]
-        if not options.tools:
+        tools = request.options.tools
+        if not tools:
             return {"role": "assistant", "content": decode(self.tokenizer, [ids])[0]}
-        text = decode(self.tokenizer, [ids], skip_special_tokens=False)[0]
-        parsed = parse_turn(text, self.tool_format)
-        calls = [call for call in parsed.calls if call is not None]
-        message: Message = {"role": "assistant", "content": parsed.content or (None if calls else "")}
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "id": f"call_{turn.key[-8:].replace('.', '_')}_{number}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-                }
-                for number, call in enumerate(calls)
-            ]
-        return message
+        prompt_ids = turn.ids[: -len(turn.draws.ids)]
+        prompt, text = decode(self.tokenizer, [prompt_ids, ids], skip_special_tokens=False)
+        parameters = text_parameters(tools)
+        parallel = request.fields.parallel_tool_calls
+        reader = AnswerCalls(self.tokenizer, self.tool_format, parameters, parallel, prompt, None, hides_special=True)
+        content, calls = reader.split(ids, text, ended=True)
+        if not calls:
+            return {"role": "assistant", "content": content}
+        return {"role": "assistant", "content": content or None, "tool_calls": calls}
 
 
 def first_ids(encoder: PromptEncoder) -> list[int]:
@@ -175,13 +157,13 @@ def completion_body(
         assert turn.draws is not None and turn.answer is not None, "the turn has ended"
         reason = "tool_calls" if turn.answer.get("tool_calls") else turn.draws.finish_reason
         choice: dict[str, Any] = {"index": index, "message": turn.answer, "finish_reason": reason, "logprobs": None}
-        if request.with_log_probs:
+        if request.fields.logprobs:
             texts = [decode(tokenizer, [[token]], skip_special_tokens=False)[0] for token in turn.draws.ids]
             pairs = zip(texts, turn.draws.log_probs, strict=True)
             choice["logprobs"] = {
                 "content": [{"token": text, "logprob": value, "bytes": None, "top_logprobs": []} for text, value in pairs]
             }
-        if request.with_ids:
+        if request.fields.return_token_ids:
             choice["token_ids"] = turn.draws.ids
         choices.append(choice)
     num_drawn = sum(len(turn.draws.ids) for turn in turns if turn.draws)
@@ -194,4 +176,4 @@ def completion_body(
         "choices": choices,
         "usage": usage,
     }
-    return body | ({"prompt_token_ids": [*prompt_ids]} if request.with_ids else {})
+    return body | ({"prompt_token_ids": [*prompt_ids]} if request.fields.return_token_ids else {})

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -25,20 +25,13 @@ from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.dialect import ChatRequest, Dialect, completion_body, read_chat_request
 from rlhf_spmd.agents.episodes import Episode
 from rlhf_spmd.agents.forest import Draws, Forest, Turn
+from rlhf_spmd.agents.http import HttpError, error_answer, read_body, read_bytes, unless_gone
 
 MAX_BODY_BYTES = 1 << 23
 NAME = "actor"  # of the model
 RETRIES = "x-stainless-retry-count"  # of OpenAI's clients: above 0 if a request is sent again
 CLOSE_S = 2.0
 SILENT_S = 300  # a connection stays open while its agent uses a tool
-
-
-class Refusal(ValueError):
-    """A request that is refused, with its HTTP status and OpenAI's code."""
-
-    def __init__(self, status: int, message: str, code: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
 
 
 class AskedTurn(NamedTuple):
@@ -61,13 +54,14 @@ class AgentEndpoint:
     - by_secret: the running episodes
     - longest: tokens that a conversation may have; vocab_size: ids are below it
     - asked: turns that wait to be generated
+    - num_ignored: requests with settings that the trainer decides
     """
 
     def __init__(self, config: AgentConfig, dialect: Dialect, longest: int, vocab_size: int) -> None:
         self.config, self.dialect, self.longest, self.vocab_size = config, dialect, longest, vocab_size
         self.by_secret: Mapping[str, Episode] = {}
         self.asked: SimpleQueue[AskedTurn] = SimpleQueue()
-        self.ignored: set[str] = set()
+        self.num_ignored = 0
         self._waiting: dict[int, tuple[Turn, asyncio.Future[None]]] = {}
         self._futures: dict[Turn, asyncio.Future[None]] = {}
         self._number = 0
@@ -133,23 +127,24 @@ class AgentEndpoint:
 
     async def _chat(self, request: Request) -> Response:
         try:
-            body = await _body(request)
+            body = read_body(await read_bytes(request, MAX_BODY_BYTES, "bytes of a request"))
             episode = self.by_secret.get(request.path_params["secret"])
             if episode is None:
-                raise Refusal(403, "there is no such episode, or it has ended", "invalid_api_key")
+                raise HttpError(403, "there is no such episode, or it has ended", "invalid_api_key")
             forest = episode.forest  # a later attempt has another one
-            chat = read_chat_request(json.loads(body))
+            chat = read_chat_request(body)
             retries = int(request.headers.get(RETRIES, "0") or 0) > 0
             turns, prompt_ids = self._turns(forest, chat, retries)
             await self._generated(request, forest, turns, prompt_ids, chat)
             answer = completion_body(NAME, turns[0].key, turns, chat, prompt_ids, self.dialect.tokenizer)
-        except ConnectionError:
+        except ClientDisconnect:
             return Response(status_code=499)  # nginx's code for a client that has closed the connection
         except ValueError as error:
-            status, code = getattr(error, "status", 400), getattr(error, "code", "invalid_request_error")
-            message = {"message": str(error), "type": "invalid_request_error", "param": None, "code": code}
-            return JSONResponse({"error": message}, status)
-        response = StreamingResponse(_events(answer), media_type="text/event-stream") if chat.stream else JSONResponse(answer)
+            status, content = error_answer(error)
+            return JSONResponse(content, status)
+        response = (
+            StreamingResponse(_events(answer), media_type="text/event-stream") if chat.fields.stream else JSONResponse(answer)
+        )
         return DeliveredResponse(response, turns)
 
     def _turns(self, forest: Forest, chat: ChatRequest, retries: bool) -> tuple[list[Turn], list[int]]:
@@ -158,13 +153,13 @@ class AgentEndpoint:
         Raises ValueError.
         """
         options = chat.conversation_options
-        self.ignored |= set(chat.ignored)
+        self.num_ignored += chat.ignores
         parent, messages = forest.attach(chat.messages, options)
         turns: list[Turn] = []
-        if chat.n == 1 and (turn := forest.repeated(parent, messages, options, retries)) is not None:
+        if chat.fields.n == 1 and (turn := forest.repeated(parent, messages, options, retries)) is not None:
             turns = [turn]
-        elif len(forest.turns) + chat.n > self.config.max_turns:
-            raise Refusal(400, f"agent.max_turns={self.config.max_turns}: the episode may ask for no more", "max_turns")
+        elif len(forest.turns) + chat.fields.n > self.config.max_turns:
+            raise HttpError(400, f"agent.max_turns={self.config.max_turns}: the episode may ask for no more", "max_turns")
         else:
             read_ids = self.dialect.read_ids(parent, messages, chat.options)
             if parent is None and read_ids[:1] != self.dialect.first_ids:
@@ -173,7 +168,7 @@ class AgentEndpoint:
                 raise ValueError(
                     f"the conversation has the token id {max(read_ids)}, and the model a vocabulary of {self.vocab_size}"
                 )
-            turns = [forest.add(parent, messages, read_ids, options) for _ in range(chat.n)]
+            turns = [forest.add(parent, messages, read_ids, options) for _ in range(chat.fields.n)]
         prompt_ids = [*(parent.ids if parent else ()), *turns[0].read_ids]
         if len(prompt_ids) >= self.longest:
             for turn in turns:
@@ -181,7 +176,7 @@ class AgentEndpoint:
             message = (
                 f"the conversation has {len(prompt_ids)} tokens, and {self.longest} are the most, with those of the answer"
             )
-            raise Refusal(400, message, "context_length_exceeded")
+            raise HttpError(400, message, "context_length_exceeded")
         return turns, prompt_ids
 
     async def _generated(
@@ -198,15 +193,16 @@ class AgentEndpoint:
                 self._waiting[self._number] = turn, self._futures[turn]
                 self.asked.put(AskedTurn(self._number, prompt_ids, limit, turn.draw_number))
         try:
-            await _unless_gone(request, [self._futures[turn] for turn in turns if turn.draws is None])
-        except ConnectionError:
+            if undrawn := [self._futures[turn] for turn in turns if turn.draws is None]:
+                await unless_gone(request, asyncio.wait(undrawn))  # which go on in any case
+        except ClientDisconnect:
             for turn in turns:
                 turn.num_waiting -= 1
             raise
         for turn in turns:
             if turn.answer is None:
                 assert turn.draws is not None, "its future is done"
-                forest.finish(turn, turn.draws, self.dialect.answer(turn, chat.options), chat.conversation_options)
+                forest.finish(turn, turn.draws, self.dialect.answer(turn, chat), chat.conversation_options)
 
 
 class DeliveredResponse(Response):
@@ -224,33 +220,6 @@ class DeliveredResponse(Response):
         finally:
             for turn in self.turns:
                 turn.num_waiting -= 1
-
-
-async def _body(request: Request) -> bytes:
-    """Return a request's body. Raises Refusal if it is too long."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise Refusal(413, f"a request has at most {MAX_BODY_BYTES} bytes", "request_too_large")
-    return bytes(body)
-
-
-async def _unless_gone(request: Request, futures: Sequence[asyncio.Future[None]]) -> None:
-    """Wait for ``futures``, which go on in any case. Raises ConnectionError if the client goes away before."""
-
-    async def disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    gone = asyncio.ensure_future(disconnect())
-    try:
-        while open_futures := {future for future in futures if not future.done()}:
-            await asyncio.wait({*open_futures, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
-                raise ConnectionResetError("the client has gone away")
-    finally:
-        gone.cancel()
 
 
 async def _events(body: Mapping[str, Any]) -> AsyncIterator[str]:

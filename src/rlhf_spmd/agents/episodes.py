@@ -32,7 +32,7 @@ END_S = 2.0  # for the agents' process to end before it is killed
 class Episode:
     """An episode of a row.
 
-    - number: its place among the call's episodes
+    - row_id: the first of its rows
     - name: keys its draws
     - attempt: how often it has begun
     - forest, secret: of this attempt
@@ -41,7 +41,7 @@ class Episode:
     - ending: `done`, `timeout` or `failed`; "" while it runs
     """
 
-    number: int
+    row_id: int
     name: str
     row: Mapping[str, Any]
     attempt: int = 0
@@ -63,11 +63,14 @@ class Episode:
 class Episodes:
     """Runs episodes. Use it from one thread; ``by_secret`` may be read by others.
 
-    ``url_of``: the address of the endpoint for a secret.
+    - url_of: the address of the endpoint for a secret
+    - limit_s: of all episodes together; those that have not ended by then are given up as if each took too long
     """
 
-    def __init__(self, config: AgentConfig, url_of: Callable[[str], str]) -> None:
+    def __init__(self, config: AgentConfig, url_of: Callable[[str], str], limit_s: float) -> None:
         self.config = config
+        self.limit_s = limit_s
+        self.deadline = time.monotonic() + limit_s
         self.url_of = url_of
         self.by_secret: dict[str, Episode] = {}
         self.waiting: deque[Episode] = deque()
@@ -105,6 +108,12 @@ class Episodes:
             if now > episode.deadline:
                 del self.running[number]
                 self._end(episode, "timeout", None, f"the agent has not ended within agent.timeout_s={self.config.timeout_s}")
+        if now > self.deadline:
+            for episode in [*self.running.values(), *self.waiting]:
+                reason = f"the episodes of a step have not ended within {self.limit_s:.0f} s, for which other ranks wait"
+                self._end(episode, "timeout", None, reason)
+            self.running.clear()
+            self.waiting.clear()
         self._start()
 
     def close(self) -> None:

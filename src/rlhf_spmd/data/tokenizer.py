@@ -125,6 +125,18 @@ def added_places(tokenizer: Any, ids: Sequence[int]) -> list[tuple[int, int, int
     return places
 
 
+def spelled_marks(tokenizer: Any, ids: list[int], text: str) -> dict[str, list[int]]:
+    """Return where added tokens begin in ``text``, that of ``ids`` with special tokens, by their own text.
+
+    Only for tokens whose text other tokens spell there, too.
+    """
+    starts: dict[str, list[int]] = {}
+    for mark, token in added_tokens(tokenizer).items():
+        if mark in text and text.count(mark) > ids.count(token):
+            starts[mark] = [begin for token_id, begin, _ in added_places(tokenizer, ids) if token_id == token]
+    return starts
+
+
 def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return how many characters, tokens or messages both sequences begin with."""
     return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))

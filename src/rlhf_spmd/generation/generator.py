@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 
@@ -165,6 +166,22 @@ class Generator:
             self.config = replace(config, num_pages=num_pages, max_num_seqs=num_rows)
         longest = min(longest, num_pages * config.page_size + 1)
         return longest if config.enable_chunked_prefill else min(longest, config.max_num_batched_tokens)
+
+    @contextmanager
+    def reserving(self, longest: int) -> Iterator[int]:
+        """Open a context in which pages are reserved: :meth:`reserve_pages`, whose result it yields. At its end no row is kept.
+
+        Collective over the replica: every rank of it must call, in program order.
+        """
+        self._try_graphs()  # which may change the configuration for good
+        config = self.config
+        try:
+            yield self.reserve_pages(longest)
+        finally:
+            self.drop({row.request.row_id for row in self.kept})
+            self.before_training()
+            self.reserved = False
+            self.config = config
 
     def before_training(self) -> None:
         """Free the pages of kept rows, or do what ``kv_cache`` says. Their tokens stay. Training comes before the next call."""

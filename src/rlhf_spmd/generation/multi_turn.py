@@ -20,7 +20,7 @@ from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import Row, named_row
 from rlhf_spmd.data.messages import chat_options
 from rlhf_spmd.data.reasoning import strip_reasoning
-from rlhf_spmd.data.tokenizer import added_places, added_tokens, decode, encode_continued, longest_token
+from rlhf_spmd.data.tokenizer import decode, encode_continued, longest_token, spelled_marks
 from rlhf_spmd.environments.config import ChatMessage, EnvironmentConfig, environment_of
 from rlhf_spmd.environments.runner import Answer, EnvironmentRunner, error_words
 from rlhf_spmd.environments.tool_calls import TurnContext
@@ -49,15 +49,6 @@ class Environments:
     rows: Mapping[int, Mapping[str, Any]]
     tokenizer: Any
     encoding: EncodingConfig | None = None
-
-
-def spelled_marks(tokenizer: Any, ids: list[int], text: str) -> dict[str, list[int]]:
-    """Return :class:`TurnContext`'s ``marks`` of the turn ``ids``, whose text is ``text``."""
-    starts: dict[str, list[int]] = {}
-    for mark, token in added_tokens(tokenizer).items():
-        if mark in text and text.count(mark) > ids.count(token):
-            starts[mark] = [begin for token_id, begin, _ in added_places(tokenizer, ids) if token_id == token]
-    return starts
 
 
 def turn_messages(

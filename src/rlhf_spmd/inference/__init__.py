@@ -22,7 +22,6 @@ For ``LLM`` and ``serve``, which answer requests:
 - ``outputs``: turns completions into outputs
 - ``llm``: the class ``LLM``
 - ``openai_forms``: OpenAI's and vLLM's JSON
-- ``answer_calls``: the calls of tools in a response
 - ``answers``: a client's answer, whole or as a stream, while its responses grow
 - ``service``: the queue of clients' requests in front of the engine
 - ``endpoint``: HTTP

@@ -9,11 +9,11 @@ from functools import partial
 from math import isnan, nan
 from typing import Any
 
+from rlhf_spmd.agents.answer_calls import AnswerCalls, text_parameters
 from rlhf_spmd.data.reasoning import begins_reasoning, split_reasoning
 from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, prompt_texts, token_bytes
 from rlhf_spmd.generation import Completion, NotFinite
 from rlhf_spmd.generation.sequence import SequenceState
-from rlhf_spmd.inference.answer_calls import AnswerCalls, text_parameters
 from rlhf_spmd.inference.inference_engine import Entries
 from rlhf_spmd.inference.openai_forms import AnswerFormat, Dialect, Entry, TextDelta, TextOffsets, choice_of
 from rlhf_spmd.inference.outputs import OutputBuilder, response_entries

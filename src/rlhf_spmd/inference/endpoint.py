@@ -20,7 +20,6 @@ from importlib.metadata import version
 from ipaddress import ip_address
 from itertools import count
 from threading import Thread
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -33,14 +32,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rlhf_spmd.inference.openai_forms import Dialect, HttpError, error_answer
+from rlhf_spmd.agents.http import HttpError, error_answer, read_bytes, unless_gone
+from rlhf_spmd.inference.openai_forms import Dialect
 from rlhf_spmd.inference.service import Part, Service
 
 MAX_CONNECTIONS = 1024  # requests on further connections are refused
 READERS = 2  # threads that tokenise long requests, and as many for short ones, which so wait for no long one
 LONG_BYTES = 1 << 16  # of a long request
 SILENT_S = 75.0  # after which a connection without a request is closed
-BODY_S = 60.0  # within which a request must arrive whole
 UNREAD_S = 60.0  # after which a client that does not read its answer is cut off
 CLOSE_S = 2.0  # for clients to read their answers when the service has ended
 
@@ -219,14 +218,14 @@ class Endpoint:
 
         is_stream = False
         try:
-            raw = await _read(request, self.access.max_body_bytes)
+            raw = await read_bytes(request, self.access.max_body_bytes, "max_body_bytes")
             body = await loop.run_in_executor(self.readers[len(raw) > LONG_BYTES], service.read, raw, dialect)
             del raw
             if service.state != "on":
                 raise HttpError(503, "the server is ending")
             service.arrivals.put((number, body))
             is_served = True
-            first = await _unless_gone(request, parts.get())
+            first = await unless_gone(request, parts.get())
             assert first is not None, "an answer has a part"
             is_stream = first[0] == 200 and bool(body["body"].get("stream"))
             is_served = is_stream
@@ -282,41 +281,6 @@ class ServedConnection(H11Protocol):
         if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
             due = self.loop.time() + SILENT_S if when is None else when
             self.timeout_keep_alive_task = self.loop.call_at(due, self.timeout_keep_alive_handler)
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    """Return the body of a request. Raises HttpError if it is longer than ``max_bytes``, by its header or in fact, or too slow."""
-    body = bytearray()
-    too_long = HttpError(413, f"a request has at most max_body_bytes={max_bytes} bytes")
-    if int(request.headers.get("content-length", "0")) > max_bytes:  # h11 has seen that it is a number
-        raise too_long
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > max_bytes:
-                    raise too_long
-    except TimeoutError as error:
-        raise HttpError(408, f"the request has not come within {BODY_S:.0f} s") from error
-    return bytes(body)
-
-
-async def _unless_gone(request: Request, awaited: Any) -> Any:
-    """Return the result of ``awaited``. Raises ClientDisconnect if the client goes away before."""
-
-    async def disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    reply, disconnected = asyncio.ensure_future(awaited), asyncio.ensure_future(disconnect())
-    try:
-        await asyncio.wait({reply, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        if not reply.done():
-            raise ClientDisconnect
-        return reply.result()
-    finally:
-        reply.cancel()
-        disconnected.cancel()
 
 
 def _answer_error(request: Request, error: Exception) -> Response:

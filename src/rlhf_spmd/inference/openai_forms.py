@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import isnan
 from typing import Any, Literal
 
+from rlhf_spmd.agents.answer_calls import check_tools
 from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.config.words import nearest
@@ -37,64 +36,24 @@ GUIDED = {f"guided_{form}": form for form in ("json", "regex", "choice", "gramma
 # fields of a request in the dialect "generate"
 GENERATE = ("model", "token_ids", "sampling_params", "stream", "stream_options", "request_id", "cache_salt", "priority")
 CHAT_ONLY = ("chat_template_kwargs", "tools")
-MAX_DEPTH = 100  # of nested lists and objects in a request's JSON
 MAX_STOPS, STOP_CHARACTERS = 64, 4096  # stop texts of a request, and their characters: all are looked for after each token
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells half a character
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 CHARACTER_BYTES = 4  # at most in UTF-8, so at most this many tokens share a character
 ToBytes = Callable[[int, str], list[int] | None]  # (token, its text) -> its bytes
 Entry = dict[int, Logprob]  # for a token: itself first, then the likeliest
 
 
-class HttpError(ValueError):
-    """An error with another HTTP status than 400."""
-
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-
-
-def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and the JSON of an answer to a request that failed with ``error``."""
-    status = getattr(error, "status", 400 if isinstance(error, ValueError) else 500)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return status, {"error": {"message": str(error), "type": kind, "param": None, "code": getattr(error, "code", None)}}
-
-
-def read_body(raw: bytes) -> dict[str, Any]:
-    """Return a request's JSON object. Raises ValueError if it is none, too deep, or has text that is not Unicode."""
-
-    def depth(value: Any) -> int:
-        children = value.values() if isinstance(value, dict) else value
-        return 1 + max((depth(child) for child in children if isinstance(child, dict | list)), default=0)
-
-    text = raw.decode("utf-8-sig")
-    try:
-        body = json.loads(text)
-        is_deep = isinstance(body, dict) and depth(body) > MAX_DEPTH
-    except RecursionError:
-        is_deep = True
-    if is_deep:
-        raise ValueError(f"a request's JSON is at most {MAX_DEPTH} values deep")
-    if not isinstance(body, dict):
-        raise ValueError("a request is a JSON object")
-    if SURROGATE.search(text):
-        json.dumps(body, ensure_ascii=False).encode()
-    return body
-
-
 def with_sampling_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request in the dialect "generate" as a completion has its fields. Raises ValueError."""
-    fields_given = {key: value for key, value in body.items() if value is not None}
-    check_keys(fields_given, GENERATE, "")
-    params = fields_given.pop("sampling_params", {})
+    request_fields = {key: value for key, value in body.items() if value is not None}
+    check_keys(request_fields, GENERATE, "")
+    params = request_fields.pop("sampling_params", {})
     if not isinstance(params, dict):
         raise ValueError("sampling_params must be an object")
     params = {key: value for key, value in params.items() if value is not None}
     check_keys(params, [field.name for field in fields(SamplingParams) if field.name not in INTERNAL], "sampling_params.")
-    prompt = fields_given.pop("token_ids", None)
-    return {**params, **fields_given, "prompt": prompt}
+    prompt = request_fields.pop("token_ids", None)
+    return {**params, **request_fields, "prompt": prompt}
 
 
 def check_keys(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
@@ -246,10 +205,7 @@ def read_request(body: Mapping[str, Any], dialect: Dialect) -> tuple[AnswerForma
     for key in CHAT_ONLY:
         if getattr(format, key) and dialect != "chat":
             raise ValueError(f"{key} are for /v1/chat/completions: a completion's prompt has no template")
-    for number, tool in enumerate(format.tools):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"tools[{number}] must be {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}")
+    check_tools(format.tools)
     if not (format.generates or format.echo):
         raise ValueError("max_tokens=0 is for echo=true, which answers with the prompt; otherwise it must be at least 1")
     return format, replace(params, prompt_logprobs=params.logprobs if format.echo else None)

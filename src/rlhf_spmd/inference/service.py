@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rlhf_spmd.agents.http import HttpError, error_answer, read_body
 from rlhf_spmd.config.words import counted
 from rlhf_spmd.environments.tool_calls import detect_format
 from rlhf_spmd.generation import Completion, GenerationLimits, NotFinite, Request, SamplingConfig
@@ -23,11 +24,8 @@ from rlhf_spmd.inference.answers import ClientAnswer
 from rlhf_spmd.inference.openai_forms import (
     OTHER,
     Dialect,
-    HttpError,
     check_sizes,
-    error_answer,
     prompts_of,
-    read_body,
     read_request,
     with_sampling_fields,
 )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from rlhf_spmd.agents.config import CALL_SHARE
+from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.config.rules import Rule, Rules, check_rules
 from rlhf_spmd.data.dataset import DatasetConfig
 from rlhf_spmd.data.prompts import DataConfig, PromptsConfig
@@ -42,6 +44,8 @@ class RunSettings:
     def has_other_rewards(self) -> bool:
         """True if functions or models score rows, too."""
         return self.config.reward != RewardConfig() or bool(self.config.rewards) or "reward" in self.config.models
+
+    call_share = CALL_SHARE
 
     @property
     def agent_key(self) -> str:
@@ -156,8 +160,8 @@ AGENT_RULES: Rules = (
     ),
     Rule(
         ("agent.timeout_s", "run.timeout_s"),
-        lambda s: s.agent.is_on and s.agent.timeout_s * s.agent.attempts >= s.run.timeout_s,
-        "other ranks wait for an episode and its {s.agent.attempts} attempts",
+        lambda s: s.agent.is_on and s.agent.timeout_s >= CALL_SHARE * s.run.timeout_s,
+        "other ranks wait for the episodes of a step, which end within {s.call_share:.0%} of the second",
         "lower the first or raise the second",
     ),
 )
@@ -323,6 +327,8 @@ def check_settings(run_plan: RunPlan) -> RunPlan:
     for name, environment in run_plan.environments.items() if run_plan.generating else ():
         environment.check_together(environment_key(name), config.run.timeout_s, config.prompts_in_flight is not None)
     check_rules(AGENT_RULES, RunSettings(config=config))
+    if config.agent.is_on:
+        Dialect(run_plan.tokenizer, config.data, ())  # raises for a tokenizer without a chat template
     check_rules(VALIDATION_RULES, RunSettings(config=config, can_validate=hasattr(run_plan.algorithm, "validate")))
     check_batches(config, run_plan.roles)
     for role, role_plan in run_plan.roles.items():

@@ -67,7 +67,10 @@ def roles_on_pools(
         training_ranks = {rank for role in trained for rank in pools[role].ranks}
         for role, pool in pools.items():
             is_free = role in model_roles and model_roles[role].spec is None and pool_names[role] is None
-            if is_free and training_ranks.intersection(pool.ranks):
+            covered = {rank for name, other in pools.items() if name != role for rank in other.ranks}
+            if (
+                is_free and training_ranks.intersection(pool.ranks) and covered.issuperset(pool.ranks)
+            ):  # no rank stays without a role
                 pools[role] = _generating_pool(model_roles, pools) or pool
     role_plans = {role: _role_on_pools(role, role_plan, pools) for role, role_plan in model_roles.items()}
     if not trained:

@@ -69,15 +69,14 @@ class Utilisation:
         the weights, which a role with adapters does not compute. With rows in flight, the tokens of the rows that a step trains on
         count as the tokens that it generated.
         """
-        config = self.run_plan.config
         mean_length = num_tokens / num_rows
         flops = 0.0
         for role, kind, rows, epochs in calls:
             role_plan = self.run_plan.roles[role]
             if role_plan.spec is not None and kind in ("generate", "infer", "train"):
                 passes = (2.0 if role_plan.config.lora.rank else 3.0) * epochs if kind == "train" else 1.0
-                if kind == "generate" and config.prompts_in_flight:
-                    rows = min(rows, config.data.train_batch_size * config.sampling.n)
+                if kind == "generate":
+                    rows = min(rows, num_rows)  # a step takes so many of those in flight, and of the ids of episodes
                 flops += forward_flops(role_plan.spec, rows * mean_length, mean_length) * passes
         rate = flops / seconds / self.num_ranks
         self.peak_flops = max(self.peak_flops, rate)

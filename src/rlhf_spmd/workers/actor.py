@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_spmd.agents.config import CALL_SHARE
 from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.controller import MICRO_DP, THREE_D, CallRecord, InputSpec, Reference, Signature, register
 from rlhf_spmd.controller.reference import FieldShard
@@ -71,7 +72,9 @@ class ActorWorker(ModelWorker):
             if context.agent.is_on:
                 dialect = Dialect(context.tokenizer, context.encoding or EncodingConfig(), self.engine.spec.eos_token_ids)
                 longest = len(dialect.first_ids) + context.max_response_length
-                self.agents = AgentRollouts(context.agent, self.generator, dialect, longest)
+                self.agents = AgentRollouts(
+                    context.agent, self.generator, dialect, longest, CALL_SHARE * context.world.timeout_s
+                )
 
     def enter(self, call: CallRecord) -> None:
         super().enter(call)
@@ -134,8 +137,7 @@ class ActorWorker(ModelWorker):
         assert rollout_engine is not None
         with rollout_engine.generation_weights():
             if self.context.agent.is_on:
-                completions, agent_report = self._run_agents(batch, sampling, global_step, version)
-                report: dict[str, Any] = agent_report
+                completions, report = self._run_agents(batch, sampling, global_step, version)
             elif num_groups is None:
                 # with environments, a replica's first rank waits for their answers and ticks meanwhile
                 environments = self._environments(batch)
@@ -174,15 +176,15 @@ class ActorWorker(ModelWorker):
         columns = decode_json(batch["row"]) if len(batch) else []
         rows = {row: columns[i] for i, row in ids}
         completions, counts = self.agents.run(rows, sampling, global_step, version, self.rollout_engine.tick_together)
-        first_of_replica = self.generator.mesh.replica.rank == 0  # all ranks of a replica have its rows
         failures = [c.failure for c in completions if c.failure is not None]
-        sums = torch.tensor([len(failures), len(rows)]) * first_of_replica
+        sums = torch.tensor([len(failures), len(rows)])
+        sums *= self.generator.mesh.replica.rank == 0  # all ranks of a replica have its rows
         num_failed, num_rows = self.mesh.pool.all_reduce(sums, "control").tolist()
         if num_failed > config.max_failure_rate * num_rows:
             limit = f"more than agent.max_failure_rate={config.max_failure_rate}"
             first = f"; the first here: {failures[0]}" if failures else ""
             raise EnvironmentFailure(f"{num_failed} of {num_rows} episodes failed, {limit}{first}")
-        metrics = {f"agents/{name}": [number * first_of_replica] for name, number in vars(counts).items()}
+        metrics = {f"agents/{name}": [number] for name, number in vars(counts).items()}
         return completions, {"rows": [c.row_id for c in completions], **metrics}
 
     def _completed_rows(self, batch: Batch, completions: Sequence[Completion], global_step: int) -> Batch:

@@ -41,17 +41,20 @@ class AgentReport:
     retries: int = 0
     failed: int = 0
     timeouts: int = 0
+    ignored_settings: int = 0
 
 
 class AgentRollouts:
     """Runs the episodes of generate calls on this replica. Every rank of the replica has one.
 
     - longest: tokens that a conversation may have
+    - limit_s: of all episodes of a call, for which other ranks wait
     - nodes: by row id, the place of each row of the last call in its episode, for people to read
     """
 
-    def __init__(self, config: AgentConfig, generator: Generator, dialect: Dialect, longest: int) -> None:
-        self.config, self.generator, self.dialect, self.longest = config, generator, dialect, longest
+    def __init__(self, config: AgentConfig, generator: Generator, dialect: Dialect, longest: int, limit_s: float) -> None:
+        self.config, self.generator, self.dialect = config, generator, dialect
+        self.longest, self.limit_s = longest, limit_s
         self.replica = generator.mesh.replica
         self.nodes: dict[int, dict[str, Any]] = {}
 
@@ -72,29 +75,22 @@ class AgentRollouts:
         if not rows:
             return [], AgentReport()
         generator = self.generator
-        config = generator.config
         started = time.perf_counter()
         totals: dict[str, Any] = {}  # of the runs of the generator
-        longest = generator.reserve_pages(self.longest)
-        try:
-            with _Replica(self, rows, sampling, global_step, longest, version) as replica:
-                while (news := self._news(replica)) is not None:
-                    requests = [replica.request(*turn) for turn in news]
-                    if requests or generator.kept:
-                        limits = GenerationLimits(steps=RUN_STEPS, fraction=ENDED_SHARE)
-                        settings = (sampling, sampling.seed, global_step, limits, version, tick)
-                        replica.finish(generator.generate_until(requests, *settings))
-                        totals = {name: totals.get(name, 0) + value for name, value in vars(generator.stats).items()}
-                    else:
-                        tick()
-                return self._rows(replica)
-        finally:
-            generator.drop({row.request.row_id for row in generator.kept})
-            generator.before_training()
-            generator.reserved = False
-            generator.config = replace(generator.config, num_pages=config.num_pages, max_num_seqs=config.max_num_seqs)
-            totals["seconds"] = time.perf_counter() - started
-            generator.stats = GenerationStats(**totals)
+        arguments = rows, sampling, global_step, version
+        with generator.reserving(self.longest) as longest, _Replica(self, *arguments, longest) as replica:
+            while (news := self._news(replica)) is not None:
+                requests = [replica.request(*turn) for turn in news]
+                if requests or generator.kept:
+                    limits = GenerationLimits(steps=RUN_STEPS, fraction=ENDED_SHARE)
+                    settings = (sampling, sampling.seed, global_step, limits, version, tick)
+                    replica.finish(generator.generate_until(requests, *settings))
+                    totals = {name: totals.get(name, 0) + value for name, value in vars(generator.stats).items()}
+                else:
+                    tick()
+            result = self._rows(replica)
+        generator.stats = GenerationStats(**totals | {"seconds": time.perf_counter() - started})
+        return result
 
     def _news(self, replica: _Replica) -> list[AskedTurn] | None:
         """Return the turns that have come, on every rank; None when all episodes have ended."""
@@ -104,8 +100,8 @@ class AgentRollouts:
 
     def _rows(self, replica: _Replica) -> tuple[list[Completion], AgentReport]:
         """Return the rows of all episodes, on every rank."""
-        told = replica.told_rows() if self.replica.rank == 0 else None
-        episodes, counts = self.replica.broadcast_json(told, "agents:rows")
+        local_rows = replica.rows_of_episodes() if self.replica.rank == 0 else None
+        episodes, counts = self.replica.broadcast_json(local_rows, "agents:rows")
         completions = []
         self.nodes = {}
         for first, ending, reward, failure, values in episodes:
@@ -147,8 +143,8 @@ class _Replica:
         rows: Mapping[int, Mapping[str, Any]],
         sampling: SamplingConfig,
         global_step: int,
-        longest: int,
         version: int,
+        longest: int,
     ) -> None:
         self.rollouts, self.sampling, self.version = rollouts, sampling, version
         self.episodes: Episodes | None = None
@@ -156,7 +152,7 @@ class _Replica:
         if rollouts.replica.rank == 0:
             config = rollouts.config
             self.endpoint = AgentEndpoint(config, rollouts.dialect, longest, rollouts.generator.decoder.spec.vocab_size)
-            self.episodes = Episodes(config, self.endpoint.url_of)
+            self.episodes = Episodes(config, self.endpoint.url_of, rollouts.limit_s)
             self.endpoint.by_secret = self.episodes.by_secret
             self.all = [Episode(first, f"{sampling.seed}.{global_step}.{first}", row) for first, row in rows.items()]
             self.episodes.begin(self.all)
@@ -195,7 +191,7 @@ class _Replica:
             draws = Draws(c.token_ids, c.log_probs.tolist(), c.versions.tolist(), c.finish_reason)
             self.endpoint.finish(c.row_id, draws)
 
-    def told_rows(self) -> tuple[list[Any], dict[str, int]]:
+    def rows_of_episodes(self) -> tuple[list[Any], dict[str, int]]:
         """Return (first row id, ending, reward, failure, rows) of each episode, and counts.
 
         An episode that is left out has a row, too.
@@ -203,8 +199,8 @@ class _Replica:
         assert self.episodes is not None and self.endpoint is not None, "on the first rank"
         self.endpoint.settle()
         config = self.rollouts.config
-        told = []
-        counts = AgentReport(episodes=len(self.all), retries=self.episodes.retries)
+        episode_rows = []
+        counts = AgentReport(len(self.all), retries=self.episodes.retries, ignored_settings=self.endpoint.num_ignored)
         for episode in self.all:
             rows = [*episode.forest.rows()]
             failure = episode.failure
@@ -224,5 +220,5 @@ class _Replica:
                 ids = [*self.rollouts.dialect.first_ids, end]
                 rows = [EpisodeRow(ids, [False] * len(ids), [0.0] * len(ids), [self.version] * len(ids), [[]], 0, "stop")]
             ending = "failed" if failure is not None and episode.ending == "done" else episode.ending
-            told.append((episode.number, ending, episode.reward if failure is None else math.nan, failure, rows))
-        return told, vars(counts)
+            episode_rows.append((episode.row_id, ending, episode.reward if failure is None else math.nan, failure, rows))
+        return episode_rows, vars(counts)

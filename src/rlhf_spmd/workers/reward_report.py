@@ -225,10 +225,10 @@ class RewardReporter(ModelWorker):
             authors = ("model" if by_model else "environment" for by_model, *_ in turns)
             sample["turns"] = [list(turn) for turn in zip(authors, texts, strict=True)]
         if "agent_node" in batch:
-            one = batch.take([i])
-            sample |= decode_json(one["agent_node"])[0]
-            sample["ids"] = [*one["prompt_ids"].values.tolist(), *one["response_ids"].values.tolist()]
-            prompt_length = len(one["prompt_ids"].values)
-            sample["mask"] = [0] * prompt_length + one[MASK].values.int().tolist()
-            sample["log_probs"] = [0.0] * prompt_length + one["rollout_log_probs"].values.tolist()
+            sample_row = batch.take([i])
+            sample |= decode_json(sample_row["agent_node"])[0]
+            sample["ids"] = [*sample_row["prompt_ids"].values.tolist(), *sample_row["response_ids"].values.tolist()]
+            prompt_length = len(sample_row["prompt_ids"].values)
+            sample["mask"] = [0] * prompt_length + sample_row[MASK].values.int().tolist()
+            sample["log_probs"] = [0.0] * prompt_length + sample_row["rollout_log_probs"].values.tolist()
         return sample

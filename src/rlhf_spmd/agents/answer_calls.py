@@ -9,11 +9,18 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 
-from rlhf_spmd.data.tokenizer import Decoding, added_places
+from rlhf_spmd.data.tokenizer import Decoding, added_places, spelled_marks
 from rlhf_spmd.environments.tool_calls import FORMATS, ToolCall, TurnContext, parse_turn
-from rlhf_spmd.generation.multi_turn import spelled_marks
 
 ID_CHARACTERS = 9  # of a call's id: Mistral's templates take no other length
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for what is none of OpenAI's schemas of a function."""
+    for number, tool in enumerate(tools):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"tools[{number}] must be {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}")
 
 
 def text_parameters(tools: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:

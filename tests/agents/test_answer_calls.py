@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from places import SHARED
+from rlhf_spmd.agents.answer_calls import AnswerCalls, text_parameters
 from rlhf_spmd.data.tokenizer import added_places, decode, encode, load_tokenizer
 from rlhf_spmd.environments.tool_calls import FORMATS
-from rlhf_spmd.inference.answer_calls import AnswerCalls, text_parameters
 
 ARGUMENTS = {"n": 2, "s": "1"}
 OBJECT = json.dumps({"name": "f", "arguments": ARGUMENTS})

@@ -1,0 +1,88 @@
+"""Between messages and tokens: an agent that uses tools goes on from what the model drew, whatever the template would write."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rlhf_spmd.agents.dialect import Dialect, read_chat_request
+from rlhf_spmd.agents.forest import Draws, Forest, Turn
+from rlhf_spmd.data.encoding import EncodingConfig
+from rlhf_spmd.data.tokenizer import load_tokenizer
+from tool_models import CALL, END, HEAD, OPEN, TEXT, TOOL, write_tool_model
+
+USER = {"role": "user", "content": "2 and 3?"}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["marks are text", "marks are special"])
+def dialect(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Dialect:
+    path = tmp_path_factory.mktemp("tools") / "model"
+    write_tool_model(path, special=request.param)
+    return Dialect(load_tokenizer(str(path)), EncodingConfig(), (END,))
+
+
+def ask(dialect: Dialect, forest: Forest, drawn: list[int], **fields: Any) -> tuple[Turn, dict[str, Any]]:
+    """The turn of a request whose answer the model draws, and the message that the agent gets."""
+    request = read_chat_request(fields)
+    options = request.conversation_options
+    parent, messages = forest.attach(request.messages, options)
+    turn = forest.add(parent, messages, dialect.read_ids(parent, messages, request.options), options)
+    turn.draws = Draws(drawn, [-1.0] * len(drawn), [0] * len(drawn), "stop")
+    answer = dialect.answer(turn, request)
+    forest.finish(turn, turn.draws, answer, options)
+    return turn, answer
+
+
+def test_calls_in_parallel_and_their_results(dialect: Dialect) -> None:
+    forest = Forest("e")
+    drawn = [TEXT, *CALL, *CALL, END]
+    first, answer = ask(dialect, forest, drawn, messages=[USER], tools=[TOOL])
+    assert answer["content"] == "Let me see." and len(answer["tool_calls"]) == 2
+    assert [json.loads(call["function"]["arguments"]) for call in answer["tool_calls"]] == [{"a": 2, "b": "3"}] * 2
+    results = [{"role": "tool", "content": "5", "tool_call_id": call["id"]} for call in answer["tool_calls"]]
+    sent_back = json.loads(json.dumps(answer))
+    second, _ = ask(dialect, forest, [TEXT, END], messages=[USER, sent_back, *results], tools=[TOOL])
+    assert second.parent is first and second.ids[: len(first.ids)] == first.ids, "what was drawn is as it was drawn"
+    assert len(second.messages) == 2
+    _, alone = ask(dialect, forest, drawn, messages=[USER], tools=[TOOL], parallel_tool_calls=False)
+    assert len(alone["tool_calls"]) == 1
+
+
+def test_what_is_no_call_stays_in_the_content(dialect: Dialect) -> None:
+    forest = Forest("e")
+    _, broken = ask(dialect, forest, [OPEN, HEAD, END], messages=[USER], tools=[TOOL])
+    assert "tool_calls" not in broken and '"name": "add"' in broken["content"]
+    is_special = dialect.tokenizer.added_tokens_decoder[OPEN].special
+    assert broken["content"].startswith("<tool_call>") != is_special, "special tokens are no text"
+    _, plain = ask(dialect, forest, [TEXT, END], messages=[USER])
+    assert plain == {"role": "assistant", "content": "Let me see. "}
+    _, unread = ask(dialect, forest, [*CALL, END], messages=[USER], tools=[TOOL], tool_choice="none")
+    assert "tool_calls" not in unread
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": [USER], "stop": ["a"]}, "unknown key 'stop'"),
+        ({"messages": [USER], "top_logprobs": 2}, "unknown key 'top_logprobs'"),
+        ({"messages": [USER], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [USER], "tools": [{}]}, r"tools\[0\] must be"),
+        ({"messages": [USER], "n": 0}, "n=0"),
+        ({"messages": [USER], "n": 1000}, "n=1000"),
+        ({"messages": [USER], "max_tokens": 0}, "max_tokens=0"),
+        ({"messages": [USER], "stream": "yes"}, "stream="),
+        ({"messages": []}, "empty list of messages"),
+        ({}, "list of chat messages"),
+        ({"messages": [USER, {"role": "assistant", "content": "so"}]}, "the last message is the assistant's"),
+    ],
+)
+def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_chat_request(fields)
+
+
+def test_what_the_trainer_decides_is_counted() -> None:
+    assert read_chat_request({"messages": [USER], "temperature": 0.1}).ignores
+    assert not read_chat_request({"messages": [USER], "temperature": None, "max_completion_tokens": 3}).ignores

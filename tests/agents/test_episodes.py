@@ -1,0 +1,56 @@
+"""How episodes of a replica end, without a model."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from rlhf_spmd.agents.config import AgentConfig
+from rlhf_spmd.agents.episodes import Episode, Episodes
+
+
+def run(config: AgentConfig, limit_s: float, number: int = 3) -> list[Episode]:
+    """Episodes of a command, which asks nothing."""
+    episodes = [Episode(i, f"e{i}", {"prompt": str(i)}) for i in range(number)]
+    runner = Episodes(config, lambda secret: f"http://127.0.0.1:1/{secret}/v1", limit_s)
+    runner.begin(episodes)
+    started = time.monotonic()
+    while not runner.has_ended:
+        assert time.monotonic() - started < 60
+        runner.advance()
+        time.sleep(0.02)
+    runner.close()
+    return episodes
+
+
+def test_episodes_that_wait_for_others_end_with_the_call() -> None:
+    """One at a time, and each hangs: other ranks do not wait for all of them in turn."""
+    started = time.monotonic()
+    episodes = run(AgentConfig(command="sleep 600", timeout_s=1.5, concurrency=1), limit_s=3.0, number=20)
+    assert time.monotonic() - started < 20 and {episode.ending for episode in episodes} == {"timeout"}
+    assert {episode.reward for episode in episodes} == {None} and all(episode.failure for episode in episodes)
+
+
+def test_programs_of_agents_end_with_their_call(tmp_path: Path) -> None:
+    program = tmp_path / "agent.sh"
+    program.write_text(f"echo $$ > {tmp_path}/pid\nexec sleep 600\n")
+    run(AgentConfig(command=f"sh {program}", timeout_s=2.0), limit_s=30.0, number=1)
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(pid, 9)
+        raise AssertionError("the program of the agent lives on")
+
+
+def test_a_reward_is_the_last_line(tmp_path: Path) -> None:
+    program = tmp_path / "agent.sh"
+    program.write_text('cat > /dev/null\necho thinking\necho \'{"reward": 0.5, "steps": 2}\'\n')
+    episodes = run(AgentConfig(command=f"sh {program}", timeout_s=20.0), limit_s=30.0)
+    assert [(episode.ending, episode.reward) for episode in episodes] == [("done", 0.5)] * 3
+    program.write_text("cat > /dev/null\necho nothing\n")
+    failed = run(AgentConfig(command=f"sh {program}", timeout_s=20.0, attempts=3), limit_s=30.0, number=1)
+    assert failed[0].ending == "failed" and failed[0].attempt == 3 and "JSONDecodeError" in (failed[0].failure or "")
