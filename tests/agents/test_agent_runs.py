@@ -87,6 +87,17 @@ def test_the_same_numbers_in_any_layout(root: Path, tmp_path: Path, case: str) -
     assert len({row["reward/mean"] for row in reference}) > 1
 
 
+@pytest.mark.parametrize("share", [False, pytest.param(True, marks=pytest.mark.long)], ids=["critic", "shared"])
+def test_a_critic_learns_each_turn_once(root: Path, tmp_path: Path, share: bool) -> None:
+    critic = f"models.critic.path={root / 'model'}", "models.critic.dtype=float64"
+    ppo = "algorithm.name=ppo", *(["algorithm.share_actor_critic=true"] if share else critic)
+    one, two = (train(ranks, root, tmp_path / str(ranks), "compacting", *ppo, steps=2) for ranks in (1, 2))
+    keys = *EXACT, f"{'actor' if share else 'critic'}/grad_norm", "critic/vf_loss", "critic/returns/mean"
+    for expected, row in zip(one, two, strict=True):
+        assert {key: row[key] for key in keys} == {key: pytest.approx(expected[key], rel=1e-8, abs=1e-12) for key in keys}
+    assert one[0]["agents/turns"] == 32 and one[1]["critic/vf_loss"] > 0
+
+
 def test_requests_in_another_order_and_a_kill_in_the_middle(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

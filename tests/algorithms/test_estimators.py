@@ -18,6 +18,7 @@ from rlhf_spmd.algorithms.estimators import ESTIMATORS, WHITENED, estimated_adva
 from rlhf_spmd.algorithms.ppo import Config as PPOConfig
 from rlhf_spmd.algorithms.values import gae_advantages
 from rlhf_spmd.config.load import check_tree
+from rlhf_spmd.data.batch import ragged
 from rlhf_spmd.objectives.advantages import group_statistics, leave_one_out, moments
 from rlhf_spmd.objectives.running import RunningMoments
 from rlhf_spmd.parallel.world import World
@@ -133,6 +134,41 @@ def test_an_episode_in_several_rows_is_judged_as_in_one(estimator: str) -> None:
     assert judged["advantages"].values.tolist() == pytest.approx(values, rel=1e-9, abs=1e-12)
     for name in ("score_std_mean", "equal_fraction"):
         assert metrics[f"group/{name}"] == pytest.approx(expected_metrics[f"group/{name}"])
+
+
+def test_a_turn_has_credit_by_the_turns_behind_it() -> None:
+    """Rows without turns of others, with several turns, with none of the model's own, and with one at each end."""
+    turns = [[2, 1], [0, 1], [], [1, 1, 3]]  # tokens of the model's turns, with one token of others between two
+    masks = [[bit for turn in row for bit in [False] * (i % 2) + [True] * turn + [False]] for i, row in enumerate(turns)]
+    lengths = torch.tensor([sum(row) for row in turns])
+    ids = torch.arange(4)
+    rows = Rows(ids, torch.zeros_like(ids), lengths, ragged(masks, torch.bool))
+    scores = torch.tensor([1.0, 0.0, torch.nan, 3.0], dtype=torch.float64)
+    plain, discounted = (
+        estimated_advantages(config("rloo", False, turn_discount=discount))({"scores": scores}, rows, alone())[0]["advantages"]
+        for discount in (1.0, 0.5)
+    )
+    factors = [[0.5, 0.5, 1.0], [1.0], [], [0.25, 0.5, 1.0, 1.0, 1.0]]
+    for one, two, factor, mask in zip(plain.rows(), discounted.rows(), factors, masks, strict=True):
+        own = torch.tensor(mask, dtype=torch.bool)
+        assert two[own].tolist() == pytest.approx([x * f for x, f in zip(one[own].tolist(), factor, strict=True)], rel=1e-12)
+        assert not two[~own].any()
+    assert plain.values.abs().sum() > 0
+
+
+def test_a_critics_advantages_of_an_episode_that_failed() -> None:
+    """It may have drawn nothing; the other rows' advantages are those without it."""
+    gae_of = gae_advantages(ppo_config())
+    lengths = torch.tensor([2, 0, 3])
+    values = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5], dtype=torch.float64)
+    log_probs = {"old_log_probs": torch.zeros(5, dtype=torch.float64), "ref_log_prob": torch.ones(5, dtype=torch.float64)}
+    scores = torch.tensor([1.0, torch.nan, -1.0], dtype=torch.float64)
+    ids = torch.arange(3)
+    computed, _ = gae_of({"scores": scores, "values": values, **log_probs}, Rows(ids, ids, lengths), alone())
+    kept = torch.tensor([0, 2])
+    expected, _ = gae_of({"scores": scores[kept], "values": values, **log_probs}, Rows(kept, kept, lengths[kept]), alone())
+    for name in ("advantages", "returns"):
+        assert computed[name].values.tolist() == expected[name].values.tolist()
 
 
 def test_dr_grpo_does_not_divide() -> None:

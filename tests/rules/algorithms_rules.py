@@ -96,6 +96,16 @@ CASES = [
         "and the estimator gives each token its own; change one of the two",
     ),
     (
+        lambda: configured(grpo, **GEO_MEAN, turn_discount=0.9),
+        "algorithm.loss_mode=geo_mean, algorithm.turn_discount=0.9: the loss needs one advantage per response, and each turn has its "
+        "own; leave the second out",
+    ),
+    (
+        lambda: configured(reinforce_plus_plus, turn_discount=0.9),
+        "algorithm.adv_estimator=reinforce_plus_plus, algorithm.turn_discount=0.9: the estimator discounts rewards by tokens; use "
+        "gamma in place of the second",
+    ),
+    (
         lambda: configured(ppo, adv_estimator="grpo"),
         "algorithm.adv_estimator=grpo: ppo has gae, and others are for algorithms without a critic; use name=grpo",
     ),

@@ -106,8 +106,8 @@ CASES = [
     ),
     # agents
     (
-        ppo("agent.run=toy_agents:debate"),
-        "agent.run=toy_agents:debate, algorithm.name=ppo: this algorithm learns one row of each sample; take grpo, or one of its "
+        other("remax", *AGENTS),
+        "agent.command=true, algorithm.name=remax: this algorithm learns one row of each sample; take ppo or grpo, or one of their "
         "variants",
     ),
     (

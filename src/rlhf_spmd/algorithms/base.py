@@ -45,7 +45,8 @@ class AlgorithmConfig:
     ``streams``: what the step finds in ``data``, by name. ``exported``: the role that the run is for; the tokenizer is its
     directory's, and roles that need a model and name none take its model. ``min_samples``: the least ``sampling.n`` that makes sense.
     ``needs_reward``: a run without a reward is refused. ``rows_in_flight``: the step takes prompts in flight, by :func:`sample`.
-    ``takes_agents``: a prompt may have other numbers of rows than ``sampling.n``.
+    ``takes_agents``: a prompt may have other numbers of rows than ``sampling.n``. ``advantages_by_token``: each token has an
+    advantage by what follows it, not the one of its row.
 
     - name: one of [algorithms.md](algorithms.md), or your own module by its dotted name or file; program `sft` takes `sft` where
       it is not given
@@ -58,6 +59,10 @@ class AlgorithmConfig:
     needs_reward: ClassVar[bool] = True
     rows_in_flight: ClassVar[bool] = True
     takes_agents: ClassVar[bool] = False
+
+    @property
+    def advantages_by_token(self) -> bool:
+        return False
 
     @property
     def bypasses_log_probs(self) -> bool:

@@ -45,11 +45,14 @@ class GroupAdvantageConfig:
     - norm_adv_by_std_in_grpo: for the estimator `grpo`: divide a response's advantage by the standard deviation of its prompt's
       scores; `false`: only subtract their mean (Dr. GRPO)
     - gamma: discount per token
+    - turn_discount: of a conversation's turns. The advantage of a turn is multiplied by it for each turn behind, so that the last
+      ones have the most credit
     """
 
     adv_estimator: str = "grpo"
     norm_adv_by_std_in_grpo: bool = True
     gamma: Fraction = 1.0
+    turn_discount: Fraction = 1.0
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "adv_estimator=grpo": ("norm_adv_by_std_in_grpo",),
         f"adv_estimator={BY_TOKEN}": ("gamma",),
@@ -117,6 +120,8 @@ def estimated_advantages(config: GroupConfig, num_samples: int | None = None, ro
             rewards, advantages = _token_advantages(config, scores, measured, rows)
         else:
             rewards, advantages = _row_advantages(config, estimate, scores, measured, rows, num_samples, rows_per_episode)
+        if config.advantage.turn_discount < 1.0:
+            advantages = advantages * config.advantage.turn_discount ** rows.turns_behind
         has_zero_advantage = row_means(advantages.abs(), rows.lengths) == 0
         sums = reduce.sums(
             kl=measured.sums(),
@@ -145,10 +150,8 @@ def estimated_advantages(config: GroupConfig, num_samples: int | None = None, ro
 def _token_advantages(config: GroupConfig, scores: Tensor, measured: MeasuredKL, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return the rewards of tokens, and the advantages by their discounted sums from each token on, [tokens] each."""
     kl = measured.values if config.kl.use_kl_in_reward else None
-    has_tokens = rows.lengths > 0  # an episode that failed may have none
-    lengths = rows.lengths[has_tokens]
-    rewards = token_level_rewards(scores[has_tokens], kl, measured.coefficient, lengths)
-    return rewards, gae(rewards, torch.zeros_like(rewards), lengths, config.advantage.gamma, 1.0)[0]
+    rewards = token_level_rewards(scores, kl, measured.coefficient, rows.lengths)
+    return rewards, gae(rewards, torch.zeros_like(rewards), rows.lengths, config.advantage.gamma, 1.0)[0]
 
 
 def _row_advantages(

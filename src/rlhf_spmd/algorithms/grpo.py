@@ -31,17 +31,33 @@ class Config(PolicyConfig):
     rules: ClassVar[Rules] = (
         Rule(
             ("adv_estimator", "name"),
-            lambda s: s.min_samples < 2 and not s.advantage.by_token,
+            lambda s: s.min_samples < 2 and not s.advantages_by_token,
             "the algorithm compares no responses to a prompt",
             "use name=grpo",
         ),
         Rule(
             ("loss_mode", "adv_estimator"),
-            lambda s: s.policy.loss_mode == "geo_mean" and s.advantage.by_token,
+            lambda s: s.policy.loss_mode == "geo_mean" and s.advantages_by_token,
             "the loss needs one advantage per response, and the estimator gives each token its own",
             "change one of the two",
         ),
+        Rule(
+            ("loss_mode", "turn_discount"),
+            lambda s: s.policy.loss_mode == "geo_mean" and s.advantage.turn_discount < 1.0,
+            "the loss needs one advantage per response, and each turn has its own",
+            "leave the second out",
+        ),
+        Rule(
+            ("adv_estimator", "turn_discount"),
+            lambda s: s.advantages_by_token and s.advantage.turn_discount < 1.0,
+            "the estimator discounts rewards by tokens",
+            "use gamma in place of the second",
+        ),
     )
+
+    @property
+    def advantages_by_token(self) -> bool:
+        return self.advantage.by_token
 
     @property
     def roles(self) -> Mapping[str, RoleClass]:

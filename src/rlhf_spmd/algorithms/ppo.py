@@ -35,6 +35,7 @@ class Config(PolicyConfig):
     critic_warmup: NonNegativeInt = 0
     share_actor_critic: bool = False
     vf_coef: NonNegativeFloat = 0.1
+    takes_agents: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"share_actor_critic": ("vf_coef",)}
     rules: ClassVar[Rules] = (
         Rule(
@@ -56,6 +57,10 @@ class Config(PolicyConfig):
             "leave critic_warmup out",
         ),
     )
+
+    @property
+    def advantages_by_token(self) -> bool:
+        return True
 
     def training_steps(self, role: str, steps: int) -> int:
         return steps - self.critic_warmup if role == "actor" else steps

@@ -28,11 +28,12 @@ def token_level_rewards(scores: Tensor, kl: Tensor | None, coef: float, lengths:
     """Return the reward of each response token: minus ``coef`` times its KL, plus the row's score on the row's last token.
 
     ``scores`` [rows], any device; ``kl`` [T] nats per token (:func:`kl.kl_penalty`) or None for none; returns [T] on the device
-    and in the dtype of ``kl`` (of ``scores`` without one), at least float32. Every row must have a token to carry its score; that of
-    a row without one (nan) is taken as 0.
+    and in the dtype of ``kl`` (of ``scores`` without one), at least float32. Every row with a score must have a token to carry it;
+    a row without one (nan) gets 0.
     """
     assert len(scores) == len(lengths), f"{len(scores)} scores for {len(lengths)} rows"
-    assert bool((lengths > 0).all()), "a row without response tokens has nowhere to carry its score"
+    has_tokens = lengths > 0
+    assert bool(scores[~has_tokens].isnan().all()), "a row without response tokens has nowhere to carry its score"
     like = scores if kl is None else kl
     dtype = torch.promote_types(like.dtype, torch.float32)
     if kl is None:
@@ -40,8 +41,8 @@ def token_level_rewards(scores: Tensor, kl: Tensor | None, coef: float, lengths:
     else:
         check_packed(kl, lengths)
         rewards = kl.to(dtype) * -coef
-    last = (lengths.cumsum(0) - 1).to(rewards.device)
-    rewards[last] += scores.masked_fill(scores.isnan(), 0.0).to(device=rewards.device, dtype=dtype)
+    last = (lengths[has_tokens].cumsum(0) - 1).to(rewards.device)
+    rewards[last] += scores[has_tokens].nan_to_num().to(device=rewards.device, dtype=dtype)
     return rewards
 
 

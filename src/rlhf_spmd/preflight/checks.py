@@ -48,6 +48,11 @@ class RunSettings:
     call_share = CALL_SHARE
 
     @property
+    def compares_episodes(self) -> bool:
+        """True if advantages compare the rewards of a prompt's episodes."""
+        return self.agent.is_on and self.algorithm.takes_agents and not self.algorithm.advantages_by_token
+
+    @property
     def agent_key(self) -> str:
         """The key of ``agent`` that says what agents run."""
         return "run" if self.agent.run is not None else "command"
@@ -114,7 +119,7 @@ AGENT_RULES: Rules = (
         ("agent.{s.agent_key}", "algorithm.name"),
         lambda s: s.agent.is_on and not s.algorithm.takes_agents,
         "this algorithm learns one row of each sample",
-        "take grpo, or one of its variants",
+        "take ppo or grpo, or one of their variants",
     ),
     Rule(
         ("agent.{s.agent_key}", "rollout.in_flight"),
@@ -130,7 +135,7 @@ AGENT_RULES: Rules = (
     ),
     Rule(
         ("agent.{s.agent_key}", "algorithm.use_kl_in_reward"),
-        lambda s: s.agent.is_on and s.algorithm.takes_agents and s.algorithm.kl.use_kl_in_reward,
+        lambda s: s.compares_episodes and s.algorithm.kl.use_kl_in_reward,
         "the rows of an episode have one score",
         "set use_kl_loss in place of the second",
     ),

@@ -58,6 +58,19 @@ class Rows:
         ragged_values = Ragged(values, self.lengths)
         return ragged_values if self.mask is None else ragged_values.unmasked(self.mask)
 
+    @property
+    def turns_behind(self) -> Tensor:
+        """Return how many of its row's turns of the model follow the turn of each token: int64 [sum(lengths)]."""
+        if self.mask is None:
+            return torch.zeros(int(self.lengths.sum()), dtype=torch.int64)
+        mask, lengths = self.mask.values, self.mask.lengths
+        begins_turn = mask & ~mask.roll(1)
+        first = (lengths.cumsum(0) - lengths)[lengths > 0]
+        begins_turn[first] = mask[first]
+        turn = begins_turn.cumsum(0)  # over all rows
+        last_turn = torch.cat([turn.new_zeros(1), turn])[lengths.cumsum(0)]
+        return (torch.repeat_interleave(last_turn, lengths) - turn)[mask]
+
     def spread(self, per_row: Tensor) -> Tensor:
         """Return a number of each row [rows] for each of its tokens: [sum(lengths)]."""
         return torch.repeat_interleave(per_row, on_device(self.lengths, per_row.device), output_size=int(self.lengths.sum()))
