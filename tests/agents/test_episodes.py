@@ -13,8 +13,8 @@ from rlhf_spmd.agents.episodes import Episode, Episodes
 def run(config: AgentConfig, limit_s: float, number: int = 3) -> list[Episode]:
     """Episodes of a command, which asks nothing."""
     episodes = [Episode(i, f"e{i}", {"prompt": str(i)}) for i in range(number)]
-    runner = Episodes(config, lambda secret: f"http://127.0.0.1:1/{secret}/v1", limit_s)
-    runner.begin(episodes)
+    runner = Episodes(config, lambda secret: f"http://127.0.0.1:1/{secret}/v1")
+    runner.begin(episodes, limit_s)
     started = time.monotonic()
     while not runner.has_ended:
         assert time.monotonic() - started < 60

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_spmd.agents.forest import Draws, Forest, Turn, canonical
+from rlhf_spmd.agents.forest import Draws, Forest, RowTokens, Turn, canonical, row_tokens
 from rlhf_spmd.data.messages import Message, check_messages
 
 NO_OPTIONS: dict[str, Any] = {}
@@ -29,15 +29,21 @@ def ask(
     draws = Draws([ord(c) for c in answer], [-1.0 / (1 + i) for i in range(len(answer))], [3] * len(answer), "stop")
     forest.finish(turn, draws, said(answer), options)
     turn.was_delivered = delivered
+    turn.number = len(forest.turns)
     return turn
+
+
+def tokens(forest: Forest) -> list[RowTokens]:
+    """The tokens of each row."""
+    draws = {turn.number: turn.draws for turn in forest.turns.values() if turn.draws}
+    return [row_tokens(row.turns, draws) for row in forest.rows()]
 
 
 def texts(forest: Forest) -> list[tuple[str, str]]:
     """Each row's text, and what of it is learned."""
-    rows = [*forest.rows()]
     return [
         ("".join(map(chr, row.ids)), "".join(chr(i) if drawn else "." for i, drawn in zip(row.ids, row.mask, strict=True)))
-        for row in rows
+        for row in tokens(forest)
     ]
 
 
@@ -48,7 +54,7 @@ def test_a_conversation_that_only_grows_is_one_row() -> None:
     assert second.parent is first and second.ids == [*map(ord, "abcdefg")]
     assert texts(forest) == [("abcdefg", "..cd.fg")] and forest.num_roots == 1
     (row,) = forest.rows()
-    assert row.log_probs == [0.0, 0.0, -1.0, -0.5, 0.0, -1.0, -0.5] and row.num_turns == 2
+    assert tokens(forest)[0].log_probs == [0.0, 0.0, -1.0, -0.5, 0.0, -1.0, -0.5] and row.num_turns == 2
     assert row.observations == [[user("ab")], [user("e")]]
 
 
@@ -61,8 +67,8 @@ def test_a_branch_learns_what_both_have_in_common_once() -> None:
     assert {first, other} == {"abcdx1", "abcdy2"}
     assert first_mask == f"..cd.{first[-1]}" and other_mask == f".....{other[-1]}"
     rows = [*forest.rows()]
-    assert rows[1].observations == [[user("ab"), said("cd"), user("y" if rows[1].ids[4] == ord("y") else "x")]]
-    assert sum(sum(row.mask) for row in rows) == 4
+    assert rows[1].observations == [[user("ab"), said("cd"), user(other[4])]]
+    assert sum(sum(row.mask) for row in tokens(forest)) == 4
 
 
 def test_equal_requests_are_siblings_with_draws_of_their_own() -> None:

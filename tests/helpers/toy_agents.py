@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
+import random
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,6 +79,48 @@ async def compacting(base_url: str, row: Mapping[str, Any]) -> float:
     assert repeated["content"] == second["content"], "a request that is sent again gets the same answer"
     (summary,) = await ask(base_url, [{"role": "user", "content": f"summary {len(answer['content'])}"}], max_tokens=6)
     return digits(answer["content"]) + digits(other["content"]) + digits(second["content"]) + digits(summary["content"])
+
+
+def go_away(base_url: str, messages: Sequence[Message]) -> None:
+    """Ask, and close the connection before the answer can come."""
+    address = urllib.parse.urlparse(base_url)
+    connection = http.client.HTTPConnection(str(address.hostname), address.port)
+    body = json.dumps({"model": "actor", "messages": list(messages), "max_tokens": 6})
+    connection.request("POST", f"{address.path}/chat/completions", body, {"Content-Type": "application/json"})
+    connection.close()
+
+
+async def erratic(base_url: str, row: Mapping[str, Any]) -> float:
+    """Six moves by chance: go on, branch, ask again, retry, go away (and come back or not), ask in parallel, begin anew."""
+    chance = random.Random(row["seed"])
+    root: list[Message] = [{"role": "user", "content": row["prompt"]}]
+    histories: list[list[Message]] = [root]
+    for number in range(6):
+        messages = chance.choice(histories)
+        move = chance.choice(["go on", "again", "retry", "leave", "leave and return", "parallel", "anew"])
+        if move == "anew":
+            messages = [{"role": "system", "content": f"s{number}"}, *root]
+        if move.startswith("leave"):
+            await asyncio.to_thread(go_away, base_url, [*messages, {"role": "user", "content": f"lost {number}"}])
+            if move == "leave":
+                continue
+            messages = [*messages, {"role": "user", "content": f"lost {number}"}]
+        times = 2 if move == "again" else 1
+        asked = [ask(base_url, messages, max_tokens=6, n=2 if move == "parallel" else 1) for _ in range(times)]
+        answers = [answer for group in await asyncio.gather(*asked) for answer in group]
+        if move == "retry":
+            (same,) = await ask(base_url, messages, max_tokens=6, headers={"x-stainless-retry-count": "1"})
+            first = await ask(base_url, messages, max_tokens=6, headers={"x-stainless-retry-count": "2"})
+            assert same == first[0], "a request that is sent again gets the answer that it had"
+        histories += [[*messages, answer, {"role": "user", "content": f"next {number}"}] for answer in answers]
+    return 1.0
+
+
+async def hanging_once(base_url: str, row: Mapping[str, Any]) -> float:
+    """Row 0 hangs, in code that does not wait."""
+    if row["prompt"].startswith("0 "):
+        time.sleep(600)
+    return 1.0
 
 
 async def hanging(base_url: str, row: Mapping[str, Any]) -> float:

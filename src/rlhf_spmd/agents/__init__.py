@@ -10,4 +10,5 @@ Floor F3. Nothing here knows of generators: ``workers/agent_rollouts.py`` genera
 - ``run_episodes``: the program of that process
 - ``http``: what every endpoint does with a request and an error, also that of ``serve``
 - ``endpoint``: HTTP for the agents of a replica
+- ``server``: the process that has all this, and the rank's end of it
 """

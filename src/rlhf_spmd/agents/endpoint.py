@@ -1,7 +1,7 @@
-"""HTTP for agents while a model is trained: OpenAI's chat completions, on a thread of the replica's first rank.
+"""HTTP for agents while a model is trained: OpenAI's chat completions, on a thread.
 
-The address of an episode has a secret, so a request is that of one episode. The thread renders requests and keeps the forests; the rank
-takes ``asked`` turns, generates, and gives each turn's draws to :meth:`AgentEndpoint.finish`.
+The address of an episode has a secret, so a request is that of one episode. The thread renders requests and keeps the forests. Turns to
+generate go to ``ask``; :meth:`AgentEndpoint.finish` takes what the model drew for them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping
-from queue import SimpleQueue
+from collections.abc import AsyncIterator, Callable, Mapping
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -52,15 +51,16 @@ class AgentEndpoint:
     """Answers agents on a loopback port.
 
     - by_secret: the running episodes
-    - longest: tokens that a conversation may have; vocab_size: ids are below it
-    - asked: turns that wait to be generated
-    - num_ignored: requests with settings that the trainer decides
+    - vocab_size: ids are below it
+    - ask: called with each turn to generate
+    - longest: tokens that a conversation may have
+    - num_ignored: requests of this call with settings that the trainer decides
     """
 
-    def __init__(self, config: AgentConfig, dialect: Dialect, longest: int, vocab_size: int) -> None:
-        self.config, self.dialect, self.longest, self.vocab_size = config, dialect, longest, vocab_size
+    def __init__(self, config: AgentConfig, dialect: Dialect, vocab_size: int, ask: Callable[[AskedTurn], None]) -> None:
+        self.config, self.dialect, self.vocab_size, self.ask = config, dialect, vocab_size, ask
         self.by_secret: Mapping[str, Episode] = {}
-        self.asked: SimpleQueue[AskedTurn] = SimpleQueue()
+        self.longest = 0
         self.num_ignored = 0
         self._waiting: dict[int, tuple[Turn, asyncio.Future[None]]] = {}
         self._futures: dict[Turn, asyncio.Future[None]] = {}
@@ -102,6 +102,18 @@ class AgentEndpoint:
         """Give a turn what the model drew. Any thread may call."""
         self.loop.call_soon_threadsafe(self._finish, number, draws)
 
+    def begin(self, longest: int) -> None:
+        """Begin a call, in whose conversations there may be ``longest`` tokens. Requests of earlier calls get an error."""
+
+        async def begin() -> None:
+            self.longest, self.num_ignored = longest, 0
+            for _, future in self._waiting.values():
+                future.cancel()
+            self._waiting.clear()
+            self._futures.clear()
+
+        asyncio.run_coroutine_threadsafe(begin(), self.loop).result()
+
     def settle(self) -> None:
         """Wait until what has been answered so far is noted."""
 
@@ -115,9 +127,9 @@ class AgentEndpoint:
         self.thread.join(2 * CLOSE_S)
 
     def _finish(self, number: int, draws: Draws) -> None:
-        turn, future = self._waiting.pop(number)
-        turn.draws = draws
-        if not future.done():
+        if number in self._waiting:  # not of an earlier call
+            turn, future = self._waiting.pop(number)
+            turn.draws = draws
             future.set_result(None)
 
     async def _models(self, request: Request) -> Response:
@@ -189,9 +201,10 @@ class AgentEndpoint:
             turn.num_waiting += 1
             if turn.draws is None and turn not in self._futures:
                 self._number += 1
+                turn.number = self._number
                 self._futures[turn] = self.loop.create_future()
-                self._waiting[self._number] = turn, self._futures[turn]
-                self.asked.put(AskedTurn(self._number, prompt_ids, limit, turn.draw_number))
+                self._waiting[turn.number] = turn, self._futures[turn]
+                self.ask(AskedTurn(turn.number, prompt_ids, limit, turn.draw_number))
         try:
             if undrawn := [self._futures[turn] for turn in turns if turn.draws is None]:
                 await unless_gone(request, asyncio.wait(undrawn))  # which go on in any case
@@ -200,8 +213,9 @@ class AgentEndpoint:
                 turn.num_waiting -= 1
             raise
         for turn in turns:
+            if turn.draws is None:
+                raise HttpError(410, "the episode has ended")
             if turn.answer is None:
-                assert turn.draws is not None, "its future is done"
                 forest.finish(turn, turn.draws, self.dialect.answer(turn, chat), chat.conversation_options)
 
 

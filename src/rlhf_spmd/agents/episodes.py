@@ -1,7 +1,7 @@
 """Episodes on a generation replica: each has its agent, its forest, and a secret in its address.
 
-:class:`Episodes` lives on the replica's first rank. It starts agents in a process of their own (``run_episodes``), gives each up after
-``agent.timeout_s``, and begins one whose agent failed again, up to ``agent.attempts`` times.
+:class:`Episodes` starts agents in a process of their own (``run_episodes``), gives each up after ``agent.timeout_s``, and begins one
+whose agent failed again, up to ``agent.attempts`` times.
 """
 
 from __future__ import annotations
@@ -61,16 +61,14 @@ class Episode:
 
 
 class Episodes:
-    """Runs episodes. Use it from one thread; ``by_secret`` may be read by others.
+    """Runs the episodes of one call after another. Use it from one thread; ``by_secret`` may be read by others.
 
-    - url_of: the address of the endpoint for a secret
-    - limit_s: of all episodes together; those that have not ended by then are given up as if each took too long
+    ``url_of``: the address of the endpoint for a secret.
     """
 
-    def __init__(self, config: AgentConfig, url_of: Callable[[str], str], limit_s: float) -> None:
+    def __init__(self, config: AgentConfig, url_of: Callable[[str], str]) -> None:
         self.config = config
-        self.limit_s = limit_s
-        self.deadline = time.monotonic() + limit_s
+        self.limit_s = self.deadline = 0.0
         self.url_of = url_of
         self.by_secret: dict[str, Episode] = {}
         self.waiting: deque[Episode] = deque()
@@ -79,11 +77,23 @@ class Episodes:
         self._results: SimpleQueue[tuple[subprocess.Popen[str], dict[str, Any] | None]] = SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
         self._attempts = 0
+        self._has_leftovers = False  # agents that were given up and may still run
 
-    def begin(self, episodes: Sequence[Episode]) -> None:
-        """Begin episodes, as many at a time as ``agent.concurrency`` allows."""
+    def begin(self, episodes: Sequence[Episode], limit_s: float) -> None:
+        """Begin episodes, as many at a time as ``agent.concurrency`` allows.
+
+        ``limit_s``: of all together; those that have not ended by then are given up as if each took too long.
+        """
+        self.retries = 0
+        self.limit_s = limit_s
+        self.deadline = time.monotonic() + limit_s
         self.waiting.extend(episodes)
         self._start()
+
+    def end_call(self) -> None:
+        """End what agents that were given up still do, with their process; otherwise it stays for the next call."""
+        if self._has_leftovers:
+            self.close()
 
     @property
     def has_ended(self) -> bool:
@@ -119,6 +129,7 @@ class Episodes:
     def close(self) -> None:
         """End the agents' process; what still runs there is lost."""
         process, self._process = self._process, None
+        self._has_leftovers = False
         self.by_secret.clear()
         if process is None:
             return
@@ -136,6 +147,7 @@ class Episodes:
     def _end(self, episode: Episode, ending: str, reward: float | None, failure: str | None) -> None:
         """Note the end of an attempt. One that failed begins again, if it may."""
         self.by_secret.pop(episode.secret, None)
+        self._has_leftovers |= ending == "timeout"
         if ending == "failed" and episode.attempt < self.config.attempts:
             self.retries += 1
             self.waiting.append(episode)

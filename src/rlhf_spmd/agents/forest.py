@@ -36,6 +36,7 @@ class Turn:
     - messages: those that the model reads in this turn
     - read_ids: their tokens, behind the parent's
     - answer: the message that the agent got; None until then
+    - number: of the turn among those that the replica generates
     - num_waiting: clients that wait for the answer
     - was_delivered: the agent has the answer. Others are not learned
     """
@@ -46,6 +47,7 @@ class Turn:
     read_ids: list[int]
     draws: Draws | None = None
     answer: Message | None = None
+    number: int = 0
     num_waiting: int = 0
     was_delivered: bool = False
 
@@ -66,24 +68,52 @@ class Turn:
         return [*(self.parent.ids if self.parent else ()), *self.read_ids, *drawn]
 
 
+class PathTurn(NamedTuple):
+    """A turn in a row. ``number``: of its draws. ``is_new``: no earlier row learns it."""
+
+    read_ids: list[int]
+    number: int
+    is_new: bool
+
+
 class EpisodeRow(NamedTuple):
     """A path from a root to a leaf, as a row to learn.
 
-    - ids, mask, log_probs, versions: an entry for each token. ``mask``: the model drew the token, and no earlier row has it
-    - observations: the messages of each run of tokens that ``mask`` leaves out
-    - num_turns: turns that this row learns
+    - observations: the messages of each run of tokens that the row does not learn
     - node, parent: keys of the last turn and of the one before it, "" for a root
     """
+
+    turns: list[PathTurn]
+    observations: list[list[Message]]
+    node: str
+    parent: str
+
+    @property
+    def num_turns(self) -> int:
+        """Return how many turns the row learns."""
+        return sum(turn.is_new for turn in self.turns)
+
+
+class RowTokens(NamedTuple):
+    """The tokens of a row: an entry for each. ``mask``: the model drew the token, and no earlier row has it."""
 
     ids: list[int]
     mask: list[bool]
     log_probs: list[float]
     versions: list[int]
-    observations: list[list[Message]]
-    num_turns: int
     finish_reason: str
-    node: str = ""
-    parent: str = ""
+
+
+def row_tokens(turns: Sequence[PathTurn], draws: Mapping[int, Draws]) -> RowTokens:
+    """Return the tokens of a row's turns, of which there is one at least. ``draws``: by the turns' numbers."""
+    row = RowTokens([], [], [], [], draws[turns[-1].number].finish_reason)
+    for read_ids, number, is_new in turns:
+        ids, log_probs, versions, _ = draws[number]
+        row.ids.extend((*read_ids, *ids))
+        row.mask.extend([False] * len(read_ids) + [is_new] * len(ids))
+        row.log_probs.extend([0.0] * len(read_ids) + (log_probs if is_new else [0.0] * len(ids)))
+        row.versions.extend([versions[0]] * len(read_ids) + versions)
+    return row
 
 
 @dataclass(eq=False)
@@ -179,28 +209,16 @@ def _digest(*parts: Any) -> str:
 
 def _row(path: Sequence[Turn], learned: set[str]) -> EpisodeRow:
     """Return the row of a path. ``learned``: keys of the turns of earlier rows, to which those of this one are added."""
-    row = EpisodeRow([], [], [], [], [], 0, "stop")
+    turns: list[PathTurn] = []
+    observations: list[list[Message]] = []
     for turn in path:
-        assert turn.draws is not None and turn.answer is not None, "the agent has its answer"
-        is_new = turn.key not in learned
+        assert turn.answer is not None, "the agent has its answer"
+        if not turns or turns[-1].is_new:
+            observations.append([])
+        observations[-1].extend(turn.messages)
+        turns.append(PathTurn(turn.read_ids, turn.number, turn.key not in learned))
+        if turn.key in learned:
+            observations[-1].append(turn.answer)
         learned.add(turn.key)
-        ids, log_probs, versions, finish_reason = turn.draws
-        if not row.mask or row.mask[-1]:
-            row.observations.append([])
-        row.observations[-1].extend(turn.messages)
-        for number in turn.read_ids:
-            _append(row, number, False, 0.0, versions[0])
-        if not is_new:
-            row.observations[-1].append(turn.answer)
-        for number, log_prob, version in zip(ids, log_probs, versions, strict=True):
-            _append(row, number, is_new, log_prob if is_new else 0.0, version)
-        row = row._replace(num_turns=row.num_turns + is_new, finish_reason=finish_reason)
     leaf = path[-1]
-    return row._replace(node=leaf.key, parent=leaf.parent.key if leaf.parent else "")
-
-
-def _append(row: EpisodeRow, token: int, mask: bool, log_prob: float, version: int) -> None:
-    row.ids.append(token)
-    row.mask.append(mask)
-    row.log_probs.append(log_prob)
-    row.versions.append(version)
+    return EpisodeRow(turns, observations, leaf.key, leaf.parent.key if leaf.parent else "")

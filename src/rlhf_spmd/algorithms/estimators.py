@@ -121,7 +121,7 @@ def estimated_advantages(config: GroupConfig, num_samples: int | None = None, ro
         else:
             rewards, advantages = _row_advantages(config, estimate, scores, measured, rows, num_samples, rows_per_episode)
         if config.advantage.turn_discount < 1.0:
-            advantages = advantages * config.advantage.turn_discount ** rows.turns_behind
+            advantages = advantages * config.advantage.turn_discount**rows.turns_behind
         has_zero_advantage = row_means(advantages.abs(), rows.lengths) == 0
         sums = reduce.sums(
             kl=measured.sums(),

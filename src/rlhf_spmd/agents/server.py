@@ -1,0 +1,252 @@
+"""The process that answers the agents of a generation replica, and the rank's end of it.
+
+The rank's process computes; HTTP, templates and forests are in another one, so that neither waits for the other's interpreter. It
+lasts as long as the rank, without torch. Each line between the two is JSON:
+
+- to the process: ``{"begin": ...}`` begins the episodes of a generate call; ``{"draws": ...}`` answers turns
+- to the rank: ``{"asked": ...}``, turns to generate; ``{"ended": ...}``, the rows of all episodes
+
+``python -m rlhf_spmd.agents.server SETTINGS`` is the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
+
+from rlhf_spmd.agents.config import AgentConfig
+from rlhf_spmd.agents.dialect import Dialect
+from rlhf_spmd.agents.endpoint import AgentEndpoint, AskedTurn
+from rlhf_spmd.agents.episodes import Episode, Episodes
+from rlhf_spmd.agents.forest import Draws, EpisodeRow, PathTurn
+from rlhf_spmd.data.encoding import EncodingConfig
+from rlhf_spmd.data.tokenizer import load_tokenizer
+
+MESSAGES_FD = "RLHF_SPMD_AGENT_MESSAGES"
+POLL_S = 0.02  # between looks at the clock and at how agents have ended
+LATE_S = 60.0  # after the limit of a call, until its rank gives the process up
+
+
+@dataclass(frozen=True)
+class AgentReport:
+    """Counts of a call on a replica."""
+
+    episodes: int = 0
+    turns: int = 0
+    new_roots: int = 0
+    retries: int = 0
+    failed: int = 0
+    timeouts: int = 0
+    ignored_settings: int = 0
+
+
+class EndedEpisode(NamedTuple):
+    """How an episode ended. ``failure``: why it is left out, if it is; it has no rows and no reward then."""
+
+    row_id: int
+    ending: str
+    reward: float
+    failure: str | None
+    rows: list[EpisodeRow]
+
+
+class EndedCall(NamedTuple):
+    """All episodes of a call, and counts."""
+
+    episodes: list[EndedEpisode]
+    report: AgentReport
+
+    @staticmethod
+    def of(message: Any) -> EndedCall:
+        """Return what a message says, which JSON has made lists."""
+
+        def row(turns: Sequence[Any], observations: Any, node: str, parent: str) -> EpisodeRow:
+            return EpisodeRow([PathTurn(*turn) for turn in turns], observations, node, parent)
+
+        def episode(row_id: int, ending: str, reward: float, failure: str | None, rows: Sequence[Any]) -> EndedEpisode:
+            return EndedEpisode(row_id, ending, reward, failure, [row(*each) for each in rows])
+
+        episodes, report = message
+        return EndedCall([episode(*each) for each in episodes], AgentReport(**report))
+
+
+class AgentServer:
+    """The rank's end. Use it from one thread. The process ends with this object, or with the rank."""
+
+    def __init__(self, config: AgentConfig, dialect: Dialect, vocab_size: int) -> None:
+        encoding = {each.name: getattr(dialect.encoding, each.name) for each in fields(EncodingConfig)}
+        settings = {
+            "agent": asdict(config),
+            "encoding": encoding,
+            "tokenizer": dialect.tokenizer.name_or_path,
+            "end_ids": [*dialect.end_ids],
+            "vocab_size": vocab_size,
+        }
+        reader, writer = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rlhf_spmd.agents.server", json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            text=True,
+            env={**os.environ, MESSAGES_FD: str(writer)},
+            pass_fds=[writer],
+            start_new_session=True,
+        )
+        os.close(writer)
+        self._messages: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._deadline = 0.0
+        Thread(target=_read, args=(reader, self._messages), daemon=True).start()
+
+    def __del__(self) -> None:
+        if hasattr(self, "process"):
+            self.close()
+
+    def begin(self, episodes: Iterable[tuple[int, str, Mapping[str, Any]]], longest: int, limit_s: float) -> None:
+        """Begin the episodes of a call.
+
+        - episodes: first row id, name that keys the draws, and columns of the row
+        - longest: tokens that a conversation may have
+        - limit_s: of all episodes together
+        """
+        self._deadline = time.monotonic() + limit_s + LATE_S
+        self._send({"begin": {"episodes": [*episodes], "longest": longest, "limit_s": limit_s}})
+
+    def receive(self, wait_s: float) -> dict[str, Any]:
+        """Return the process's next message: ``asked`` with the turns that have come, also none, or ``ended`` with the whole call.
+
+        It waits up to ``wait_s`` for turns. Raises RuntimeError if the process has ended or does not answer.
+        """
+        turns: list[Any] = []
+        with suppress(Empty):
+            while True:
+                message = self._messages.get(timeout=0.0 if turns or not wait_s else wait_s)
+                if message is None:
+                    raise RuntimeError(f"the process that answers agents ended with code {self.process.wait()}")
+                if "ended" in message:
+                    return message
+                turns += message["asked"]
+        if time.monotonic() > self._deadline:
+            raise RuntimeError("the process that answers agents does not end their episodes")
+        return {"asked": turns}
+
+    def send(self, draws: Mapping[int, Draws]) -> None:
+        """Give agents the turns that have ended. ``draws``: by the turns' numbers."""
+        if draws:
+            self._send({"draws": [*draws.items()]})
+
+    def close(self) -> None:
+        """End the process, and the agents."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(LATE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # its end is among the messages
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+
+
+def _read(fd: int, messages: SimpleQueue[dict[str, Any] | None]) -> None:
+    with os.fdopen(fd) as lines:
+        for line in lines:
+            messages.put(json.loads(line))
+    messages.put(None)
+
+
+def main() -> None:
+    """Answer the agents of one call after another, until standard input ends."""
+    settings = json.loads(sys.argv[1])
+    config = AgentConfig(**settings["agent"])
+    out = os.fdopen(int(os.environ.pop(MESSAGES_FD)), "w")
+    dialect = Dialect(load_tokenizer(settings["tokenizer"]), EncodingConfig(**settings["encoding"]), settings["end_ids"])
+    events: SimpleQueue[AskedTurn | dict[str, Any] | None] = SimpleQueue()
+    endpoint = AgentEndpoint(config, dialect, settings["vocab_size"], events.put)
+    episodes = Episodes(config, endpoint.url_of)
+    endpoint.by_secret = episodes.by_secret
+
+    def read() -> None:
+        for line in sys.stdin:
+            message = json.loads(line)
+            for number, draws in message.get("draws", ()):
+                endpoint.finish(number, Draws(*draws))
+            if "begin" in message:
+                events.put(message["begin"])
+        events.put(None)
+
+    Thread(target=read, daemon=True).start()
+    try:
+        while (message := events.get()) is not None:
+            if isinstance(message, dict):  # a turn that comes after its call is nobody's
+                _run_call(message, endpoint, episodes, events, out)
+    except (EOFError, BrokenPipeError):
+        pass  # the rank has ended
+    finally:
+        episodes.close()
+        endpoint.close()
+
+
+def _run_call(call: Mapping[str, Any], endpoint: AgentEndpoint, episodes: Episodes, events: SimpleQueue[Any], out: Any) -> None:
+    """Run the episodes of a call to their end. Raises EOFError if the rank has ended."""
+    endpoint.begin(call["longest"])
+    all_episodes = [Episode(*values) for values in call["episodes"]]
+    episodes.begin(all_episodes, call["limit_s"])
+    while not episodes.has_ended:
+        turns: list[AskedTurn] = []
+        with suppress(Empty):
+            while True:
+                event = events.get(timeout=0.0 if turns else POLL_S)
+                if event is None:
+                    raise EOFError
+                turns.append(event)
+        if turns:
+            print(json.dumps({"asked": turns}), file=out, flush=True)
+        episodes.advance()
+    endpoint.settle()
+    print(json.dumps({"ended": _ended_call(all_episodes, endpoint, episodes)}), file=out, flush=True)
+    episodes.end_call()
+
+
+def _ended_call(all_episodes: Sequence[Episode], endpoint: AgentEndpoint, episodes: Episodes) -> tuple[Any, ...]:
+    rows = [[*episode.forest.rows()] for episode in all_episodes]
+    ended = [_ended_episode(*values, episodes.config.max_rows) for values in zip(all_episodes, rows, strict=True)]
+    report = AgentReport(
+        episodes=len(ended),
+        turns=sum(row.num_turns for each in rows for row in each),
+        new_roots=sum(max(episode.forest.num_roots - 1, 0) for episode in all_episodes),
+        retries=episodes.retries,
+        failed=sum(episode.ending == "failed" for episode in ended),
+        timeouts=sum(episode.ending == "timeout" for episode in ended),
+        ignored_settings=endpoint.num_ignored,
+    )
+    return ended, asdict(report)
+
+
+def _ended_episode(episode: Episode, rows: list[EpisodeRow], max_rows: int) -> EndedEpisode:
+    failure = episode.failure
+    if failure is None and not rows:
+        failure = "the agent has asked the model nothing"
+    if len(rows) > max_rows:
+        failure = f"the episode has {len(rows)} conversations, and agent.max_rows={max_rows}"
+    if failure is None:
+        assert episode.reward is not None, "the agent has ended"
+        return EndedEpisode(episode.row_id, episode.ending, episode.reward, None, rows)
+    ending = "failed" if episode.ending == "done" else episode.ending
+    return EndedEpisode(episode.row_id, ending, 0.0, failure, [])
+
+
+if __name__ == "__main__":
+    main()
