@@ -38,7 +38,7 @@ def server_of(dialect: Dialect, agent: str, **settings: Any) -> AgentServer:
 
 def drawn(number: int, asked: list[Any]) -> Draws:
     """What the model draws for a turn, by the number that keys it."""
-    _, _, limit, draw_number = asked
+    _, _, limit, draw_number, _ = asked
     random_of = random.Random(draw_number)
     ids = [random_of.randrange(3, 98) for _ in range(min(limit, 1 + draw_number % 7))]
     return Draws([*ids[:-1], END], [-random_of.random() for _ in ids], [number % 3] * len(ids), "stop")

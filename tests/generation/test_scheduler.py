@@ -26,6 +26,7 @@ class FakeCache:
         self.begun: dict[int, int] = {}  # the epoch in which each row was admitted last
 
     def run(self, step: ScheduledStep) -> None:
+        assert {source for source, _ in step.copies}.isdisjoint(to for _, to in step.copies)
         for source, to in step.copies:
             self.slots.update({(to, i): self.slots[source, i] for i in range(self.page_size) if (source, i) in self.slots})
         known = {}
@@ -182,23 +183,34 @@ def run_to_the_end(
     return scheduler
 
 
-def run_turns(limits: GenerationConfig, rng: random.Random, shares: bool) -> Scheduler:
-    """Conversations of three turns at the same time: the prompt of a turn is all of the turn before and a few tokens more."""
+def run_turns(limits: GenerationConfig, rng: random.Random, shares: bool) -> tuple[Scheduler, int]:
+    """Conversations of three turns at the same time, of which the second one branches: the prompt of a turn is all of the turn before
+    and a few tokens more. Returns also how many tokens could be found."""
     prefix_table = PrefixTable(limits.page_size)
     texts: list[list[int]] = []
-    turns: list[tuple[list[int], int]] = []  # prompt and response length of each row
+    turns: list[tuple[list[int], int, int]] = []  # prompt, response length and continued tokens of each row
+    num_findable = 0
     for conversation in range(rng.randint(1, 4)):
         text = [rng.randint(0, 1) for _ in range(rng.randint(1, 9))]
-        for turn in range(3):
+        num_continued = 0
+        stem: list[int] = []
+        for turn in range(4):
+            if turn == 3:  # a branch: it continues what the third does
+                text, num_continued = [*stem, *[8] * rng.randint(1, 4)], len(stem)
             number = rng.randint(1, 9)
-            turns.append((list(text), number))
+            turns.append((list(text), number, num_continued if shares else 0))
+            num_findable += max(num_continued - 1, 0)
             text += [1000 * conversation + 100 * turn + j for j in range(number)]
             texts.append([*text, 0, 0, 0])
+            num_continued = len(text)
+            stem = list(text) if turn == 1 else stem
             text += [7] * rng.randint(1, 4)
     scheduler, cache = Scheduler(limits), FakeCache(limits, texts, False)
     rows = [row_of(i, *turn, prefix_ids=prefix_table.prefix_ids(turn[0])) for i, turn in enumerate(turns)]
+    for row in rows:
+        row.continued_id = prefix_table.part_id(row.prefix_ids, row.request.prompt_ids, row.request.num_continued)
     cache.begun = dict.fromkeys(range(len(rows)), 0)
-    for row in rows[::3]:
+    for row in rows[::4]:
         scheduler.add(row)
     while not scheduler.finished:
         step = scheduler.schedule()
@@ -212,27 +224,27 @@ def run_turns(limits: GenerationConfig, rng: random.Random, shares: bool) -> Sch
             if shares:
                 scheduler.share_response(row, prefix_table.prefix_ids(row.tokens))
             scheduler.end(row)
-            if row.buffer_line % 3 < 2:
-                scheduler.add(rows[row.buffer_line + 1])
+            for following in ([1], [2, 3], [], [])[row.buffer_line % 4]:
+                scheduler.add(rows[row.buffer_line - row.buffer_line % 4 + following])
         check_pages(scheduler)
     assert all(row.ended for row in rows) and scheduler.pages.num_free == limits.num_pages
-    return scheduler
+    return scheduler, num_findable
 
 
 def test_turns_find_the_pages_of_the_turns_before() -> None:
     """What they read is their own history; with few pages too, when what was shared is handed out again."""
-    hits = [0, 0]
-    for seed in range(150):
+    shares: dict[bool, list[float]] = {False: [], True: []}  # of what could be found, with enough pages
+    for seed in range(300):
         rng = random.Random(seed)
+        page_size, num_pages = rng.randint(4, 9), rng.choice((40, 400))
         limits = GenerationConfig(
-            page_size=rng.randint(1, 5),
-            num_pages=rng.choice((60, 200)),
-            max_num_seqs=rng.randint(1, 6),
-            max_num_batched_tokens=64,
+            page_size=page_size, num_pages=num_pages, max_num_seqs=rng.randint(1, 6), max_num_batched_tokens=rng.choice((8, 64))
         )
-        for shares in (False, True):
-            hits[shares] += run_turns(limits, random.Random(seed), shares).stats.hit_tokens
-    assert hits[True] > 1.4 * hits[False]
+        for is_continued in (False, True):
+            scheduler, num_findable = run_turns(limits, random.Random(seed), is_continued)
+            if num_pages == 400:
+                shares[is_continued].append(scheduler.stats.hit_tokens / num_findable)
+    assert sum(shares[True]) / len(shares[True]) > 0.9 and sum(shares[False]) / len(shares[False]) < 0.7
 
 
 def draw_prompts(rng: random.Random, wide: bool = False) -> list[list[int]]:

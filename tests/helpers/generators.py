@@ -100,9 +100,9 @@ def build_generator(path: str, config: GenerationConfig = SMALL, dtype: torch.dt
     return Generator(load(path, mesh, dtype), mesh, config, read_eos_ids(path))
 
 
-def row_of(index: int, prompt_ids: Sequence[int], most: int, **more: Any) -> SequenceState:
+def row_of(index: int, prompt_ids: Sequence[int], most: int, num_continued: int = 0, **more: Any) -> SequenceState:
     """In flight, with room for ``most`` tokens."""
-    return SequenceState(Request(index, 0, prompt_ids, most), buffer_line=index, **more)
+    return SequenceState(Request(index, 0, prompt_ids, most, num_continued=num_continued), buffer_line=index, **more)
 
 
 def ragged_requests(num_prompts: int = 7, samples: int = 3, max_new_tokens: int = 30, vocabulary: int = 301) -> list[Request]:

@@ -38,6 +38,7 @@ class AskedTurn(NamedTuple):
 
     - number: of the turn among all of the endpoint
     - prompt_ids: the whole conversation
+    - num_continued: so many of them are the conversation of the turn before
     - draw_number: keys its draws
     """
 
@@ -45,6 +46,7 @@ class AskedTurn(NamedTuple):
     prompt_ids: list[int]
     max_new_tokens: int
     draw_number: int
+    num_continued: int
 
 
 class AgentEndpoint:
@@ -204,7 +206,8 @@ class AgentEndpoint:
                 turn.number = self._number
                 self._futures[turn] = self.loop.create_future()
                 self._waiting[turn.number] = turn, self._futures[turn]
-                self.ask(AskedTurn(turn.number, prompt_ids, limit, turn.draw_number))
+                num_continued = len(prompt_ids) - len(turn.read_ids)
+                self.ask(AskedTurn(turn.number, prompt_ids, limit, turn.draw_number, num_continued))
         try:
             if undrawn := [self._futures[turn] for turn in turns if turn.draws is None]:
                 await unless_gone(request, asyncio.wait(undrawn))  # which go on in any case

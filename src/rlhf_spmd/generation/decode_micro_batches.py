@@ -85,7 +85,11 @@ class DecodeMicroBatch:
             row.buffer_line = buffer_line
             if row.request.row_id not in self.rows:
                 row.leave_pages()
-                row.prefix_ids = self.prefix_table.prefix_ids(row.request.prompt_ids, row.request.cache_salt)
+                request = row.request
+                row.prefix_ids = self.prefix_table.prefix_ids(request.prompt_ids, request.cache_salt)
+                row.continued_id = self.prefix_table.part_id(
+                    row.prefix_ids, request.prompt_ids, request.num_continued, request.cache_salt
+                )
                 row.min_new_tokens = max(call.sampling.min_response_length, row.request.min_new_tokens)
                 self.scheduler.add(row)
         self.rows = {row.request.row_id: row for row in rows}
@@ -103,12 +107,10 @@ class DecodeMicroBatch:
         Collective over the replica, as :meth:`start` and :meth:`finish`: every rank of it must call, in program order.
         """
         _, runner, experts, num_new_before = self.in_progress
-        results = runner.results()
-        for row, first in zip(self.rows.values(), num_new_before, strict=True):
-            if row.num_new > first:
-                new = self._token_logprobs([part[row.buffer_line, first : row.num_new].clone() for part in results])
-                old = row.token_logprobs
-                row.token_logprobs = new if old is None else TokenLogprobs(*map(torch.cat, zip(old, new, strict=True)))
+        rows = [*self.rows.values()]
+        for row, results in zip(rows, runner.results(rows, num_new_before), strict=True):
+            if len(results[0]):
+                row.logprob_parts.append(self._token_logprobs(results))
         if experts is not None:
             for row in self.rows.values():
                 experts.collect(row)
@@ -322,6 +324,8 @@ def partition_groups(rows: Sequence[SequenceState], row_ids: Sequence[Collection
     A micro-batch goes on with the groups of which it has a row (``row_ids``: those of each). Each other group, in order, goes to
     the micro-batch with the fewest tokens.
     """
+    if len(row_ids) == 1:
+        return [list(rows)]
     home = {row.request.group_id: i for row in rows for i, ids in enumerate(row_ids) if row.request.row_id in ids}
     groups: dict[int, list[SequenceState]] = {}
     for row in rows:

@@ -13,7 +13,6 @@ row, whose tokens go to a line that nobody reads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -197,23 +196,24 @@ class ModelRunner:
         self.top_ids[new] = 0
         self.top_log_probs[new] = 0.0
 
-    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return four tensors on the CPU of every rank of the replica: what is known of the drawn tokens.
+    def results(self, rows: Sequence[SequenceState], begins: Sequence[int]) -> list[tuple[Tensor, ...]]:
+        """Return for each row, on the CPU of every rank of the replica, what is known of its response's tokens from ``begins`` on.
 
-        The first two are their log-probs at the sampling temperature and at 1, [rows, longest response]. The others are the ids and
-        log-probs of the likeliest tokens, [rows, longest response, logprobs].
+        Those are their log-probs at the sampling temperature and at 1, [tokens], and the ids and log-probs of the likeliest tokens,
+        [tokens, logprobs].
 
         Collective over the replica: every rank of it must call, in program order.
         """
-        for tensor in (self.log_probs, self.top_ids, self.top_log_probs):
-            if tensor.numel():
-                self.mesh.pp.broadcast(tensor, self.decoder.pp - 1, "generation:log_probs")
-        shape = len(self._limits), self.max_new_tokens
-        used = math.prod(shape)
-        log_probs = self.log_probs[:, :used].cpu()
-        tops = (self.top_ids, self.top_log_probs)
-        top_ids, top_log_probs = (top[:used].cpu().view(*shape, top.shape[1]) for top in tops)
-        return log_probs[0].view(shape), log_probs[-1].view(shape), top_ids, top_log_probs
+        counts = np.array([row.num_new for row in rows], dtype=np.int64) - np.array(begins, dtype=np.int64)
+        first = np.array([row.buffer_line for row in rows], dtype=np.int64) * self.max_new_tokens + np.array(begins)
+        index = on_device(np.repeat(first - (counts.cumsum() - counts), counts) + np.arange(counts.sum()), self.device)
+        parts = []
+        for buffer in (self.log_probs[0], self.log_probs[-1], self.top_ids, self.top_log_probs):
+            chosen = buffer.index_select(0, index) if buffer.numel() else buffer.new_empty(len(index), *buffer.shape[1:])
+            if chosen.numel():
+                self.mesh.pp.broadcast(chosen, self.decoder.pp - 1, "generation:log_probs")
+            parts.append(chosen.cpu().split(counts.tolist()))
+        return [*zip(*parts, strict=True)]
 
     def row_results(self, row: SequenceState) -> list[Tensor]:
         """Return the :meth:`results` of one row so far (last stage only, between two steps)."""

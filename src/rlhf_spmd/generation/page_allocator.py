@@ -112,6 +112,14 @@ class PrefixTable:
             prefix_ids.append(parent)
         return tuple(prefix_ids)
 
+    def part_id(self, prefix_ids: Sequence[int], prompt_ids: Sequence[int], length: int, salt: str | None = None) -> int | None:
+        """Return the id of the first ``length`` tokens of a prompt with these ``prefix_ids``; None if they end with a page."""
+        number, rest = divmod(length, self.page_size)
+        if not rest:
+            return None
+        key = (prefix_ids[number - 1] if number else salt, tuple(prompt_ids[length - rest : length]))
+        return self._ids.setdefault(key, len(self._ids))
+
 
 class PromptStates:
     """The states of prompts, by the id of the whole prompt (``SequenceState.prefix_ids``). ``spare_slots``: slots of no row."""

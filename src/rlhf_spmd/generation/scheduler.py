@@ -11,7 +11,8 @@ When no page is free, the youngest running row gives back all of its pages and w
 not fit in the whole cache is refused when it comes. So the oldest row that is not on hold can always go on, and every row ends.
 
 The pages of a prompt are computed once. A row that finds them in the cache shares the full ones and copies the tail, or takes the
-tail over if nobody uses it. It then computes only its last prompt token. While one row computes a page (a *pending prefix*), rows
+tail over if nobody uses it. It then computes only its last prompt token. A row that continues an earlier one copies the page in which
+that one ended, and computes its last token and what follows. While one row computes a page (a *pending prefix*), rows
 that need the same page wait, and others overtake them.
 
 With linear attention only whole prompts are shared, with the state behind all but their last token (``PromptStates``).
@@ -121,6 +122,7 @@ class Scheduler:
         step = ScheduledStep()
         budget = self._continue_running(step, self.config.max_num_batched_tokens)
         self._admit(step, budget)
+        self.pages.release(source for source, _ in step.copies)  # which no row of this step got
         if self.prompt_states and step.work:
             step.state_copies += self.prompt_states.keep(self._prompts_to_start())
         waits = self.paused or any(row.on_hold or row.length >= row.limit for row in self.running)
@@ -158,10 +160,13 @@ class Scheduler:
                 self._register_prefixes(row)
 
     def share_response(self, row: SequenceState, prefix_ids: Sequence[int]) -> None:
-        """Let rows find the full pages of a row that is about to end. ``prefix_ids``: of all its tokens."""
+        """Let rows find the pages of a row that is about to end. ``prefix_ids``: of all its tokens."""
         if not self.recurrent and self.config.enable_prefix_caching:
-            num_full = min(row.num_computed, row.length - 1) // self.config.page_size
-            for page, prefix_id in zip(row.pages[:num_full], prefix_ids, strict=False):
+            num_computed = min(row.num_computed, row.length - 1)
+            # the last token is not computed: a page that it fills is not full, but a tail is one without its last token
+            has_tail = num_computed == row.length - 1 and row.length % self.config.page_size > 1
+            num_pages = num_computed // self.config.page_size + has_tail
+            for page, prefix_id in zip(row.pages[:num_pages], prefix_ids, strict=False):
                 self.pages.replace(page, prefix_id)
 
     def end(self, row: SequenceState) -> None:
@@ -244,14 +249,15 @@ class Scheduler:
                 continue
             shared, tail, pending = prefix
             # the last prompt token is computed again, since its logits give the first draw; preempted rows do the same
-            cached_tokens = len(shared) * config.page_size if tail is None else row.prompt_length - 1
+            last = row.request.num_continued if pending else row.prompt_length
+            cached_tokens = len(shared) * config.page_size if tail is None else last - 1
             start = min(cached_tokens, row.length - 1)
             count = min(row.length - start, budget)
             if not config.enable_chunked_prefill and count < row.length - start:
                 break
             count = self._before_last(row, start, count)
             revived = sum(self.pages.references(page) == 0 for page in shared)
-            take_over = tail is not None and self.pages.references(tail) == 0
+            take_over = tail is not None and not pending and self.pages.references(tail) == 0
             num_new = self._pages_for(start + count) - len(shared) - take_over
             # keep pages for rows that will grow, so that this row is not preempted in the next few steps
             if num_new + revived + take_over + growing // GROWING_ROWS_PER_SPARE_PAGE > self.pages.num_free:
@@ -280,9 +286,12 @@ class Scheduler:
         if take_over and tail is not None:
             self.pages.share(tail)
             shared = [*shared, tail]
+        copied = tail if tail is not None and not take_over else None
+        if copied is not None:
+            self.pages.share(copied)
         new = [self.pages.allocate() for _ in range(num_new)]
-        if tail is not None and not take_over:
-            step.copies.append((tail, new[0]))
+        if copied is not None:
+            step.copies.append((copied, new[0]))
         row.pages = shared + new
         row.state_slot = self._free_state_slots.pop()
 
@@ -303,6 +312,11 @@ class Scheduler:
             return None
         if len(missing) == 1 and (tail := self.pages.find(missing[0])) is not None:
             return shared, tail, []
+        continued = row.request.num_continued
+        if row.continued_id is not None and len(shared) == continued // self.config.page_size:
+            tail = self.pages.find(row.continued_id)
+            if self.pages.num_free > self._pages_for(row.length):  # enough for the row beside the page that it copies
+                return shared, tail, list(missing)
         return shared, None, list(missing)
 
     def _lookup_with_state(self, row: SequenceState) -> tuple[list[int], int | None, list[int]] | None:

@@ -47,6 +47,7 @@ class Request:
     - draw_key: a seed and a number that key the draws in place of the call's seed and ``row_id``
     - processors: change the logits after all other rules, in order; every rank of the replica calls them with equal arguments
     - is_continued: prompts of later rows may begin with this row's prompt and response, whose pages they find
+    - num_continued: so many tokens of the prompt are prompt and response of an earlier row
     - cache_salt: only rows with an equal one share the pages of prompts
     """
 
@@ -60,6 +61,7 @@ class Request:
     processors: tuple[LogitsProcessor, ...] = ()
     cache_salt: str | None = None
     is_continued: bool = False
+    num_continued: int = 0
 
 
 class TokenLogprobs(NamedTuple):
@@ -111,7 +113,7 @@ class SequenceState:
 
     - step: keys the row's draws in all calls
     - response: the tokens that the response begins with
-    - token_logprobs: the log-probs of the tokens that earlier calls drew
+    - logprob_parts: the log-probs of the tokens that each of the earlier calls drew
     - mask, reward, num_turns, observations, failure: see :class:`Completion`
     - stopped: a stop token or stop string ended the row
     - ended: the row stopped or reached its limit
@@ -122,6 +124,7 @@ class SequenceState:
     - buffer_line: the row's line in the runner's token buffer
     - min_new_tokens: tokens to draw before the row may stop
     - prefix_ids: identify the prompt up to the end of each of its pages (:class:`~.page_allocator.PrefixTable`)
+    - continued_id: identifies the ``num_continued`` tokens, if they end within a page
     - num_computed: tokens whose keys and values lie in ``pages``. The last token is computed only when the next step needs it, so
       a running row has num_computed < length
     - pages: the row's pages of the cache, in the order of its tokens
@@ -133,7 +136,7 @@ class SequenceState:
     request: Request
     step: int = 0
     response: InitVar[Sequence[int]] = ()
-    token_logprobs: TokenLogprobs | None = None
+    logprob_parts: list[TokenLogprobs] = field(default_factory=list)
     mask: list[bool] | None = None
     reward: float = 0.0
     num_turns: int = 0
@@ -146,6 +149,7 @@ class SequenceState:
     buffer_line: int = 0
     min_new_tokens: int = 0
     prefix_ids: tuple[int, ...] = ()
+    continued_id: int | None = None
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
     state_slot: int = -1
@@ -156,6 +160,15 @@ class SequenceState:
         self.tokens = [*self.request.prompt_ids, *response]
         self.prompt_length = len(self.request.prompt_ids)
         self.limit = self.prompt_length + self.request.max_new_tokens
+
+    @property
+    def token_logprobs(self) -> TokenLogprobs | None:
+        """Return the log-probs of the tokens that earlier calls drew; None if they drew none."""
+        import torch  # here: schedulers are tested without
+
+        if len(self.logprob_parts) > 1:
+            self.logprob_parts = [TokenLogprobs(*map(torch.cat, zip(*self.logprob_parts, strict=True)))]
+        return self.logprob_parts[0] if self.logprob_parts else None
 
     @property
     def length(self) -> int:

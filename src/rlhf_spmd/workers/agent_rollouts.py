@@ -140,8 +140,15 @@ class AgentRollouts:
 
 def _request(turn: AskedTurn, seed: int) -> Request:
     """Return a turn as a row of the generator."""
-    key = seed, turn.draw_number
-    return Request(turn.number, turn.number, turn.prompt_ids, turn.max_new_tokens, draw_key=key, is_continued=True)
+    return Request(
+        turn.number,
+        turn.number,
+        turn.prompt_ids,
+        turn.max_new_tokens,
+        draw_key=(seed, turn.draw_number),
+        is_continued=True,
+        num_continued=turn.num_continued,
+    )
 
 
 def _draws(completion: Completion) -> Draws:

@@ -178,6 +178,6 @@ class PartialRollouts:
                 self.ended[request.row_id] = Completion(request.row_id, *fields, experts=experts[i])
             else:
                 top = log_probs.new_zeros(len(tokens), num_top)  # nothing in training reads them
-                notes = TokenLogprobs(log_probs, log_probs_t1, versions, top.long(), top) if tokens else None
+                notes = [TokenLogprobs(log_probs, log_probs_t1, versions, top.long(), top)] if tokens else []
                 self.generator.kept.append(SequenceState(request, int(saved["step"][i]), tokens, notes, experts=experts[i]))
         return [request for request in requests if request.row_id not in index_of]
