@@ -98,6 +98,25 @@ def test_a_critic_learns_each_turn_once(root: Path, tmp_path: Path, share: bool)
     assert one[0]["agents/turns"] == 32 and one[1]["critic/vf_loss"] > 0
 
 
+def test_agents_answer_validation_prompts(root: Path, tmp_path: Path) -> None:
+    """Each episode counts once, whatever its rows; one that fails does not count."""
+    more = (
+        f"data.val_path={root / 'train.jsonl'}",
+        "data.val_batch_size=12",
+        "run.test_freq=1",
+        "val_sampling.n=2",
+        "val_sampling.temperature=1",
+    )
+    one, two = (train(ranks, root, tmp_path / str(ranks), "debate", *more, steps=1) for ranks in (1, 2))
+    keys = [key for key in one[-1] if key.startswith("val/")]
+    assert {key: two[-1][key] for key in keys} == {key: pytest.approx(one[-1][key], rel=1e-8) for key in keys}
+    assert one[-1]["val/reward_mean"] > 0 and "val/pass@2" in keys
+    failing = train(1, root, tmp_path / "failing", "failing", *more, "agent.max_failure_rate=1", steps=1)[-1]
+    assert failing["val/reward_mean"] > 0
+    lines = (tmp_path / "failing" / "validation.jsonl").read_text().splitlines()
+    assert {json.loads(line)["score"] is None for line in lines} == {True, False}, "an episode that failed is no 0"
+
+
 def test_requests_in_another_order_and_a_kill_in_the_middle(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,11 +159,20 @@ def test_other_algorithms_without_a_critic(root: Path, tmp_path: Path, algorithm
 
 
 def test_turns_find_what_earlier_turns_computed(root: Path, tmp_path: Path) -> None:
-    """With pages of eight tokens, most of a conversation; the numbers stay."""
+    """Whatever the pages' size, all but the last token of a conversation; the numbers stay."""
     small = train(1, root, tmp_path / "small", "tool_user", "models.actor.generation.page_size=8", steps=1)[0]
     large = train(1, root, tmp_path / "large", "tool_user", "models.actor.generation.page_size=256", steps=1)[0]
     assert {key: small[key] for key in EXACT} == {key: pytest.approx(large[key], rel=1e-12) for key in EXACT}
-    assert small["generation/prefix_hit_rate"] > 0.5 > large["generation/prefix_hit_rate"]
+    samples = [json.loads(line) for line in (tmp_path / "small" / "rollouts.jsonl").read_text().splitlines()]
+    num_read = num_kept = 0
+    for sample in samples:
+        turns = [number for number, bit in enumerate(sample["mask"]) if bit and not sample["mask"][number - 1]]
+        ends = [
+            number + 1 for number, bit in enumerate(sample["mask"]) if bit and not any(sample["mask"][number + 1 : number + 2])
+        ]
+        num_read += sum(turns)
+        num_kept += sum(end - 1 for end in ends[:-1])
+    assert large["generation/prefix_hit_tokens"] >= num_kept and large["generation/prefix_hit_rate"] >= num_kept / num_read
 
 
 def per_token(config: Any, rewards: Any, group_ids: Any, lengths: Any) -> Any:

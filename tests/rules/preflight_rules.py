@@ -138,10 +138,6 @@ CASES = [
         "agent.command=true: episodes do not record experts; take another models.actor.router_replay than R3",
     ),
     (
-        other("grpo", *AGENTS, "run.test_freq=2"),
-        "agent.command=true, run.test_freq=2: validation has no agents yet; set the second to 0",
-    ),
-    (
         other("grpo", *AGENTS, "agent.timeout_s=500"),
         "agent.timeout_s=500.0, run.timeout_s=600.0: other ranks wait for the episodes of a step, which end within 80% of the second; "
         "lower the first or raise the second",

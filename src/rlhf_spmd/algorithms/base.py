@@ -311,11 +311,14 @@ def validate(models: Any, data: Any, config: Any, global_step: int, stream: str 
 
     Collective over the world: every rank of it must call, in program order.
     """
-    return data.validation.evaluate_rewards(stream, lambda *validation: _answer_and_score(models, global_step, *validation))
+    rows_per_episode = data.validation.rows_per_episode
 
+    def answer_and_score(rows: Reference, sampling: SamplingConfig, shown: frozenset[int]) -> tuple[Reference, list[Reference]]:
+        """Return ``scores`` and ``answer_codes`` of the responses, and the calls whose values are reported."""
+        answers = rows.union(models.actor.generate_sequences(rows, sampling, global_step))
+        if rows_per_episode > 1:  # the rows of an episode have one score, and the first is always there
+            assert rows.rows is not None, "validation rows"
+            answers = answers.take(rows.rows.row_ids[rows.rows.row_ids % rows_per_episode == 0])
+        return score(models, answers, shown)
 
-def _answer_and_score(
-    models: Any, global_step: int, rows: Reference, sampling: SamplingConfig, shown: frozenset[int]
-) -> tuple[Reference, list[Reference]]:
-    """Return ``scores`` and ``answer_codes`` of the responses, and the calls whose values are reported."""
-    return score(models, rows.union(models.actor.generate_sequences(rows, sampling, global_step)), shown)
+    return data.validation.evaluate_rewards(stream, answer_and_score)

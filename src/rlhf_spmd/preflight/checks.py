@@ -158,12 +158,6 @@ AGENT_RULES: Rules = (
         "take another models.actor.router_replay than R3",
     ),
     Rule(
-        ("agent.{s.agent_key}", "run.test_freq"),
-        lambda s: s.agent.is_on and s.run.test_freq,
-        "validation has no agents yet",
-        "set the second to 0",
-    ),
-    Rule(
         ("agent.timeout_s", "run.timeout_s"),
         lambda s: s.agent.is_on and s.agent.timeout_s >= CALL_SHARE * s.run.timeout_s,
         "other ranks wait for the episodes of a step, which end within {s.call_share:.0%} of the second",

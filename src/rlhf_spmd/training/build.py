@@ -110,13 +110,15 @@ def build_data(run_plan: RunPlan, controller: Controller) -> Data:
     """Return ``data`` of the algorithm's step."""
     config = run_plan.config
     streams: dict[str, RowStream] = {}
+    rows_per_episode, first_ids = 1, None
+    if config.agent.is_on:
+        rows_per_episode, first_ids = config.agent.max_rows, Dialect(run_plan.tokenizer, config.data, ()).first_ids
     for name, dataset in run_plan.training.items():
         section = run_plan.streams[name]
         assert isinstance(section, DatasetConfig), "a stream that is trained on"
         loader = build_loader(dataset, section, config.run.seed)
-        if config.agent.is_on:
-            dialect = Dialect(run_plan.tokenizer, config.data, ())
-            streams[name] = AgentStream(loader, config.sampling.n, config.agent.max_rows, dialect.first_ids)
+        if first_ids is not None:
+            streams[name] = AgentStream(loader, config.sampling.n, rows_per_episode, first_ids)
         elif config.prompts_in_flight is not None and config.algorithm.streams[name].key == "data":
             generation = next(iter(run_plan.generating.values())).placement_of("generate_sequences")
             replicas = ProtocolRanks(MICRO_DP, generation.shape, generation.pool, controller.speeds)
@@ -130,7 +132,8 @@ def build_data(run_plan: RunPlan, controller: Controller) -> Data:
         stream = run_plan.streams[name]
         duplicate_metrics = _duplicate_metrics(run_plan, dataset)
         rows[name] = ValidationRows(dataset, stream.val_batch_size, list(stream.val_sets), duplicate_metrics)
-    validation = Validation(controller, rows, run_plan.sampling(validates=True), config.run.log_samples)
+    sampling = run_plan.sampling(validates=True)
+    validation = Validation(controller, rows, sampling, config.run.log_samples, rows_per_episode, first_ids)
     return Data(controller, streams, validation, run_plan.sampling())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rlhf_spmd.controller import Controller, Reference, source
+from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.loader import validation_batches
 from rlhf_spmd.generation.config import SamplingConfig
@@ -37,6 +38,7 @@ class Validation:
 
     - rows: validation rows by stream; their row ids are positions in the data set
     - num_shown: number of prompts of each set of which a response is kept in ``shown``, for people to read
+    - rows_per_episode, first_ids: as in ``AgentStream``, if agents answer the rows
     - shown: responses since :meth:`take_shown` was called
     """
 
@@ -44,6 +46,8 @@ class Validation:
     rows: Mapping[str, ValidationRows]
     sampling: SamplingConfig
     num_shown: int
+    rows_per_episode: int = 1
+    first_ids: Sequence[int] | None = None
     shown: list[dict[str, Any]] = field(default_factory=list)
 
     def take_shown(self) -> list[dict[str, Any]]:
@@ -77,12 +81,17 @@ class Validation:
         """
         rows = self.rows[name]
         n = self.sampling.n
+        stride = n * self.rows_per_episode
         firsts = [int((rows.dataset.sources < number).sum()) for number in range(len(rows.sets))]
-        shown = frozenset(n * (first + i) for first in firsts for i in range(self.num_shown))
+        shown = frozenset(stride * (first + i) for first in firsts for i in range(self.num_shown))
         reports: list[dict[str, Any]] = []
         fields = {"scores": [torch.empty(0)], "answer_codes": [torch.empty(0)]}
         for batch in validation_batches(rows.dataset, rows.batch_size):
-            scored_rows, calls = self._controller.run(script, source(batch.repeat(n)), self.sampling, shown)
+            samples = batch.repeat(stride)
+            if self.first_ids is not None:
+                opening = ragged([torch.tensor(self.first_ids)] * len(samples))
+                samples = Batch(samples.row_ids, samples.group_ids, {**samples.fields, "prompt_ids": opening})
+            scored_rows, calls = self._controller.run(script, source(samples), self.sampling, shown)
             for field_name, parts in fields.items():
                 parts.append(self._controller.get_field(scored_rows, field_name))
             reports += [report for members in self._controller.get(*calls) for report in members]
@@ -96,9 +105,10 @@ class Validation:
         answers = [row if has_answer else None for row, has_answer in zip(votes, has_answers, strict=True)]
         set_numbers = rows.dataset.sources.numpy()
         is_complete = scored.all(1)
-        samples = {int(sample["row_id"]): sample for report in reports for sample in report.get("samples", [])}
-        for row_id, sample in sorted(samples.items()):
-            set_name, score = rows.sets[set_numbers[row_id // n]], float(scores[row_id // n, 0])  # of all rewards
+        reported = {int(sample["row_id"]): sample for report in reports for sample in report.get("samples", [])}
+        for row_id, sample in sorted(reported.items()):
+            number = row_id // stride
+            set_name, score = rows.sets[set_numbers[number]], float(scores[number, 0])  # of all rewards
             self.shown.append({"set": set_name, "answer": None, **sample, "score": score})
         sets = {name: np.flatnonzero((set_numbers == number) & is_complete) for number, name in enumerate(rows.sets)}
         means = {"reward_mean": float(scores[scored].mean(dtype=np.float64)), **means, **measure_sets(scores, answers, sets)}
