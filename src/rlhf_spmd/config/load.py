@@ -32,6 +32,7 @@ from rlhf_spmd.config.schema import ConfigError, is_inline, leaves, read_section
 from rlhf_spmd.config.words import dotted, first_line
 
 T = TypeVar("T")
+SHORT_SECTIONS = {"environment": "cls"}  # a text in place of the section is the value of this key
 
 
 class Revision(NamedTuple):
@@ -235,6 +236,7 @@ def _read_source(path: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
 def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return a copy of ``file`` with the overrides. ``key=null`` removes a section; ``key={}`` leaves an empty one."""
     tree = cast(dict[str, Any], to_plain(file))
+    tree |= {key: {SHORT_SECTIONS[key]: value} for key, value in tree.items() if _is_short(key, value)}
     for override in overrides:
         key, equals, value = override.partition("=")
         if key.startswith("-"):
@@ -247,7 +249,8 @@ def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[
         if not value:
             raise ConfigError(f"override '{override}' has no value; write {key}=null, or {key}='' for an empty text")
         try:
-            _set_path(tree, path, parse_value(value))
+            plain = parse_value(value)
+            _set_path(tree, [*path, SHORT_SECTIONS[key]] if _is_short(key, plain) else path, plain)
         except YAMLError as error:
             why = (error.problem if isinstance(error, MarkedYAMLError) else None) or first_line(error)
             hint = "; ${...} needs quotes in a list or a mapping" if "${" in value else ""
@@ -259,6 +262,11 @@ def _merge_overrides(file: Mapping[str, Any], overrides: Sequence[str]) -> dict[
                 f"override '{override}': '{clash}' is a section and has no value of its own; set '{clash}.<key>=...'"
             ) from None
     return tree
+
+
+def _is_short(key: str, value: Any) -> bool:
+    """Return True if ``value`` is a text in place of the section ``key``."""
+    return key in SHORT_SECTIONS and isinstance(value, str) and "${" not in value
 
 
 class _Clash(Exception):

@@ -27,8 +27,8 @@ WARNED_SHARE = 0.05  # share of rows dropped for their length, above which there
 class RowsConfig(EncodingConfig):
     """Rows of a file or a data set.
 
-    - path: required: file, glob pattern, directory or `datasets` name; a list of them; or a mapping from them to
-      weights, see [data_and_rewards.md](data_and_rewards.md)
+    - path: required: file, glob pattern, directory, `datasets` name or `LIBRARY:NAME`; a list of them; or a mapping from them
+      to weights, see [data_and_rewards.md](data_and_rewards.md)
     - split: split of a `datasets` name or directory
     - subset: subset of a `datasets` name
     - prompt_key: column of the prompt; in all keys of columns dots reach inside objects: `reward_model.ground_truth`

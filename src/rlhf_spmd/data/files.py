@@ -17,6 +17,7 @@ from typing import Any
 
 from rlhf_spmd.config.json_input import parse_json
 from rlhf_spmd.config.words import first_line
+from rlhf_spmd.environments.libraries import library_rows, names_library
 from rlhf_spmd.telemetry.run_dir import json_value
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
@@ -131,8 +132,8 @@ def read_rows(path: Paths, split: str = "train", subset: str | None = None, limi
     """Return all rows of ``path``, source by source, or the first ``limit``.
 
     A source is a file with a known suffix (.jsonl, .json, either with .gz, .parquet), a glob pattern over such files
-    (sorted), a directory that ``datasets`` saved or can load, or a data set on the hub. ``split`` and ``subset`` apply
-    to the last two. Raises DataError.
+    (sorted), ``LIBRARY:NAME`` (``environments/libraries.py``), a directory that ``datasets`` saved or can load, or a data set
+    on the hub. ``split`` and ``subset`` apply to the last two. Raises DataError.
     """
     return list(map(row_or_raise, stream_rows(path, split, subset, limit)))
 
@@ -172,6 +173,9 @@ def _numbered(path: Paths, split: str, subset: str | None) -> Iterator[RowOrErro
 
 
 def _rows(path: str, split: str, subset: str | None) -> Iterable[RowOrError]:
+    if names_library(path):
+        yield from _library_rows(path)
+        return
     location = Path(path).expanduser()
     if location.is_dir() and glob.has_magic(path):
         raise DataError(
@@ -187,6 +191,15 @@ def _rows(path: str, split: str, subset: str | None) -> Iterable[RowOrError]:
         raise DataError(f"data file '{path}' does not exist")
     else:
         yield from _dataset_rows(path, split, subset)
+
+
+def _library_rows(path: str) -> Iterator[RowOrError]:
+    """Yield the rows that an environment library makes. Raises DataError."""
+    try:
+        for number, values in enumerate(library_rows(path), 1):
+            yield _row(values, f"{path}, row {number}")
+    except ValueError as error:
+        raise DataError(f"data '{path}' cannot be made: {first_line(error)}") from error
 
 
 def _looks_local(path: str) -> bool:

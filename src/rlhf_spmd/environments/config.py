@@ -11,6 +11,7 @@ from rlhf_spmd.config import registry
 from rlhf_spmd.config.constraints import FiniteFloat, Fraction, PositiveInt, Seconds, Workers
 from rlhf_spmd.config.rules import Rule, Rules, check_rules
 from rlhf_spmd.config.words import nearest
+from rlhf_spmd.environments.libraries import names_library
 
 ChatMessage = dict[str, Any]  # with ``role`` and ``content`` (text)
 
@@ -19,7 +20,8 @@ class Environment(Protocol):
     """One object per row: made, reset, then stepped once per turn of the model, by one thread at a time.
 
     The class may have ``schemas(**args)``, a static method that returns OpenAI's schemas of its tools for chat
-    templates, and ``gives_reward = False`` if its rows need a score from elsewhere. Its parameter ``chat_template``, if
+    templates, ``gives_reward = False`` if its rows need a score from elsewhere, and the static method ``load()``, which
+    imports before the run what is optional or slow and raises ValueError if it is absent. Its parameter ``chat_template``, if
     it has one that ``args`` leave out, gets the text of the model's chat template.
     """
 
@@ -46,7 +48,8 @@ DEFAULT = "environment"  # name and section of the environment of rows that name
 class EnvironmentConfig:
     """``environment``: what answers the model between its turns.
 
-    - cls: `calculator`, `tools`, or `package.module:Class` or `file.py:Class`; null: the model answers once
+    - cls: `calculator`, `tools`, or `package.module:Class` or `file.py:Class`; or one of a library: `reasoning_gym:NAME`,
+      `gem:NAME`, `verifiers:NAME`, `openenv:URL`; null: the model answers once. `environment=...` is short for it
     - args: keyword arguments of the class
     - max_turns: turns of the model per row; null: as many as the response's length allows
     - num_workers: threads per generation replica, up to 1024
@@ -86,6 +89,8 @@ class EnvironmentConfig:
             raise ValueError(
                 f"{where}.cls={self.cls!r} has no method {missing[0]}(); an environment has reset(row) and step(text)"
             )
+        if isinstance(inspect.getattr_static(cls, "load", None), staticmethod):
+            cls.load()  # type: ignore[attr-defined]
         try:
             inspect.signature(cls).bind(**self.args)
         except TypeError as error:
@@ -181,4 +186,7 @@ def tools_of(environments: EnvironmentConfigs, columns: Mapping[str, list[Any]])
 
 def resolve_class(name: str, where: str = "environment.cls") -> Callable[..., Environment]:
     """Return the class called ``name``; see :func:`registry.resolve`."""
+    if names_library(name):
+        library = name.partition(":")[0]
+        raise ValueError(f"{where}={name!r}: only the section environment names rows; write {library}, and data.path={name}")
     return registry.resolve(where, "rlhf_spmd.environments", name, "environment")

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_spmd.config.keys import Key, list_keys
 from rlhf_spmd.config.load import check_tree, load
 from rlhf_spmd.data.dataset import RowsConfig
+from rlhf_spmd.environments.libraries import with_library
 from rlhf_spmd.inference.loaded_model import CheckedModel, Config, ModelSourceConfig
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
@@ -35,6 +36,7 @@ class InferenceConfig(ModelSourceConfig):
 def read_config(schema: type[Config], path: str | None, overrides: Sequence[str]) -> Config:
     """Return the checked configuration. Raises ConfigError, one line."""
     config = load(schema, path, overrides)
+    config = with_library(config) if hasattr(config, "environment") else config
     check_tree(config)
     return config
 

@@ -24,6 +24,7 @@ from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.schema import ConfigError, is_inline, section_keys, type_hints
 from rlhf_spmd.config.words import first_line
 from rlhf_spmd.environments.config import EnvironmentConfig
+from rlhf_spmd.environments.libraries import with_library
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.models.lora import with_stored_settings
 from rlhf_spmd.models.stored import ADAPTER_CONFIG, read_json
@@ -264,7 +265,7 @@ def read_config(
             return Revision(apply_plan(dict(merged), planned), overrides_apply=False)
         return Revision(file if more or merged.get("plan") is None else apply_plan(file, read_plan(str(merged["plan"]))))
 
-    config = load(TrainConfig, path, overrides, sections, revise)
+    config = with_library(load(TrainConfig, path, overrides, sections, revise))
     run = config.run
     resume = run.resume if run.resume in RESUME else str(directory / run.resume)
     config = replace(config, run=replace(run, dir=str(directory / run.dir), resume=resume))
