@@ -1,4 +1,4 @@
-"""Tools: Python functions that the model calls. The chat template renders what they return as tool messages.
+"""Tools: Python functions, and tools of MCP servers, that the model calls. The chat template renders what they return as tool messages.
 
 :mod:`tool_calls` reads the calls of a turn, in the form of the model's family. A turn without a call is the last.
 """
@@ -16,6 +16,7 @@ from typing import Any
 from rlhf_spmd.config.registry import resolve_function
 from rlhf_spmd.config.words import first_line
 from rlhf_spmd.environments.config import ChatMessage
+from rlhf_spmd.environments.mcp import ServerLost, tools_of_servers
 from rlhf_spmd.environments.tool_calls import FORMATS, ToolCall, TurnContext, check_format, detect_format, parse_turn
 
 MAX_PARALLEL_CALLS = 8  # of one turn
@@ -31,6 +32,8 @@ class Tools:
 
     - tools: functions, each ``package.module:function`` or ``file.py:function``; they are called from many threads, and a
       coroutine is awaited
+    - servers: MCP servers, each ``{command: ..., env: {...}}`` or ``{url: ...}``, whose tools the model calls, too. A server that
+      is gone costs the row
     - format: one of ``FORMATS``, the form of the model's calls; None: that of ``chat_template``
     - role: role of the messages that the model reads
     - chat_template: text of the model's template
@@ -39,19 +42,36 @@ class Tools:
     gives_reward = False
 
     def __init__(
-        self, tools: Sequence[str], format: str | None = None, role: str = "tool", chat_template: str | None = None
+        self,
+        tools: Sequence[str] = (),
+        servers: Sequence[Mapping[str, Any]] = (),
+        format: str | None = None,
+        role: str = "tool",
+        chat_template: str | None = None,
     ) -> None:
         check_format(format, "format")
         self.functions = _functions(tools)
         self.role = role
         self.format = format or detect_format(chat_template)
         self.text_parameters = {name: _text_parameters(function) for name, function in self.functions.items()}
+        for name, (function, schema) in tools_of_servers(servers).items():
+            self.functions[name] = function
+            properties = schema["function"]["parameters"].get("properties", {})
+            self.text_parameters[name] = frozenset(key for key, value in properties.items() if value.get("type") == "string")
 
     @staticmethod
-    def schemas(tools: Sequence[str], format: str | None = None, **_: str) -> list[dict[str, Any]]:
-        """Return OpenAI's schemas of the functions. Raises ValueError, also for a ``format`` that does not exist."""
+    def schemas(
+        tools: Sequence[str] = (), servers: Sequence[Mapping[str, Any]] = (), format: str | None = None, **_: str
+    ) -> list[dict[str, Any]]:
+        """Return OpenAI's schemas of the functions, then of the servers' tools. Raises ValueError, also for an unknown ``format``."""
         check_format(format, "format")
-        return [tool_schema(function) for function in _functions(tools).values()]
+        if not (tools or servers):
+            raise ValueError("give tools, or servers, or both")
+        schemas = {name: tool_schema(function) for name, function in _functions(tools).items()}
+        of_servers = {name: schema for name, (_, schema) in tools_of_servers(servers).items()}
+        if twice := sorted(schemas.keys() & of_servers.keys()):
+            raise ValueError(f"a function and a server have a tool {twice[0]!r}, and the model calls it by name")
+        return [*schemas.values(), *of_servers.values()]
 
     def reset(self, row: Mapping[str, Any]) -> None:
         pass
@@ -67,9 +87,12 @@ class Tools:
         return [{"role": self.role, "name": name, "content": replies.get(i, late)} for i, name in enumerate(names)], 0.0, False
 
     def _run_calls(self, calls: Sequence[ToolCall | None], limit_s: float) -> dict[int, str]:
-        """Return the replies that come within ``limit_s``, by the calls' numbers. Raises RuntimeError if no thread is free."""
+        """Return the replies that come within ``limit_s``, by the calls' numbers.
+
+        Raises RuntimeError if no thread is free, and ServerLost.
+        """
         deadline = time.monotonic() + limit_s
-        replies: dict[int, str] = {}
+        replies: dict[int, str | ServerLost] = {}
         waiting = iter(enumerate(calls))  # an iterator of a list, which threads may share
 
         def work() -> None:
@@ -87,9 +110,12 @@ class Tools:
             raise RuntimeError(f"{MAX_RUNNING} calls of tools have not returned; give the tools time limits of their own")
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
-        return replies
+        for reply in [*replies.values()]:
+            if isinstance(reply, ServerLost):
+                raise reply
+        return {number: reply for number, reply in replies.items() if isinstance(reply, str)}
 
-    def _reply(self, call: ToolCall | None) -> str:
+    def _reply(self, call: ToolCall | None) -> str | ServerLost:
         """Return what the function returned, as text or JSON, or what is wrong with the call."""
         if call is None:
             return f"error: the call cannot be read; a call is {FORMATS[self.format].form}"
@@ -102,6 +128,8 @@ class Tools:
             if inspect.isgenerator(result) or inspect.isasyncgen(result):
                 raise TypeError("the tool returned a generator, not a result")
             return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        except ServerLost as error:
+            return error
         # The boundary to the user's code, called with what the model wrote: the model reads the error and may try again.
         except BaseException as error:
             return f"error: {type(error).__name__}: {error}"
@@ -138,7 +166,7 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _functions(tools: Sequence[str]) -> dict[str, Callable[..., Any]]:
     """Return the functions by the names that the model uses. Raises ValueError, also for a generator."""
-    if isinstance(tools, str) or not tools:
+    if isinstance(tools, str):
         raise ValueError(f"tools={tools!r} must be a list of functions, each package.module:function or file.py:function")
     functions = {function.__name__: function for function in (resolve_function(name, "tool") for name in tools)}
     if len(functions) < len(tools):
