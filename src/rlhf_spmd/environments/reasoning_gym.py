@@ -8,6 +8,8 @@ from typing import Any
 
 from rlhf_spmd.environments.libraries import LIBRARIES, Source, import_library, read_source, source_of
 
+# what some scores raise for a text that is no answer; others are failures of the library
+NOT_ANSWERS = (ArithmeticError, AssertionError, LookupError, SyntaxError, TypeError, ValueError)
 SEED = 0  # the library's own default is another one in every process
 
 
@@ -39,7 +41,7 @@ class ReasoningGym:
         answer = self.load().utils.extract_answer(text)
         try:
             reward = float(self.dataset.score_answer(text.strip() if answer is None else answer, self.entry))
-        except Exception:  # the boundary to the library: some scores raise for what cannot be read as an answer
+        except NOT_ANSWERS:
             reward = 0.0
         return "", reward, True
 
