@@ -8,8 +8,9 @@ Beside OpenAI's fields a request may have those of ``SamplingParams``, such as `
 ``stop_token_ids``. Unknown fields are refused.
 
 A request that comes while others run joins them after a moment, if it differs from them only in lengths and in how a token is drawn
-(temperature, top_p, top_k, min_p, seed). Otherwise it waits until the responses that have begun have ended. Responses begin in turn,
-one of each request, so one that asks for many does not hold up the others. All ranks hold one model together.
+(temperature, top_p, top_k, min_p, seed). Otherwise, also if it names another adapter, it waits until the responses that have begun
+have ended. Responses begin in turn, one of each request, so one that asks for many does not hold up the others. All ranks hold one
+model together.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 from rlhf_spmd.config.constraints import PositiveInt, Range
@@ -29,6 +30,7 @@ from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
 from rlhf_spmd.inference.loaded_model import CheckedModel
 from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
+from rlhf_spmd.inference.served_adapters import ServedAdapters, read_adapter
 from rlhf_spmd.inference.service import Service
 from rlhf_spmd.parallel.launch import Launch
 from rlhf_spmd.parallel.world import World
@@ -48,6 +50,8 @@ class ServeConfig(EngineConfig):
     - reasoning_tags: the opening and the closing tag
     - tool_call_parser: the form of the model's calls of tools, by vLLM's name, such as `hermes` or `llama3_json`; null: that of
       the chat template
+    - adapters: LoRA adapters of the model by the names that requests have for them, as `{poet: PATH}`: PEFT's directories, such as
+      the exports of runs
     - served_model_name: the model's name in requests; null: `model.path`
     - token_env: name of the environment variable with the bearer token that requests must have; null: none
     - allowed_origins: web pages whose scripts may ask from a browser, as in `https://chat.example.org`; `*`: all
@@ -60,6 +64,7 @@ class ServeConfig(EngineConfig):
     host: str = "127.0.0.1"
     port: Annotated[int, Range(least=0, most=65535)] = 8000
     served_model_name: str | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     separate_reasoning: bool = False
     reasoning_tags: list[str] = field(default_factory=lambda: list(REASONING_TAGS))
@@ -93,8 +98,11 @@ def prepare(path: str | None, overrides: Sequence[str], launch: Launch) -> Check
     special = () if loaded.tokenizer is None else Decoding(loaded.tokenizer).special_ids
     if hidden := [tag for tag in loaded.config.reasoning_tags if loaded.config.separate_reasoning and tag in special]:
         raise ValueError(f"reasoning_tags: {hidden[0]} is a special token of this tokenizer, which responses do not show")
+    if (name := loaded.config.served_model_name or loaded.config.model.path) in loaded.config.adapters:
+        raise ValueError(f"adapters.{name}: the model has this name; give the adapter another one")
+    adapters = {name: read_adapter(loaded.spec, path, f"adapters.{name}") for name, path in loaded.config.adapters.items()}
     say_warnings(launch, unread_variables("chat_template_kwargs", loaded.config.chat_template_kwargs, loaded.tokenizer))
-    return loaded
+    return replace(loaded, adapters=adapters)
 
 
 def serve(loaded: CheckedModel[ServeConfig], world: World, board: Board) -> None:
@@ -106,7 +114,9 @@ def serve(loaded: CheckedModel[ServeConfig], world: World, board: Board) -> None
     name = config.served_model_name or config.model.path
     processor = RequestProcessor(loaded, world, board.tick)
     tags = config.reasoning_tags if config.separate_reasoning else None
-    service = Service(processor, name, lambda: board.preempted, config.chat_template_kwargs, tags, config.tool_call_parser)
+    forms = config.chat_template_kwargs, tags, config.tool_call_parser
+    adapters = ServedAdapters(processor.engine.generator.decoder, loaded.adapters)
+    service = Service(processor, name, lambda: board.preempted, *forms, adapters)
     if world.rank > 0:
         while service.turn():
             pass

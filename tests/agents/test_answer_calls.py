@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from places import SHARED
-from rlhf_spmd.agents.answer_calls import AnswerCalls, text_parameters
+from rlhf_spmd.agents.answer_calls import AnswerCalls, ForcedCalls, text_parameters
 from rlhf_spmd.data.tokenizer import added_places, decode, encode, load_tokenizer
 from rlhf_spmd.environments.tool_calls import FORMATS
 
@@ -172,3 +172,19 @@ def test_a_real_tokenizer_whose_tokens_cross_the_marks(name: str) -> None:
         assert shown.startswith(sent) and content.startswith(shown)
         sent = shown
     assert sent == content
+
+
+def test_forced_calls_come_one_by_one() -> None:
+    """A text in an argument with the marks of JSON ends no call; what was cut off stays text if there is no call before it."""
+    parameters = [{"s": 'a}, {"\\"', "n": 1}, {}]
+    text = json.dumps([{"name": "f", "parameters": each} for each in parameters])
+    reader = ForcedCalls("prompt")
+    calls: list[Any] = []
+    for length in range(len(text) + 1):
+        content, grown = reader.split([], text[:length], ended=False)
+        assert content == "" and grown[: len(calls)] == calls
+        calls = grown
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == parameters
+    assert calls[0]["id"] != calls[1]["id"] and reader.split([], text, ended=True) == ("", calls)
+    assert reader.split([], text[:-5], ended=True) == ("", calls[:1])
+    assert reader.split([], text[:20], ended=True) == (text[:20], [])

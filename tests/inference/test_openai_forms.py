@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import inf, nan
 from typing import Any
 
@@ -83,11 +84,22 @@ def test_log_probs_in_openai_s_form() -> None:
     assert content == {"token": "x", "logprob": -2.0, "bytes": [5], "top_logprobs": best}
 
 
+TOOL = '{"type": "function", "function": {"name": "f"}}'
+
+
 @pytest.mark.parametrize(
     ("dialect", "raw", "message"),
     [
         ("chat", '{"tools": [{}]}', "tools[0] must be {'type': 'function'"),
-        ("chat", '{"tool_choice": "required"}', "tool_choice='required' is not supported yet"),
+        ("chat", '{"tool_choice": "required"}', "tool_choice='required': tools has none"),
+        (
+            "chat",
+            '{"tool_choice": "any", "tools": []}',
+            "tool_choice='any' is not known; allowed: 'auto', 'none', 'required', {'type'",
+        ),
+        ("chat", '{"reasoning_effort": 3}', "reasoning_effort=3 must be text or null"),
+        ("completion", '{"reasoning_effort": "low"}', "reasoning_effort is for /v1/chat/completions"),
+        ("completion", '{"top_logprobs": 1}', "unknown key 'top_logprobs'"),
         ("chat", '{"response_format": {"type": "xml"}}', "response_format.type='xml' is not known; allowed: text, json_object"),
         (
             "chat",
@@ -104,9 +116,19 @@ def test_log_probs_in_openai_s_form() -> None:
         (
             "chat",
             '{"tool_choice": {"type": "function", "function": {"name": "f"}}}',
-            "tool_choice={'type': 'function', 'function': {'name': 'f'}} is not supported yet",
+            "tool_choice={'type': 'function', 'function': {'name': 'f'}}: tools has none",
         ),
-        ("completion", '{"tools": [{}]}', "tools are for /v1/chat/completions"),
+        (
+            "chat",
+            f'{{"tools": [{TOOL}], "tool_choice": {{"type": "function", "function": {{"name": "g"}}}}}}',
+            "tool_choice={'type': 'function', 'function': {'name': 'g'}}: tools has no such function",
+        ),
+        (
+            "chat",
+            f'{{"tools": [{TOOL}], "tool_choice": "required", "guided_regex": "a"}}',
+            "guided_regex, tool_choice: a response follows one of them",
+        ),
+        ("completion", f'{{"tools": [{TOOL}]}}', "tools are for /v1/chat/completions"),
         ("chat", '{"priority": 1}', "priority is not supported yet"),
         ("generate", '{"token_ids": [1], "prompt": "a"}', "unknown key 'prompt'"),
         (
@@ -195,9 +217,34 @@ def test_all_names_of_structured_outputs_are_one(asked: dict[str, Any], structur
 
 def test_what_a_request_asks_for() -> None:
     nothing = {"tools": [], "tool_choice": "auto", "suffix": None, "best_of": 1, "response_format": {"type": "text"}}
-    nothing |= {"parallel_tool_calls": True, "stream": False}
+    nothing |= {"parallel_tool_calls": True, "stream": False, "verbosity": "medium", "prompt_cache_key": "a"}
     assert read_request(nothing, "chat") == read_request({}, "chat") and read_request({}, "chat")[1].max_tokens is None
     form, params = read_request({"echo": True, "max_tokens": 0, "logprobs": 3}, "completion")
     assert form.echo and (form.generates, params.logprobs, params.prompt_logprobs) == (False, 3, 3)
     form, params = read_request({"logprobs": True, "stream": True, "chat_template_kwargs": {"enable_thinking": False}}, "chat")
-    assert (params.logprobs, params.prompt_logprobs, form.chat_template_kwargs) == (0, None, {"enable_thinking": False})
+    assert (params.logprobs, params.prompt_logprobs, form.variables) == (0, None, {"enable_thinking": False})
+    assert read_request({"reasoning_effort": "low"}, "chat")[0].variables == {"reasoning_effort": "low"}
+
+
+def test_a_call_that_must_come_follows_the_schemas_of_its_tools() -> None:
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    parameters = {"type": "object", "properties": {"p": {"$ref": "#/$defs/Point"}}, "$defs": {"Point": point}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}, json.loads(TOOL.replace('"f"', '"g"'))]
+    body = {"tools": tools, "tool_choice": "required", "response_format": {"type": "json_object"}}
+
+    def schema_of(**options: Any) -> dict[str, Any]:
+        structured = read_request(body | options, "chat")[1].structured_outputs
+        assert structured is not None and isinstance(structured.json, dict)
+        return structured.json
+
+    schema = schema_of()
+    calls = schema["items"]["anyOf"]
+    assert [call["properties"]["name"] for call in calls] == [{"const": "f"}, {"const": "g"}] and "maxItems" not in schema
+    assert calls[0]["properties"]["parameters"] == {key: parameters[key] for key in ("type", "properties")}
+    assert schema["$defs"] == {"Point": point} and parameters["$defs"] == {"Point": point}
+    assert schema_of(parallel_tool_calls=False)["maxItems"] == 1
+    named = schema_of(tool_choice={"type": "function", "function": {"name": "g"}})
+    assert [call["properties"]["name"] for call in named["items"]["anyOf"]] == [{"const": "g"}] and named["maxItems"] == 1
+    tools[1]["function"]["parameters"] = {"$defs": {"Point": {}}}
+    with pytest.raises(ValueError, match="functions define \\$defs/Point differently"):
+        schema_of()

@@ -168,7 +168,7 @@ def test_refusals_over_http(address: str) -> None:
     for path, body, key, status, message in (
         ("/completions", {"prompt": "a"}, "guessed", 401, "the bearer token is missing or wrong"),
         ("/completions", b"{", KEY, 400, "Expecting property name"),
-        ("/completions", {"model": "large", "prompt": "a"}, KEY, 404, "the model 'large' is not here; there is 'small'"),
+        ("/completions", {"model": "large", "prompt": "a"}, KEY, 404, "the model 'large' is not here; there is small"),
         ("/embeddings", {}, KEY, 404, "there is nothing at /v1/embeddings"),
     ):
         code, error = ask(address, path, body, key)

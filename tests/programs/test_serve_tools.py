@@ -193,6 +193,29 @@ def test_reasoning_is_separated_and_has_no_calls(service: services.Service) -> N
     assert choice["message"] == {"role": "assistant", "reasoning_content": thoughts, "content": "So: 5."}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_must_come(service: services.Service, stream: bool) -> None:
+    """Also where the prompt begins reasoning, which then has no end: the call is none of it, nor is JSON that was asked for."""
+    pytest.importorskip("llguidance")
+    service.reasoning_tags = ["<think>", "</think>"]
+    service.variables = {"thinks": True}
+    service.processor.tokenizer.chat_template += "{% if thinks and add_generation_prompt %}<think>{% endif %}"
+    named = {"type": "function", "function": {"name": "add"}}
+    body = {"messages": TALK, "tools": [TOOL], "ignore_eos": False, "temperature": 1, "seed": 3, "max_tokens": 900}
+    for choice in ("required", named):
+        choices = choices_of(service, "chat", stream=stream, tool_choice=choice, **body)
+        messages = [each["delta" if stream else "message"] for each in choices]
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        assert choices[-1]["finish_reason"] == "tool_calls" and (len(calls) == 1 if choice is named else calls)
+        assert {call["function"]["name"] for call in calls} == {"add"}
+        for call in calls:
+            arguments = json.loads(call["function"]["arguments"])
+            assert type(arguments.get("a", 0)) is int and type(arguments.get("b", "")) is str
+        assert not any(message["content"] or message["reasoning_content"] for message in messages)
+    choices = choices_of(service, "chat", stream=stream, guided_choice=["yes", "no"], **body)
+    assert "".join(each["delta" if stream else "message"]["content"] for each in choices) in ("yes", "no")
+
+
 def test_marks_that_are_special_tokens_are_read_and_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tool_model(tmp_path, special=True)
     service = service_of(tmp_path, monkeypatch)

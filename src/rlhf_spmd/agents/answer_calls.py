@@ -23,6 +23,26 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
             raise ValueError(f"tools[{number}] must be {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}")
 
 
+def calls_schema(tools: Sequence[Mapping[str, Any]], parallel: bool) -> dict[str, Any]:
+    """Return the JSON schema of a list of calls of ``tools``, of at most one unless ``parallel``, as vLLM has it.
+
+    Raises ValueError if two tools define one name differently.
+    """
+    definitions: dict[str, dict[str, Any]] = {}
+    items = []
+    for function in (tool["function"] for tool in tools):
+        parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
+        for section in ("$defs", "definitions"):  # where references look for them: at the top
+            defined = definitions.setdefault(section, {})
+            for name, schema in parameters.pop(section, {}).items():
+                if defined.setdefault(name, schema) != schema:
+                    raise ValueError(f"tools: functions define {section}/{name} differently; give one of them another name")
+        properties = {"name": {"const": function["name"]}, "parameters": parameters}
+        items.append({"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False})
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": items}} | ({} if parallel else {"maxItems": 1})
+    return schema | {section: defined for section, defined in definitions.items() if defined}
+
+
 def text_parameters(tools: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:
     """Return for each function of OpenAI's schemas the parameters that take text and nothing else."""
     names: dict[str, set[str]] = {}
@@ -78,7 +98,7 @@ class AnswerCalls:
         else:
             shown = _without(text, hidden)
         calls = calls if self.parallel else calls[:1]
-        return shown, [self._openai_call(number, call) for number, call in enumerate(calls)]
+        return shown, [openai_call(self.prompt, number, call) for number, call in enumerate(calls)]
 
     def _special_places(self, ids: Sequence[int]) -> list[tuple[int, int]]:
         special = {*Decoding(self.tokenizer).special_ids.values()}
@@ -86,17 +106,38 @@ class AnswerCalls:
             return []
         return [(begin, end) for token, begin, end in added_places(self.tokenizer, ids) if token in special]
 
-    def _openai_call(self, number: int, call: ToolCall) -> dict[str, Any]:
-        """Return a call with an id that depends on the conversation alone, so a rollout can be repeated."""
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
-        try:
-            arguments.encode()
-        except UnicodeEncodeError:  # half a character
-            arguments = json.dumps(call.arguments)
-        name = call.name.encode(errors="replace").decode()
-        key = json.dumps([self.prompt, number, name, arguments])
-        digest = blake2b(key.encode()).hexdigest()[:ID_CHARACTERS]
-        return {"id": digest, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+@dataclass(frozen=True)
+class ForcedCalls:
+    """How calls in a response are read that follows :func:`calls_schema`. ``prompt``: its text, with its special tokens."""
+
+    prompt: str
+
+    def split(self, ids: Sequence[int], text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
+        """Return the text and the calls, as :meth:`AnswerCalls.split` does. Each call is complete."""
+        calls: list[dict[str, Any]] = []
+        start = text.find("{")
+        while start >= 0:
+            try:
+                call, end = json.JSONDecoder().raw_decode(text, start)
+            except ValueError:  # the response goes on, or was cut off
+                break
+            calls.append(openai_call(self.prompt, len(calls), ToolCall(call["name"], call["parameters"])))
+            start = text.find("{", end)
+        return text if ended and not calls else "", calls
+
+
+def openai_call(prompt: str, number: int, call: ToolCall) -> dict[str, Any]:
+    """Return a call with an id that depends on the conversation alone, so a rollout can be repeated."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    try:
+        arguments.encode()
+    except UnicodeEncodeError:  # half a character
+        arguments = json.dumps(call.arguments)
+    name = call.name.encode(errors="replace").decode()
+    key = json.dumps([prompt, number, name, arguments])
+    digest = blake2b(key.encode()).hexdigest()[:ID_CHARACTERS]
+    return {"id": digest, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _without(text: str, hidden: Sequence[tuple[int, int]], start: int = 0) -> str:

@@ -23,6 +23,7 @@ For ``LLM`` and ``serve``, which answer requests:
 - ``llm``: the class ``LLM``
 - ``openai_forms``: OpenAI's and vLLM's JSON
 - ``answers``: a client's answer, whole or as a stream, while its responses grow
+- ``served_adapters``: LoRA adapters of the model, of which requests name one
 - ``service``: the queue of clients' requests in front of the engine
 - ``endpoint``: HTTP
 """

@@ -9,7 +9,7 @@ from functools import partial
 from math import isnan, nan
 from typing import Any
 
-from rlhf_spmd.agents.answer_calls import AnswerCalls, text_parameters
+from rlhf_spmd.agents.answer_calls import AnswerCalls, ForcedCalls, text_parameters
 from rlhf_spmd.data.reasoning import begins_reasoning, split_reasoning
 from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, prompt_texts, token_bytes
 from rlhf_spmd.generation import Completion, NotFinite
@@ -37,7 +37,7 @@ class ResponseProgress:
     start: int
     tags: Sequence[str] | None
     in_reasoning: bool
-    call_reader: AnswerCalls | None
+    call_reader: AnswerCalls | ForcedCalls | None
     gives_ids: bool
     text: str = ""
     reasoning: str = ""
@@ -209,8 +209,10 @@ class ClientAnswer:
             return ResponseProgress(offsets, start, None, False, None, self.gives_ids)
         tags = self.reasoning_tags
         prompt = self._prompt_text(prompt_request)
-        call_reader = None
-        if self.call_format is not None:
+        call_reader: AnswerCalls | ForcedCalls | None = None
+        if self.format.forced_tools:
+            call_reader = ForcedCalls(prompt)
+        elif self.call_format is not None:
             call_reader = AnswerCalls(
                 self.output_builder.tokenizer,
                 self.call_format,
@@ -220,7 +222,8 @@ class ClientAnswer:
                 None if tags is None else (tags[0], tags[1]),
                 prompt_request.params.skip_special_tokens,
             )
-        in_reasoning = tags is not None and begins_reasoning(prompt, tags[0])
+        is_free = prompt_request.params.structured_outputs is None  # otherwise nothing closes the reasoning
+        in_reasoning = is_free and tags is not None and begins_reasoning(prompt, tags[0])
         return ResponseProgress(None, start, tags, in_reasoning, call_reader, self.gives_ids)
 
     def _choice(

@@ -20,6 +20,7 @@ from importlib.metadata import version
 from ipaddress import ip_address
 from itertools import count
 from threading import Thread
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -135,6 +136,7 @@ class Endpoint:
     def _app(self) -> ASGIApp:
         routes = [
             Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
             Route("/v1/completions", partial(self._answer, "completion"), methods=["POST"]),
             Route("/v1/chat/completions", partial(self._answer, "chat"), methods=["POST"]),
             Route("/inference/v1/generate", partial(self._answer, "generate"), methods=["POST"]),
@@ -177,9 +179,20 @@ class Endpoint:
 
     async def _models(self, request: Request) -> Response:
         self.access.check_token(request.headers)
-        length = self.service.processor.longest
-        model = {"id": self.service.name, "object": "model", "created": 0, "owned_by": "rlhf_spmd", "max_model_len": length}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._model_object(name) for name in self.service.names]})
+
+    async def _model(self, request: Request) -> Response:
+        self.access.check_token(request.headers)
+        if (name := request.path_params["name"]) not in self.service.names:
+            raise HttpError(404, f"the model {name!r} is not here; there is {', '.join(self.service.names)}", "model_not_found")
+        return JSONResponse(self._model_object(name))
+
+    def _model_object(self, name: str) -> dict[str, Any]:
+        """Return OpenAI's object for a model, with vLLM's fields. An adapter has the model as its ``parent``."""
+        service = self.service
+        parent = {} if name == service.name else {"parent": service.name}
+        length = service.processor.longest
+        return {"id": name, "object": "model", "created": 0, "owned_by": "rlhf_spmd", "max_model_len": length, **parent}
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": self.service.state}, 200 if self.service.state == "on" else 503)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -18,6 +19,7 @@ from rlhf_spmd.config.constraints import Range, Seconds
 from rlhf_spmd.config.load import resolved_key
 from rlhf_spmd.models.hub import local_directory
 from rlhf_spmd.models.layout_rules import check_generation_ep, check_layout
+from rlhf_spmd.models.lora import LoraConfig
 from rlhf_spmd.models.spec import ModelSpec
 from rlhf_spmd.models.stored import read_spec
 from rlhf_spmd.models.weights import check_pretrained
@@ -65,7 +67,7 @@ CheckedConfig = TypeVar("CheckedConfig", bound=ModelSourceConfig, covariant=True
 class CheckedModel(Generic[CheckedConfig]):
     """A model that one rank has read and checked, before any process group exists.
 
-    ``checkpoint``: where the weights are, if not in the model's directory.
+    ``checkpoint``: where the weights are, if not in the model's directory. ``adapters``: those that are served beside the model.
     """
 
     config: CheckedConfig
@@ -73,11 +75,13 @@ class CheckedModel(Generic[CheckedConfig]):
     layout: Layout
     checkpoint: Path | None
     tokenizer: Any
+    adapters: Mapping[str, LoraConfig] = field(default_factory=dict, kw_only=True)
 
     @property
     def must_match(self) -> dict[str, str]:
         """Return values that must be equal on all ranks, see :class:`~rlhf_spmd.process.program.ProgramSettings`."""
-        sources = (base_directory(self.config.model.path, self.checkpoint), self.checkpoint)
+        adapters = [lora.path for lora in self.adapters.values()]
+        sources = (base_directory(self.config.model.path, self.checkpoint), self.checkpoint, *adapters)
         return {"set of weights": str([weights_digest(Path(source)) for source in sources if source is not None])}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import isnan
 from typing import Any, Literal
 
-from rlhf_spmd.agents.answer_calls import check_tools
+from rlhf_spmd.agents.answer_calls import calls_schema, check_tools
 from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.config.words import nearest
@@ -19,8 +19,13 @@ from rlhf_spmd.inference.sampling_params import Logprob, SamplingParams
 # what a request and its answer look like: OpenAI's chat or completion, or token ids in and out, as vLLM's /inference/v1/generate
 Dialect = Literal["chat", "completion", "generate"]
 # fields that do not concern sampling
-OTHER = ("model", "prompt", "messages", "user", "metadata", "store", "service_tier")
-INTERNAL = ("prompt_logprobs", "logits_processors")  # fields of SamplingParams that requests may not set
+OTHER = (
+    *("model", "prompt", "messages", "user", "metadata", "store", "service_tier"),
+    *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+)
+# fields of SamplingParams that requests may set
+SAMPLING_KEYS = [field.name for field in fields(SamplingParams) if field.name not in ("prompt_logprobs", "logits_processors")]
+CHAT_NAMES = ("max_completion_tokens", "top_logprobs")  # OpenAI's names of sampling fields in chats
 # fields of OpenAI's and vLLM's that are not supported, with the values that ask for nothing
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
@@ -29,13 +34,14 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
-    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
+    "verbosity": ("medium",),
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
 }
 # older names of vLLM's, and the forms of structured_outputs that they stand for
 GUIDED = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
 # fields of a request in the dialect "generate"
 GENERATE = ("model", "token_ids", "sampling_params", "stream", "stream_options", "request_id", "cache_salt", "priority")
-CHAT_ONLY = ("chat_template_kwargs", "tools")
+CHAT_ONLY = ("chat_template_kwargs", "tools", "reasoning_effort")
 MAX_STOPS, STOP_CHARACTERS = 64, 4096  # stop texts of a request, and their characters: all are looked for after each token
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 CHARACTER_BYTES = 4  # at most in UTF-8, so at most this many tokens share a character
@@ -51,7 +57,7 @@ def with_sampling_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(params, dict):
         raise ValueError("sampling_params must be an object")
     params = {key: value for key, value in params.items() if value is not None}
-    check_keys(params, [field.name for field in fields(SamplingParams) if field.name not in INTERNAL], "sampling_params.")
+    check_keys(params, SAMPLING_KEYS, "sampling_params.")
     prompt = request_fields.pop("token_ids", None)
     return {**params, **request_fields, "prompt": prompt}
 
@@ -133,7 +139,9 @@ class AnswerFormat:
     - chat_template_kwargs: only for chats: variables of the chat template
     - response_format: what the response must be
     - tools: only for chats: OpenAI's schemas of functions that the model may call; the template shows them to the model
-    - tool_choice: "none": calls are not read, and stay in the text. parallel_tool_calls: false: only the first call is given
+    - tool_choice: "none": calls are not read, and stay in the text; "required", or the name of a function in OpenAI's form: the
+      response is a call, which :func:`calls_schema` describes. parallel_tool_calls: false: only the first call is given
+    - reasoning_effort: only for chats: a variable of the chat template
     - return_token_ids: give the ids of the prompt and of the response
     - request_id: part of the answer's id; None: a number. cache_salt: only requests with an equal one share the cache of prompts
     - generates: false for ``max_tokens`` 0, which answers with the prompt alone
@@ -145,8 +153,9 @@ class AnswerFormat:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response_format: ResponseFormat = field(default_factory=ResponseFormat)
     tools: list[dict[str, Any]] = field(default_factory=list)
-    tool_choice: str = "auto"
+    tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
     return_token_ids: bool = False
     request_id: str | None = None
     cache_salt: str | None = None
@@ -156,16 +165,47 @@ class AnswerFormat:
     def reads_calls(self) -> bool:
         return bool(self.tools) and self.tool_choice == "auto"
 
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | self.chat_template_kwargs
 
-def structured_outputs_of(settings: dict[str, Any], format: ResponseFormat) -> Any:
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """Return the tools of which the response must call one; none if it is free. Raises ValueError."""
+        choice = self.tool_choice
+        if choice in ("auto", "none"):
+            return []
+        if choice == "required":
+            chosen = self.tools
+        else:
+            function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+            if not isinstance(function, dict):
+                raise ValueError(
+                    f"tool_choice={choice!r} is not known; allowed: 'auto', 'none', 'required', "
+                    "{'type': 'function', 'function': {'name': ...}}"
+                )
+            chosen = [tool for tool in self.tools if tool["function"]["name"] == function.get("name")]
+        if not chosen:
+            raise ValueError(f"tool_choice={choice!r}: tools has {'no such function' if self.tools else 'none'}")
+        return chosen
+
+
+def structured_outputs_of(settings: dict[str, Any], format: AnswerFormat) -> Any:
     """Return the field ``structured_outputs``, which may have other names. Removes them from ``settings``.
 
-    Raises ValueError if there are two.
+    Raises ValueError if there are two. A call that must come goes before ``response_format``, which is for answers.
     """
     asked = {key: settings.pop(key) for key in ("structured_outputs", *GUIDED) if key in settings}
     asked = {key: {GUIDED[key]: value} if key in GUIDED else value for key, value in asked.items()}
-    if format.type != "text":
-        asked["response_format"] = {"json": format.json_schema.schema} if format.json_schema else {"json_object": True}
+    response_format = format.response_format
+    if tools := format.forced_tools:
+        asked["tool_choice"] = {"json": calls_schema(tools, format.parallel_tool_calls and format.tool_choice == "required")}
+    elif (schema := response_format.json_schema) is not None:
+        asked["response_format"] = {"json": schema.schema}
+    elif response_format.type != "text":
+        asked["response_format"] = {"json_object": True}
     if len(asked) > 1:
         raise ValueError(f"{', '.join(asked)}: a response follows one of them; leave the others out")
     return next(iter(asked.values()), None)
@@ -180,12 +220,9 @@ def read_request(body: Mapping[str, Any], dialect: Dialect) -> tuple[AnswerForma
     for key in NOT_YET:
         if key in request_fields:
             raise ValueError(f"{key} {'are' if key.endswith('s') else 'is'} not supported yet; leave the field out")
-    if (choice := request_fields.get("tool_choice", "auto")) not in ("auto", "none"):
-        raise ValueError(f"tool_choice={choice!r} is not supported yet; give 'auto' or 'none'")
-    format_keys = {field.name for field in fields(AnswerFormat)} - {"generates"}
+    format_keys = [field.name for field in fields(AnswerFormat) if field.name != "generates"]
+    check_keys(request_fields, [*OTHER, *format_keys, *SAMPLING_KEYS, *GUIDED, *(CHAT_NAMES if dialect == "chat" else ())], "")
     settings = {key: value for key, value in request_fields.items() if key not in OTHER and key not in format_keys}
-    if bad := [key for key in INTERNAL if key in settings]:
-        raise ValueError(f"unknown key '{bad[0]}'")
     if dialect == "chat":
         settings["max_tokens"] = settings.pop("max_completion_tokens", settings.get("max_tokens"))
         likeliest = settings.pop("top_logprobs", 0)
@@ -195,7 +232,8 @@ def read_request(body: Mapping[str, Any], dialect: Dialect) -> tuple[AnswerForma
     format_values = {key: value for key, value in request_fields.items() if key in format_keys}
     format: AnswerFormat = read_section(AnswerFormat, format_values, strict=True)
     check_section(format.response_format, "response_format")
-    settings["structured_outputs"] = structured_outputs_of(settings, format.response_format)
+    check_tools(format.tools)
+    settings["structured_outputs"] = structured_outputs_of(settings, format)
     if type(max_tokens := settings.get("max_tokens")) is int and max_tokens == 0:  # neither false nor 0.0
         format = replace(format, generates=False)
         settings["max_tokens"] = 1
@@ -204,8 +242,9 @@ def read_request(body: Mapping[str, Any], dialect: Dialect) -> tuple[AnswerForma
         raise ValueError("echo=true is for /v1/completions: a chat's prompt is its messages")
     for key in CHAT_ONLY:
         if getattr(format, key) and dialect != "chat":
-            raise ValueError(f"{key} are for /v1/chat/completions: a completion's prompt has no template")
-    check_tools(format.tools)
+            raise ValueError(
+                f"{key} {'are' if key.endswith('s') else 'is'} for /v1/chat/completions: a completion's prompt has no template"
+            )
     if not (format.generates or format.echo):
         raise ValueError("max_tokens=0 is for echo=true, which answers with the prompt; otherwise it must be at least 1")
     return format, replace(params, prompt_logprobs=params.logprobs if format.echo else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import deque
@@ -32,6 +33,7 @@ from rlhf_spmd.inference.openai_forms import (
 from rlhf_spmd.inference.outputs import OutputBuilder
 from rlhf_spmd.inference.requests import Prompt, RequestProcessor
 from rlhf_spmd.inference.sampling_params import CompletionOutput, SamplingParams
+from rlhf_spmd.inference.served_adapters import ServedAdapters
 from rlhf_spmd.inference.structured_outputs import StructuredOutputsParams
 
 TURN_S = 0.2  # seconds of generation after which new requests join and streams are sent what is new
@@ -52,6 +54,7 @@ Arrival = tuple[int, dict[str, Any] | None]  # a request's number and what Servi
 class ServedRequest:
     """A client's request while it is answered.
 
+    - adapter: which its rows have; None: none
     - sampling: how all its rows are sampled
     - unstarted: the rows that are not in flight yet
     - unscored: numbers of the prompts whose tokens still need log-probs
@@ -59,6 +62,7 @@ class ServedRequest:
 
     number: int
     answer: ClientAnswer
+    adapter: str | None
     sampling: SamplingConfig
     unstarted: deque[Request]
     unscored: deque[int]
@@ -86,9 +90,10 @@ class Service:
     - variables: of the chat template, where a request sets no others
     - reasoning_tags: between which a chat's answer has reasoning; None: it is not separated
     - call_format: the form of the model's calls of tools; None: that of the chat template
+    - adapters: that requests may name; None: there are none
     - waiting: requests with rows that have not started, in the order of their turns
     - running: requests with rows in flight, or prompts that are scored, by number
-    - sampling: of the rows in flight
+    - sampling, adapter: of the rows in flight
     - num_admitted: requests so far that were not refused; num_prompt_tokens: of their prompts
     - num_drawn: tokens so far; num_ended: responses so far by what ended them
     - state: "on"; then "ending" until ``end_by`` at the latest, in which new requests are refused; then "over"
@@ -100,11 +105,13 @@ class Service:
     variables: Mapping[str, Any] = field(default_factory=dict)
     reasoning_tags: Sequence[str] | None = None
     call_format: str | None = None
+    adapters: ServedAdapters | None = None
     arrivals: Queue[Arrival] = field(default_factory=Queue)
     replies: dict[int, Callable[[Part], Any]] = field(default_factory=dict)
     waiting: deque[ServedRequest] = field(default_factory=deque)
     running: dict[int, ServedRequest] = field(default_factory=dict)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    adapter: str | None = None
     num_admitted: int = 0
     num_prompt_tokens: int = 0
     num_drawn: int = 0
@@ -121,6 +128,11 @@ class Service:
             self.processor.compile_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)))
         self.processor.longest = self.engine.generator.reserve_pages(self.processor.longest)
 
+    @property
+    def names(self) -> list[str]:
+        """Return the names that a request may give as its model: the model's, then those of the adapters."""
+        return [self.name, *(self.adapters.settings if self.adapters else ())]
+
     def read(self, raw: bytes, dialect: Dialect) -> dict[str, Any]:
         """Return a request with its prompts as token ids, as JSON. Raises ValueError or DataError.
 
@@ -129,18 +141,18 @@ class Service:
         body = read_body(raw)
         if dialect == "generate":
             body = with_sampling_fields(body)
-        if body.get("model", self.name) != self.name:
-            raise HttpError(404, f"the model {body['model']!r} is not here; there is {self.name!r}", "model_not_found")
+        if (model := body.get("model", self.name)) not in self.names:
+            raise HttpError(404, f"the model {model!r} is not here; there is {', '.join(self.names)}", "model_not_found")
         check_sizes(body, self.processor.spec.vocab_size, self.processor.longest)
         format, params = read_request(body, dialect)
         prompts = prompts_of(body, dialect)
         if not 0 < len(prompts) * params.n <= MAX_ROWS:
             raise ValueError(f"{len(prompts)} prompts, n={params.n}: a request is for 1 to {MAX_ROWS} responses")
         self.processor.compile_grammar(params)
-        variables = {**self.variables, **format.chat_template_kwargs}
+        variables = {**self.variables, **format.variables}
         encoded = self.processor.encode(prompts, variables=variables, generates=format.generates, tools=format.tools)
         fields = {key: value for key, value in body.items() if key not in OTHER}
-        return {"dialect": dialect, "body": fields, "prompts": encoded}
+        return {"dialect": dialect, "body": fields, "prompts": encoded, "model": model}
 
     def metrics(self) -> str:
         """Return counts in Prometheus' text format, with vLLM's names. Any thread may call."""
@@ -224,11 +236,13 @@ class Service:
             self.running[number] = request
 
     def _admitted_request(
-        self, number: int, dialect: Dialect, body: Mapping[str, Any], prompts: Sequence[Prompt]
+        self, number: int, dialect: Dialect, body: Mapping[str, Any], prompts: Sequence[Prompt], model: str
     ) -> ServedRequest:
         """Return the request with its rows, none of which has started. Raises ValueError."""
         format, params = read_request(body, dialect)
-        prompt_requests = self.processor.requests(prompts, [params] * len(prompts), format.cache_salt)
+        adapter = None if model == self.name else model
+        salt = None if adapter is format.cache_salt is None else json.dumps([adapter, format.cache_salt])
+        prompt_requests = self.processor.requests(prompts, [params] * len(prompts), salt)
         rows = [row for prompt_request in prompt_requests for row in prompt_request.rows]
         sampling = prompt_requests[0].sampling
         if not fit_together(len(rows), longest_of(rows), sampling):
@@ -238,27 +252,32 @@ class Service:
         call_format = None
         if format.reads_calls:
             call_format = self.call_format or detect_format(self.processor.tokenizer.chat_template)
-        forms = self.name, self.reasoning_tags, call_format
+        forms = model, self.reasoning_tags, call_format
         answer = ClientAnswer(number, dialect, format, prompt_requests, self.output_builder, *forms)
         if not format.generates:
             empty = CompletionOutput(0, "", [], 0.0, None if params.logprobs is None else [], "length", None)
             answer.responses = dict.fromkeys(answer.rows, empty)
             rows.clear()
         unscored = deque(range(len(prompts)) if params.prompt_logprobs is not None else ())
-        return ServedRequest(number, answer, sampling, deque(rows), unscored)
+        return ServedRequest(number, answer, adapter, sampling, deque(rows), unscored)
 
     def _admit(self) -> list[Request]:
         """Return the rows that start now: one of each request in turn, so that a request with many rows does not hold up the others.
 
-        Rows in flight are sampled alike. A request with another ``sampling`` waits until they have ended, and none overtakes it.
+        Rows in flight are sampled alike and have one adapter. A request with another ``sampling`` or adapter waits until they have
+        ended, and none overtakes it.
         """
         generator = self.engine.generator
         rows = list[Request]()
         num_rows = len(generator.kept)
         longest = longest_of(state.request for state in generator.kept)
         if self.waiting and not num_rows:
-            self.sampling = self.waiting[0].sampling
-        turns = deque(takewhile(lambda request: request.sampling == self.sampling, self.waiting))
+            self.sampling, self.adapter = self.waiting[0].sampling, self.waiting[0].adapter
+
+        def joins(request: ServedRequest) -> bool:
+            return request.adapter == self.adapter and request.sampling == self.sampling
+
+        turns = deque(takewhile(joins, self.waiting))
         later = [*self.waiting][len(turns) :]
         next_turns = deque[ServedRequest]()
         while num_rows < AHEAD * generator.config.max_num_seqs and (turns or next_turns):
@@ -276,14 +295,20 @@ class Service:
         self.waiting = deque([*turns, *later, *next_turns])
         return rows
 
+    def _use(self, adapter: str | None) -> None:
+        if self.adapters is not None:
+            self.adapters.use(adapter)
+
     def _score(self) -> None:
-        """Compute log-probs of prompts' tokens, about as many as a step of the generator computes; one prompt of each request in turn.
+        """Compute log-probs of prompts' tokens, about as many as a step of the generator computes; one prompt of each request in turn,
+        of those that have the adapter of the first one.
 
         Collective over the world: every rank of it must call, in program order.
         """
         prompts = list[tuple[ServedRequest, int]]()
         num_tokens = 0
-        turns = deque(request for request in self.running.values() if request.unscored)
+        unscored = [request for request in self.running.values() if request.unscored]
+        turns = deque(request for request in unscored if request.adapter == unscored[0].adapter)
         while turns and num_tokens < self.engine.generator.config.max_num_batched_tokens:
             request = turns.popleft()
             number = request.unscored.popleft()
@@ -298,6 +323,7 @@ class Service:
             prompt_requests = [request.answer.prompt_requests[number] for request, number in prompts]
             num_likeliest = [prompt_request.params.prompt_logprobs or 0 for prompt_request in prompt_requests]
             ids = [prompt_request.prompt_ids for prompt_request in prompt_requests]
+            self._use(prompts[0][0].adapter)
             entries = self.engine.prompt_entries(ids, num_likeliest)
             for (request, number), prompt_entries in zip(prompts, entries, strict=True):
                 request.answer.add_prompt_entries(number, prompt_entries)
@@ -315,6 +341,7 @@ class Service:
         ended: list[Completion] | None = None
         num_before = sum(state.num_new for state in generator.kept)
         if rows or generator.kept:
+            self._use(self.adapter)
             row_ids = {row.row_id for row in rows}
             newcomers = [request for request in self.running.values() if not row_ids.isdisjoint(request.answer.rows)]
             ended = self._attempt(lambda: generator.generate_until(rows, *settings), newcomers)

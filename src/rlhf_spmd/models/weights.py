@@ -102,17 +102,24 @@ def init_adapters(decoder: Decoder, lora: LoraConfig, seed: int, shards: Mapping
 
 def keep_initial_adapter(decoder: Decoder, path: str) -> None:
     """Keep the adapter in ``path`` beside the trained one, for passes that must not have the trained one. No communication."""
+    factors = stored_factors(decoder, path, {name: shard for name, shard in decoder.shards.items() if is_adapter(name)})
+    for name, adapter in decoder.adapters.items():
+        adapter.start = factors[name.removesuffix(".lora")]
+
+
+def stored_factors(decoder: Decoder, path: str, shards: Mapping[str, ParamShard]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A and B of an adapter by the names of the matrices that have one, such as ``layers.0.qkv``, as the decoder would have
+    them. ``shards``: ``plan_params`` of the adapter's parameters. No communication."""
+    factors: dict[str, Tensor] = {}
+    device = next(decoder.parameters()).device
     with contextlib.ExitStack() as stack:
         stored = _stored_adapter(decoder.spec, path, stack)
-        for name, adapter in decoder.adapters.items():
-            factors = []
-            for side, like in (("a", adapter.a), ("b", adapter.b)):
-                shard = decoder.shards[f"{name}.{side}"]
-                factor = torch.empty(shard.shape, dtype=like.dtype, device=like.device)
-                for box in shard.boxes:
-                    factor[box.local_slices].copy_(stored[box.name][box.global_slices])
-                factors.append(factor)
-            adapter.start = factors[0], factors[1]
+        for name, shard in shards.items():
+            factors[name] = torch.empty(shard.shape, dtype=decoder.dtype, device=device)
+            for box in shard.boxes:
+                factors[name][box.local_slices].copy_(stored[box.name][box.global_slices])
+    names = [name.removesuffix(".lora.a") for name in factors if name.endswith(".lora.a")]
+    return {name: (factors[f"{name}.lora.a"], factors[f"{name}.lora.b"]) for name in names}
 
 
 def _stored_adapter(spec: ModelSpec, path: str, stack: contextlib.ExitStack) -> dict[str, Any]:
