@@ -29,6 +29,7 @@ from rlhf_spmd.environments.tool_calls import check_format
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
 from rlhf_spmd.inference.loaded_model import CheckedModel
+from rlhf_spmd.inference.outputs import LogprobsMode
 from rlhf_spmd.inference.requests import EngineConfig, RequestProcessor, prepare_model
 from rlhf_spmd.inference.served_adapters import ServedAdapters, read_adapter
 from rlhf_spmd.inference.service import Service
@@ -52,6 +53,9 @@ class ServeConfig(EngineConfig):
       the chat template
     - adapters: LoRA adapters of the model by the names that requests have for them, as `{poet: PATH}`: PEFT's directories, such as
       the exports of runs
+    - logprobs_mode: log-probs of responses are at temperature 1 (`raw_logprobs`), or at the temperature of the request
+      (`processed_logprobs`), which trainers need that read them; in both of the whole vocabulary, before penalties and top_p
+    - return_tokens_as_token_ids: log-probs name tokens as `token_id:5`; a request may ask for it, too
     - served_model_name: the model's name in requests; null: `model.path`
     - token_env: name of the environment variable with the bearer token that requests must have; null: none
     - allowed_origins: web pages whose scripts may ask from a browser, as in `https://chat.example.org`; `*`: all
@@ -65,6 +69,8 @@ class ServeConfig(EngineConfig):
     port: Annotated[int, Range(least=0, most=65535)] = 8000
     served_model_name: str | None = None
     adapters: dict[str, str] = field(default_factory=dict)
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    return_tokens_as_token_ids: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     separate_reasoning: bool = False
     reasoning_tags: list[str] = field(default_factory=lambda: list(REASONING_TAGS))
@@ -116,7 +122,8 @@ def serve(loaded: CheckedModel[ServeConfig], world: World, board: Board) -> None
     tags = config.reasoning_tags if config.separate_reasoning else None
     forms = config.chat_template_kwargs, tags, config.tool_call_parser
     adapters = ServedAdapters(processor.engine.generator.decoder, loaded.adapters)
-    service = Service(processor, name, lambda: board.preempted, *forms, adapters)
+    log_probs = config.logprobs_mode, config.return_tokens_as_token_ids
+    service = Service(processor, name, lambda: board.preempted, *forms, adapters, *log_probs)
     if world.rank > 0:
         while service.turn():
             pass

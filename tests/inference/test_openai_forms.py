@@ -186,6 +186,9 @@ def test_messages_of_a_request_are_those_of_data() -> None:
         user, assistant = check_messages(prompt)
         assert user["content"] == "ab" and assistant["content"] == ""
         assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        (prompt,) = prompts_of({"messages": [asked, {"role": "assistant", "content": "b", name: "a"}]}, "chat")
+        assert prompt[0] == asked and prompt[1] | {"reasoning": "a", "reasoning_content": "a"} == prompt[1]
     with pytest.raises(ValueError, match="the content of message 0 must be text, not NoneType"):
         check_messages(prompts_of({"messages": [{"role": "user"}]}, "chat")[0])
 

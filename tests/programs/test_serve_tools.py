@@ -143,6 +143,47 @@ def test_token_ids_in_and_out(address: str) -> None:
     assert (status, answer["message"]) == (400, "unknown key 'sampling_params.bad_words'")
 
 
+# what proxies of training send, byte for byte but for the model's name
+PROXIES = {
+    "rllm-model-gateway 0.1.0": b'{"model": "small", "messages": [{"role": "user", "content": "2 and 3?"}], "max_tokens": 5, '
+    b'"logprobs": true, "extra_body": {"return_token_ids": true}, "return_token_ids": true}',
+    "openenv 0.10.0": b'{"model":"small","messages":[{"role":"user","content":"2 and 3?"},{"role":"assistant","content":"5",'
+    b'"reasoning":"a"},{"role":"user","content":"2 and 3?"}],"max_tokens":8,"temperature":0.7,"top_k":-1,"top_p":1.0,"min_p":0.0,'
+    b'"frequency_penalty":0.0,"presence_penalty":0.0,"repetition_penalty":1.0,"logprobs":true,"return_token_ids":true,'
+    b'"top_logprobs":0}',
+}
+
+
+@pytest.mark.parametrize("proxy", PROXIES)
+def test_proxies_that_capture_tokens_get_them(address: str, proxy: str) -> None:
+    status, answer = ask(address, "/chat/completions", PROXIES[proxy])
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert text_of(answer["prompt_token_ids"]).endswith("<|user|>2 and 3?<|assistant|>")
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
+
+
+def test_generate_as_renderers_asks(address: str) -> None:
+    """Version 0.1.12, with which verifiers trains; TRL 1.16 asks for completions in the same way."""
+    params = {"max_tokens": 8, "temperature": 0.7, "top_p": 1.0, "stop_token_ids": [END], "logprobs": 1}
+    asked = {"model": "small", "token_ids": [5, 6], "sampling_params": {**params, "skip_special_tokens": False}}
+    status, answer = ask(address.removesuffix("/v1"), "/inference/v1/generate", {**asked, "cache_salt": "1", "priority": 0})
+    assert status == 200 and len(answer["choices"][0]["logprobs"]["content"]) == len(answer["choices"][0]["token_ids"]) > 0
+    trl = {
+        "model": "small",
+        "seed": 2**63 - 1,
+        "prompt": [5, 6],
+        "max_tokens": 8,
+        "temperature": 0.7,
+        "n": 1,
+        "return_token_ids": True,
+    }
+    status, answer = ask(address, "/completions", {**trl, "logprobs": 0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0})
+    assert (
+        status == 200 and len(answer["choices"][0]["logprobs"]["token_logprobs"]) == len(answer["choices"][0]["token_ids"]) > 0
+    )
+
+
 # -- the service in this process
 
 
@@ -214,6 +255,37 @@ def test_a_call_that_must_come(service: services.Service, stream: bool) -> None:
         assert not any(message["content"] or message["reasoning_content"] for message in messages)
     choices = choices_of(service, "chat", stream=stream, guided_choice=["yes", "no"], **body)
     assert "".join(each["delta" if stream else "message"]["content"] for each in choices) in ("yes", "no")
+
+
+def test_log_probs_at_the_temperature_of_the_request(service: services.Service) -> None:
+    """In a stream, too: what lies between two tokens grows with 1 / temperature; greedy decoding has temperature 1."""
+    asked = {"prompt": "abc", "max_tokens": 4, "seed": 3, "logprobs": 20, "allowed_token_ids": [5, 6, 7], "temperature": 0.5}
+    (raw,) = choices_of(service, **asked)
+    service.output_builder.logprobs_mode = "processed_logprobs"
+    (processed,) = choices_of(service, **asked)
+    parts = choices_of(service, stream=True, **asked)
+    assert [value for part in parts for value in part["logprobs"]["token_logprobs"]] == processed["logprobs"]["token_logprobs"]
+    (again,) = choices_of(service, **{**asked, "temperature": 0})
+    for temperature, choice in ((1.0, raw), (0.5, processed), (1.0, again)):
+        for number, (drawn, likeliest) in enumerate(
+            zip(choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"], strict=True)
+        ):
+            values = sorted(likeliest.values(), reverse=True)
+            assert min(abs(value - drawn) for value in values) < 1e-5
+            if choice is processed:
+                gaps = [values[0] - value for value in values[1:20]]
+                others = sorted(raw["logprobs"]["top_logprobs"][number].values(), reverse=True)
+                assert gaps == pytest.approx([(others[0] - value) / temperature for value in others[1:20]], abs=1e-5)
+
+
+def test_log_probs_may_name_tokens_by_their_ids(service: services.Service) -> None:
+    service.names_by_id = True
+    for dialect, fields in (("completion", {"prompt": "abc"}), ("chat", {"messages": TALK})):
+        asked: dict[str, Any] = {**fields, "max_tokens": 3, "return_token_ids": True, "logprobs": dialect == "chat" or 1}
+        (choice,) = choices_of(service, "chat" if dialect == "chat" else "completion", **asked)
+        log_probs = choice["logprobs"]
+        tokens = log_probs["tokens"] if dialect == "completion" else [entry["token"] for entry in log_probs["content"]]
+        assert tokens == [f"token_id:{token}" for token in choice["token_ids"]]
 
 
 def test_marks_that_are_special_tokens_are_read_and_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from rlhf_spmd.generation import Completion, NotFinite
 from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.inference.inference_engine import Entries
 from rlhf_spmd.inference.openai_forms import AnswerFormat, Dialect, Entry, TextDelta, TextOffsets, choice_of
-from rlhf_spmd.inference.outputs import OutputBuilder, response_entries
+from rlhf_spmd.inference.outputs import OutputBuilder
 from rlhf_spmd.inference.requests import PromptRequest
 from rlhf_spmd.inference.sampling_params import CompletionOutput
 
@@ -117,6 +117,7 @@ class ClientAnswer:
         self.rows = {
             row.row_id: number for number, prompt_request in enumerate(self.prompt_requests) for row in prompt_request.rows
         }
+        self.names_by_id = self.format.return_tokens_as_token_ids or self.dialect == "generate"
         self.gives_ids = self.format.return_token_ids or self.dialect == "generate"
         self._has_begun = False  # whether a part of the answer was made
 
@@ -195,10 +196,11 @@ class ClientAnswer:
             return logprobs and logprobs[first:]
         if self.prompt_requests[self.rows[row]].params.logprobs is None or state is None or state.token_logprobs is None:
             return None
-        stored = state.token_logprobs
+        prompt_request, stored = self.prompt_requests[self.rows[row]], state.token_logprobs
         likeliest = (stored.top_ids[first:], stored.top_log_probs[first:]) if stored.top_ids.shape[1] else None
-        log_probs = stored.log_probs_t1[first:].double()
-        return self.output_builder.logprobs(response_entries(state.token_ids[first:], log_probs, likeliest))
+        log_probs = stored.log_probs[first:], stored.log_probs_t1[first:]
+        builder = self.output_builder
+        return builder.logprobs(builder.response_entries(prompt_request, state.token_ids[first:], *log_probs, likeliest))
 
     def _new_progress(self, row: int) -> ResponseProgress:
         prompt_request = self.prompt_requests[self.rows[row]]
@@ -242,7 +244,8 @@ class ClientAnswer:
                 entries = [*self.prompt_logprobs[self.rows[row]], *entries]
                 delta = replace(delta, entries=entries, offsets=[*self._prompt_offsets(prompt_request), *delta.offsets])
         part = ("first" if is_first else "later") if self.format.stream else None
-        return choice_of(index, delta, self.dialect, partial(token_bytes, self.output_builder.tokenizer), part)
+        to_bytes = None if self.names_by_id else partial(token_bytes, self.output_builder.tokenizer)
+        return choice_of(index, delta, self.dialect, to_bytes, part)
 
     def _prompt_text(self, prompt_request: PromptRequest) -> str:
         if prompt_request.prompt is not None:

@@ -12,6 +12,7 @@ from rlhf_spmd.agents.answer_calls import calls_schema, check_tools
 from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.config.words import nearest
+from rlhf_spmd.data.messages import thoughts_of
 from rlhf_spmd.data.tokenizer import UNFINISHED
 from rlhf_spmd.inference.requests import is_ids
 from rlhf_spmd.inference.sampling_params import Logprob, SamplingParams
@@ -86,7 +87,10 @@ def check_sizes(body: Mapping[str, Any], vocab_size: int, longest: int) -> None:
 
 
 def prompts_of(body: Mapping[str, Any], dialect: Dialect) -> list[Any]:
-    """Return the prompts of a request. Raises ValueError for messages that are no list of objects."""
+    """Return the prompts of a request. Raises ValueError for messages that are no list of objects.
+
+    A message with thoughts has them under both names that chat templates read, as in vLLM.
+    """
     if dialect != "chat":
         prompt = body.get("prompt")
         if dialect == "generate" and not is_ids(prompt):
@@ -97,7 +101,8 @@ def prompts_of(body: Mapping[str, Any], dialect: Dialect) -> list[Any]:
     for number, message in enumerate(messages):
         if not isinstance(message, dict):
             raise ValueError(f"message {number} must be an object with 'role' and 'content'")
-    return [messages]
+    names = ("reasoning_content", "reasoning")
+    return [[{**message, **dict.fromkeys(names * bool(said := thoughts_of(message)), said)} for message in messages]]
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,7 @@ class AnswerFormat:
     - tool_choice: "none": calls are not read, and stay in the text; "required", or the name of a function in OpenAI's form: the
       response is a call, which :func:`calls_schema` describes. parallel_tool_calls: false: only the first call is given
     - reasoning_effort: only for chats: a variable of the chat template
-    - return_token_ids: give the ids of the prompt and of the response
+    - return_token_ids: give the ids of the prompt and of the response. return_tokens_as_token_ids: log-probs name tokens by their ids
     - request_id: part of the answer's id; None: a number. cache_salt: only requests with an equal one share the cache of prompts
     - generates: false for ``max_tokens`` 0, which answers with the prompt alone
     """
@@ -157,6 +162,7 @@ class AnswerFormat:
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     request_id: str | None = None
     cache_salt: str | None = None
     generates: bool = True
@@ -275,9 +281,16 @@ class TextDelta:
     prompt_ids: Sequence[int] | None = None
 
 
-def choice_of(index: int, delta: TextDelta, dialect: Dialect, to_bytes: ToBytes, part: str | None = None) -> dict[str, Any]:
-    """Return the ``choice`` of an answer. ``part``: the "first" or a "later" one of a stream; None: a whole response."""
+def choice_of(
+    index: int, delta: TextDelta, dialect: Dialect, to_bytes: ToBytes | None, part: str | None = None
+) -> dict[str, Any]:
+    """Return the ``choice`` of an answer. ``part``: the "first" or a "later" one of a stream; None: a whole response.
+
+    ``to_bytes``: None: log-probs name tokens by their ids.
+    """
     entries = delta.entries
+    if entries is not None and to_bytes is None:
+        entries = _named_by_id(entries)
     ends = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
     ids = {} if delta.token_ids is None else {"token_ids": [*delta.token_ids]}
     if dialect == "completion":
@@ -285,7 +298,7 @@ def choice_of(index: int, delta: TextDelta, dialect: Dialect, to_bytes: ToBytes,
         ids |= {} if delta.prompt_ids is None else {"prompt_token_ids": [*delta.prompt_ids]}
         return {"index": index, "text": delta.text, "logprobs": log_probs, **ends, **ids}
     if dialect == "generate":
-        log_probs = None if entries is None else _chat_logprobs(_named_by_id(entries), lambda *_: None)
+        log_probs = None if entries is None else _chat_logprobs(entries, to_bytes)
         return {"index": index, **ids, "logprobs": log_probs, "finish_reason": delta.finish_reason}
     message: dict[str, Any] = {} if part == "later" else {"role": "assistant"}
     if delta.reasoning is not None:
@@ -321,10 +334,10 @@ def _completion_logprobs(entries: Sequence[Entry], offsets: Sequence[int]) -> di
     }
 
 
-def _chat_logprobs(entries: Sequence[Entry], to_bytes: ToBytes) -> dict[str, Any]:
+def _chat_logprobs(entries: Sequence[Entry], to_bytes: ToBytes | None) -> dict[str, Any]:
     def logprob_object(token: int, log_prob: Logprob) -> dict[str, Any]:
         text = log_prob.decoded_token
-        return {"token": text, "logprob": _finite(log_prob.logprob), "bytes": to_bytes(token, text)}
+        return {"token": text, "logprob": _finite(log_prob.logprob), "bytes": to_bytes and to_bytes(token, text)}
 
     content = []
     for entry in entries:

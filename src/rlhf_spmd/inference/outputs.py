@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -15,25 +15,29 @@ from rlhf_spmd.inference.inference_engine import Entries
 from rlhf_spmd.inference.requests import PromptRequest
 from rlhf_spmd.inference.sampling_params import CompletionOutput, Logprob, RequestOutput
 
+# log-probs of responses: at temperature 1, or at the temperature at which they were drawn; vLLM's names
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
 
 class OutputBuilder:
     """Builds outputs of the completions of ``generator``. Without ``tokenizer`` all texts are empty."""
 
-    def __init__(self, generator: Generator, tokenizer: Any) -> None:
+    def __init__(self, generator: Generator, tokenizer: Any, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
         self.generator = generator
         self.tokenizer = tokenizer
+        self.logprobs_mode = logprobs_mode
         self._token_texts: dict[int, str] = {}
 
     def record(self, request: PromptRequest, completion: Completion) -> dict[str, Any]:
         """Return a completion as JSON, which the replica sends to the other ranks."""
-        log_probs = completion.log_probs_t1.double()
+        log_probs = completion.log_probs, completion.log_probs_t1
         record: dict[str, Any] = {
             "token_ids": completion.token_ids,
-            "cumulative_logprob": float(log_probs.sum()),
+            "cumulative_logprob": float(completion.log_probs_t1.double().sum()),
             "logprobs": None,
         }
         if request.params.logprobs is not None:
-            record["logprobs"] = response_entries(completion.token_ids, log_probs, completion.top_log_probs)
+            record["logprobs"] = self.response_entries(request, completion.token_ids, *log_probs, completion.top_log_probs)
         text, stop_reason = self.text_and_stop(request, completion.token_ids, completion.finish_reason == "stop")
         return {**record, "text": text, "finish_reason": completion.finish_reason, "stop_reason": stop_reason}
 
@@ -87,13 +91,27 @@ class OutputBuilder:
             logprobs.append({token: Logprob(value, ranks.get(token), texts[token]) for token, value in entry})
         return logprobs
 
+    def response_entries(
+        self,
+        request: PromptRequest,
+        token_ids: Sequence[int],
+        log_probs: Tensor,
+        log_probs_t1: Tensor,
+        likeliest: Sequence[Tensor] | None,
+    ) -> Entries:
+        """Return the entries of a response's tokens, by ``logprobs_mode``.
 
-def response_entries(token_ids: Sequence[int], log_probs: Tensor, likeliest: Sequence[Tensor] | None) -> Entries:
-    """Return the entries of a response's tokens.
-
-    ``log_probs`` [tokens]; ``likeliest``: ids and log-probs of the likeliest tokens, [tokens, number] each.
-    """
-    entries: Entries = [[pair] for pair in zip(token_ids, log_probs.tolist(), strict=True)]
-    for entry, *ids_and_values in zip(entries, *(part.tolist() for part in likeliest or ()), strict=True):
-        entry += zip(*ids_and_values, strict=True)
-    return entries
+        ``log_probs``, ``log_probs_t1`` [tokens]: at the sampling temperature, and at 1; ``likeliest``: ids and log-probs at
+        temperature 1 of the likeliest tokens, [tokens, number] each.
+        """
+        drawn = log_probs_t1.double()
+        temperature = request.params.temperature or 1.0  # of greedy decoding
+        if self.logprobs_mode == "processed_logprobs" and temperature != 1.0:
+            if likeliest is not None:
+                offsets = log_probs.double() - drawn / temperature  # by the normalisers, which all tokens of a place share
+                likeliest = likeliest[0], likeliest[1].double() / temperature + offsets[:, None]
+            drawn = log_probs.double()
+        entries: Entries = [[pair] for pair in zip(token_ids, drawn.tolist(), strict=True)]
+        for entry, *ids_and_values in zip(entries, *(part.tolist() for part in likeliest or ()), strict=True):
+            entry += zip(*ids_and_values, strict=True)
+        return entries

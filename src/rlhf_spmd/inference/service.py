@@ -30,7 +30,7 @@ from rlhf_spmd.inference.openai_forms import (
     read_request,
     with_sampling_fields,
 )
-from rlhf_spmd.inference.outputs import OutputBuilder
+from rlhf_spmd.inference.outputs import LogprobsMode, OutputBuilder
 from rlhf_spmd.inference.requests import Prompt, RequestProcessor
 from rlhf_spmd.inference.sampling_params import CompletionOutput, SamplingParams
 from rlhf_spmd.inference.served_adapters import ServedAdapters
@@ -91,6 +91,7 @@ class Service:
     - reasoning_tags: between which a chat's answer has reasoning; None: it is not separated
     - call_format: the form of the model's calls of tools; None: that of the chat template
     - adapters: that requests may name; None: there are none
+    - logprobs_mode: of responses. names_by_id: log-probs of all answers name tokens by their ids
     - waiting: requests with rows that have not started, in the order of their turns
     - running: requests with rows in flight, or prompts that are scored, by number
     - sampling, adapter: of the rows in flight
@@ -106,6 +107,8 @@ class Service:
     reasoning_tags: Sequence[str] | None = None
     call_format: str | None = None
     adapters: ServedAdapters | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    names_by_id: bool = False
     arrivals: Queue[Arrival] = field(default_factory=Queue)
     replies: dict[int, Callable[[Part], Any]] = field(default_factory=dict)
     waiting: deque[ServedRequest] = field(default_factory=deque)
@@ -121,7 +124,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.engine = self.processor.engine
-        self.output_builder = OutputBuilder(self.engine.generator, self.processor.tokenizer)
+        self.output_builder = OutputBuilder(self.engine.generator, self.processor.tokenizer, self.logprobs_mode)
         with suppress(
             ValueError
         ):  # makes the token table, so that no request waits for it; without llguidance they are refused
@@ -139,6 +142,10 @@ class Service:
         Local; any thread may call, so that no other request waits while a long text is tokenised or a grammar compiled.
         """
         body = read_body(raw)
+        if isinstance(
+            extra := body.pop("extra_body", None), dict
+        ):  # as the Python client names fields; proxies send it as it is
+            body = extra | body
         if dialect == "generate":
             body = with_sampling_fields(body)
         if (model := body.get("model", self.name)) not in self.names:
@@ -152,6 +159,8 @@ class Service:
         variables = {**self.variables, **format.variables}
         encoded = self.processor.encode(prompts, variables=variables, generates=format.generates, tools=format.tools)
         fields = {key: value for key, value in body.items() if key not in OTHER}
+        if self.names_by_id:
+            fields["return_tokens_as_token_ids"] = True
         return {"dialect": dialect, "body": fields, "prompts": encoded, "model": model}
 
     def metrics(self) -> str:
