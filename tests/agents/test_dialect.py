@@ -66,7 +66,7 @@ def test_what_is_no_call_stays_in_the_content(dialect: Dialect) -> None:
     ("fields", "message"),
     [
         ({"messages": [USER], "stop": ["a"]}, "unknown key 'stop'"),
-        ({"messages": [USER], "top_logprobs": 2}, "unknown key 'top_logprobs'"),
+        ({"messages": [USER], "top_logprobs": 2}, "top_logprobs=2: must be at least 0 and at most 0"),
         ({"messages": [USER], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [USER], "tools": [{}]}, r"tools\[0\] must be"),
         ({"messages": [USER], "n": 0}, "n=0"),
@@ -85,4 +85,5 @@ def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
 
 def test_what_the_trainer_decides_is_counted() -> None:
     assert read_chat_request({"messages": [USER], "temperature": 0.1}).ignores
-    assert not read_chat_request({"messages": [USER], "temperature": None, "max_completion_tokens": 3}).ignores
+    fields = {"temperature": None, "max_completion_tokens": 3, "top_logprobs": 0, "prompt_cache_key": "a", "user": "b"}
+    assert not read_chat_request({"messages": [USER], **fields}).ignores

@@ -160,6 +160,8 @@ TOOL = '{"type": "function", "function": {"name": "f"}}'
             "message 1 must be an object with 'role' and 'content'",
         ),
         ("completion", "[]", "a request is a JSON object"),
+        ("completion", '{"extra_body": {"temprature": 1}}', "unknown key 'temprature'; did you mean 'temperature'?"),
+        ("completion", '{"extra_body": [1]}', "extra_body must be an object"),
         ("completion", "[" * 100_000, "a request's JSON is at most 100 values deep"),
         ("completion", '{"metadata": ' + "[" * 200 + "]" * 200 + "}", "a request's JSON is at most 100"),
         ("completion", '{"prompt": "\\ud800"}', "'utf-8' codec can't encode character"),

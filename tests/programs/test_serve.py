@@ -447,6 +447,21 @@ def test_a_cache_is_made_anew_after_so_many_requests(service: services.Service, 
     assert times == [6, 12]
 
 
+def test_requests_that_are_sampled_alike_run_together(service: services.Service) -> None:
+    """Those that wait when others have ended; one that comes later waits for what came before it."""
+    kinds: tuple[dict[str, Any], ...] = ({"stop": "never"}, {"presence_penalty": 1.0})
+    for number in range(4):
+        arrive(service, number, prompt="x", max_tokens=3, **kinds[number % 2])
+    service.turn()
+    assert [*service.running] == [0, 2] and [served.number for served in service.waiting] == [1, 3]
+    arrive(service, 4, prompt="x", max_tokens=3, **kinds[0])
+    service.turn()
+    assert [*service.running] == [0, 2]
+    while not {1, 3} <= service.running.keys():
+        service.turn()
+    assert [served.number for served in service.waiting] == [4]
+
+
 def test_a_row_that_starts_is_not_compared_with_all_others(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a turn grows with its rows, not with their square."""
     reads: list[int] = []

@@ -337,20 +337,22 @@ def test_metrics_count_what_was_done(service: services.Service) -> None:
         service.turn()
         service.turn()
 
-        def values() -> dict[str, int]:
+        def values() -> dict[str, float]:
             with urllib.request.urlopen(endpoint.url.removesuffix("v1") + "metrics", timeout=30) as response:
                 assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
                 lines = response.read().decode().splitlines()
             samples = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
             label = '{model_name="sm\\"all"'
             assert all(label in name for name, _ in samples)
-            return {name.replace(label, "").removesuffix("}"): int(value) for name, value in samples}
+            return {name.replace(label, "").removesuffix("}"): float(value) for name, value in samples}
 
         early = values()
         assert early["vllm:num_requests_running"] == early["vllm:num_requests_waiting"] == 1
         assert early["vllm:prompt_tokens_total"] == 5 and 4 <= early["vllm:generation_tokens_total"] < 20
+        assert 0 < early["vllm:kv_cache_usage_perc"] <= 1
         turn_until_idle(service)
         late = values()
+        assert late["vllm:kv_cache_usage_perc"] == 0
         assert late["vllm:num_requests_running"] == late["vllm:num_requests_waiting"] == 0
         assert late["vllm:generation_tokens_total"] == 21
         assert late['vllm:request_success_total,finished_reason="length"'] == 5

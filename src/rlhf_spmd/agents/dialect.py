@@ -20,9 +20,9 @@ from rlhf_spmd.environments.tool_calls import detect_format
 
 @dataclass(frozen=True)
 class ChatFields:
-    """The fields of a request that an agent decides. Others are unknown, or those of :data:`SAMPLING`.
+    """The fields of a request that an agent decides. Others are unknown, or those of :data:`SAMPLING` and :data:`NO_EFFECT`.
 
-    ``model``, ``user``, ``metadata``, ``store``, ``stream_options``: clients send them, and they change nothing.
+    ``model``, ``stream_options``: clients send them, and they change nothing.
     """
 
     messages: Any = None
@@ -34,15 +34,18 @@ class ChatFields:
     n: Annotated[int, Range(least=1, most=64)] = 1
     stream: bool = False
     logprobs: bool = False
+    top_logprobs: Annotated[int, Range(least=0, most=0)] = 0
     return_token_ids: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     model: Any = None
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
     stream_options: Any = None
 
 
+# fields that clients send and that change no answer
+NO_EFFECT = (
+    *("user", "metadata", "store", "service_tier"),
+    *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+)
 # fields that the trainer decides
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
@@ -77,7 +80,7 @@ class ChatRequest:
 
 def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     """Return what a request asks for. Raises ValueError or DataError, one line."""
-    values = {key: value for key, value in body.items() if value is not None}
+    values = {key: value for key, value in body.items() if value is not None and key not in NO_EFFECT}
     fields = read_section(ChatFields, {key: value for key, value in values.items() if key not in SAMPLING}, strict=True)
     check_section(fields, "request")
     check_tools(fields.tools)

@@ -31,7 +31,10 @@ def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """Return a request's JSON object. Raises ValueError if it is none, too deep, or has text that is not Unicode."""
+    """Return a request's JSON object. Raises ValueError if it is none, too deep, or has text that is not Unicode.
+
+    The Python client's argument ``extra_body``, which proxies send as a field, stands for the fields that it has.
+    """
 
     def depth(value: Any) -> int:
         children = value.values() if isinstance(value, dict) else value
@@ -49,7 +52,10 @@ def read_body(raw: bytes) -> dict[str, Any]:
         raise ValueError("a request is a JSON object")
     if SURROGATE.search(text):
         json.dumps(body, ensure_ascii=False).encode()
-    return body
+    extra = body.pop("extra_body", None) or {}
+    if not isinstance(extra, dict):
+        raise ValueError("extra_body must be an object")
+    return extra | body
 
 
 async def read_bytes(request: Request, max_bytes: int, key: str) -> bytes:

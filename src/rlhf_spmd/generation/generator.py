@@ -150,6 +150,14 @@ class Generator:
             self._micro_batches.forget([row for row in self.kept if row.request.row_id in row_ids])
         self.kept = [row for row in self.kept if row.request.row_id not in row_ids]
 
+    @property
+    def page_usage(self) -> float:
+        """Return the share of the kept rows' pages that rows refer to, between calls."""
+        pages = [
+            micro_batch.scheduler.pages for micro_batch in (self._micro_batches.micro_batches if self._micro_batches else ())
+        ]
+        return sum(len(each.used) for each in pages) / max(sum(each.num_pages for each in pages), 1)
+
     def reserve_pages(self, longest: int) -> int:
         """Give every later cache room for ``max_num_seqs`` rows of ``longest`` tokens, as far as memory allows.
 

@@ -9,6 +9,7 @@ from math import isnan
 from typing import Any, Literal
 
 from rlhf_spmd.agents.answer_calls import calls_schema, check_tools
+from rlhf_spmd.agents.dialect import NO_EFFECT
 from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.config.words import nearest
@@ -20,10 +21,7 @@ from rlhf_spmd.inference.sampling_params import Logprob, SamplingParams
 # what a request and its answer look like: OpenAI's chat or completion, or token ids in and out, as vLLM's /inference/v1/generate
 Dialect = Literal["chat", "completion", "generate"]
 # fields that do not concern sampling
-OTHER = (
-    *("model", "prompt", "messages", "user", "metadata", "store", "service_tier"),
-    *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-)
+OTHER = ("model", "prompt", "messages", *NO_EFFECT)
 # fields of SamplingParams that requests may set
 SAMPLING_KEYS = [field.name for field in fields(SamplingParams) if field.name not in ("prompt_logprobs", "logits_processors")]
 CHAT_NAMES = ("max_completion_tokens", "top_logprobs")  # OpenAI's names of sampling fields in chats

@@ -95,6 +95,7 @@ class Service:
     - waiting: requests with rows that have not started, in the order of their turns
     - running: requests with rows in flight, or prompts that are scored, by number
     - sampling, adapter: of the rows in flight
+    - page_usage: share of the cache's pages that rows refer to, after the last turn
     - num_admitted: requests so far that were not refused; num_prompt_tokens: of their prompts
     - num_drawn: tokens so far; num_ended: responses so far by what ended them
     - state: "on"; then "ending" until ``end_by`` at the latest, in which new requests are refused; then "over"
@@ -115,6 +116,7 @@ class Service:
     running: dict[int, ServedRequest] = field(default_factory=dict)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     adapter: str | None = None
+    page_usage: float = 0.0
     num_admitted: int = 0
     num_prompt_tokens: int = 0
     num_drawn: int = 0
@@ -142,10 +144,6 @@ class Service:
         Local; any thread may call, so that no other request waits while a long text is tokenised or a grammar compiled.
         """
         body = read_body(raw)
-        if isinstance(
-            extra := body.pop("extra_body", None), dict
-        ):  # as the Python client names fields; proxies send it as it is
-            body = extra | body
         if dialect == "generate":
             body = with_sampling_fields(body)
         if (model := body.get("model", self.name)) not in self.names:
@@ -167,9 +165,10 @@ class Service:
         """Return counts in Prometheus' text format, with vLLM's names. Any thread may call."""
         waiting = [request for request in list(self.waiting) if request.number not in self.running]
         ended = {f'finished_reason="{reason}"': count for reason, count in self.num_ended.items()}
-        metrics: tuple[tuple[str, str, str, dict[str, int]], ...] = (
+        metrics: tuple[tuple[str, str, str, dict[str, int] | dict[str, float]], ...] = (
             ("num_requests_running", "gauge", "Requests that have begun.", {"": len(self.running)}),
             ("num_requests_waiting", "gauge", "Requests that have not begun.", {"": len(waiting) + self.arrivals.qsize()}),
+            ("kv_cache_usage_perc", "gauge", "Share of the cache's pages that rows refer to.", {"": self.page_usage}),
             ("prompt_tokens_total", "counter", "Tokens of the prompts of all requests.", {"": self.num_prompt_tokens}),
             ("generation_tokens_total", "counter", "Tokens that were drawn.", {"": self.num_drawn}),
             ("request_success_total", "counter", "Responses that have ended.", ended),
@@ -201,6 +200,7 @@ class Service:
         rows = self._admit()
         self._score()
         self._generate(rows)
+        self.page_usage = self.engine.generator.page_usage
         return True
 
     def _arrived(self) -> list[Arrival]:
@@ -274,18 +274,19 @@ class Service:
         """Return the rows that start now: one of each request in turn, so that a request with many rows does not hold up the others.
 
         Rows in flight are sampled alike and have one adapter. A request with another ``sampling`` or adapter waits until they have
-        ended, and none overtakes it.
+        ended. Then the first that waits is next, with all that already wait and can join it; what comes later overtakes none.
         """
         generator = self.engine.generator
         rows = list[Request]()
         num_rows = len(generator.kept)
         longest = longest_of(state.request for state in generator.kept)
-        if self.waiting and not num_rows:
-            self.sampling, self.adapter = self.waiting[0].sampling, self.waiting[0].adapter
 
         def joins(request: ServedRequest) -> bool:
             return request.adapter == self.adapter and request.sampling == self.sampling
 
+        if self.waiting and not num_rows:
+            self.sampling, self.adapter = self.waiting[0].sampling, self.waiting[0].adapter
+            self.waiting = deque(sorted(self.waiting, key=lambda request: not joins(request)))
         turns = deque(takewhile(joins, self.waiting))
         later = [*self.waiting][len(turns) :]
         next_turns = deque[ServedRequest]()
