@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from generate_runs import model as model  # a fixture
+from generators import transformers_greedy
 from rlhf_spmd import serve
 from rlhf_spmd.inference import service as services
-from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.served_adapters import ServedAdapters, read_adapter
 from rlhf_spmd.models.lora import LoraConfig, is_adapter
 from rlhf_spmd.models.sharding import plan_whole_model
 from rlhf_spmd.models.stored import ADAPTER_CONFIG, read_spec
 from rlhf_spmd.models.weights import ADAPTER_FILE
 from rlhf_spmd.parallel.launch import Launch
-from serving import arrive, ask, service_of, turn_until_idle
+from serving import arrive, ask, program, service_of, turn_until_idle
 
 ADAPTERS = {
     "poet": LoraConfig(rank=2, alpha=8.0),
@@ -117,17 +117,29 @@ def test_each_request_has_its_adapter(
     assert len(texts) == 3 + 1 + 3  # a prompt that is only scored has one text
 
 
-def test_a_server_names_its_adapters(service: services.Service) -> None:
-    endpoint = Endpoint(0, AccessRules("127.0.0.1", None, []), service)
-    try:
-        models = ask(endpoint.url, "/models")[1]["data"]
+def test_a_server_on_two_ranks_has_adapters(model: Path, paths: dict[str, Path]) -> None:
+    settings = [f"adapters.{name}={paths[name]}" for name in ADAPTERS]
+    with program(model, "served_model_name=small", *settings) as address:
+        models = ask(address, "/models")[1]["data"]
         assert [(each["id"], each.get("parent")) for each in models] == [("small", None), ("poet", "small"), ("clerk", "small")]
-        assert ask(endpoint.url, "/models/clerk")[1] == models[2]
+        assert ask(address, "/models/clerk")[1] == models[2]
         message = "the model 'baker' is not here; there is small, poet, clerk"
-        assert ask(endpoint.url, "/models/baker")[1]["message"] == message
-        assert ask(endpoint.url, "/completions", {"prompt": "a", "model": "baker"})[1]["message"] == message
-    finally:
-        endpoint.close()
+        assert ask(address, "/models/baker")[1]["message"] == message
+        assert ask(address, "/completions", {"prompt": "a", "model": "baker"})[1]["message"] == message
+        ids = [ord(character) - 29 for character in PROMPT]
+        for name in ("poet", "clerk", "small"):
+            path = model if name == "small" else paths["merged"] / name
+            body = {
+                "model": name,
+                "prompt": ids,
+                "temperature": 0,
+                "max_tokens": 12,
+                "return_token_ids": True,
+                "ignore_eos": True,
+            }
+            status, answer = ask(address, "/completions", body)
+            assert status == 200 and answer["model"] == name
+            assert answer["choices"][0]["token_ids"] == transformers_greedy(str(path), [ids], 12, eos_token_id=-1)[0]
 
 
 @pytest.mark.parametrize(

@@ -236,9 +236,9 @@ def test_reasoning_is_separated_and_has_no_calls(service: services.Service) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_must_come(service: services.Service, stream: bool) -> None:
-    """Also where the prompt begins reasoning, which then has no end: the call is none of it, nor is JSON that was asked for."""
+    """Also where the prompt begins reasoning that no token ends: the call is none of it, nor is a choice that was asked for."""
     pytest.importorskip("llguidance")
-    service.reasoning_tags = ["<think>", "</think>"]
+    service.reasoning_tags = ["<think>", "</thought>"]
     service.variables = {"thinks": True}
     service.processor.tokenizer.chat_template += "{% if thinks and add_generation_prompt %}<think>{% endif %}"
     named = {"type": "function", "function": {"name": "add"}}
@@ -255,6 +255,27 @@ def test_a_call_that_must_come(service: services.Service, stream: bool) -> None:
         assert not any(message["content"] or message["reasoning_content"] for message in messages)
     choices = choices_of(service, "chat", stream=stream, guided_choice=["yes", "no"], **body)
     assert "".join(each["delta" if stream else "message"]["content"] for each in choices) in ("yes", "no")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_must_come_begins_behind_the_reasoning(service: services.Service, stream: bool) -> None:
+    """Where the prompt begins it. What looks like a call in it is none."""
+    pytest.importorskip("llguidance")
+    service.reasoning_tags = ["<think>", "</think>"]
+    service.variables = {"thinks": True}
+    service.processor.tokenizer.chat_template += "{% if thinks and add_generation_prompt %}<think>{% endif %}"
+    body = {"messages": TALK, "ignore_eos": False, "max_tokens": 900, **forced(TEXT, *CALL, THOUGHT)}
+    for fields in (
+        {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+        {"guided_choice": ["yes", "no"]},
+    ):
+        choices = choices_of(service, "chat", stream=stream, **body, **fields)
+        messages = [each["delta" if stream else "message"] for each in choices]
+        assert "".join(message["reasoning_content"] or "" for message in messages) == text_of([TEXT, *CALL])
+        content = "".join(message["content"] or "" for message in messages)
+        calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
+        assert (content, calls) == ("", ["add"]) if "tools" in fields else (content in ("yes", "no") and not calls)
+        assert choices[-1]["finish_reason"] == ("tool_calls" if "tools" in fields else "stop")
 
 
 def test_log_probs_at_the_temperature_of_the_request(service: services.Service) -> None:

@@ -109,13 +109,22 @@ class AnswerCalls:
 
 @dataclass(frozen=True)
 class ForcedCalls:
-    """How calls in a response are read that follows :func:`calls_schema`. ``prompt``: its text, with its special tokens."""
+    """How calls in a response are read that follows :func:`calls_schema`.
+
+    - prompt: its text, with its special tokens
+    - thoughts_end: the tag behind which the calls begin; "": with the response
+    """
 
     prompt: str
+    thoughts_end: str = ""
 
     def split(self, ids: Sequence[int], text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
         """Return the text and the calls, as :meth:`AnswerCalls.split` does. Each call is complete."""
         calls: list[dict[str, Any]] = []
+        thoughts, closed, answer = text.partition(self.thoughts_end) if self.thoughts_end else ("", "", text)
+        if self.thoughts_end and not closed:
+            return text, calls
+        thoughts, text = thoughts + closed, answer
         start = text.find("{")
         while start >= 0:
             try:
@@ -124,7 +133,7 @@ class ForcedCalls:
                 break
             calls.append(openai_call(self.prompt, len(calls), ToolCall(call["name"], call["parameters"])))
             start = text.find("{", end)
-        return text if ended and not calls else "", calls
+        return thoughts + text * (ended and not calls), calls
 
 
 def openai_call(prompt: str, number: int, call: ToolCall) -> dict[str, Any]:

@@ -211,9 +211,12 @@ class ClientAnswer:
             return ResponseProgress(offsets, start, None, False, None, self.gives_ids)
         tags = self.reasoning_tags
         prompt = self._prompt_text(prompt_request)
+        in_reasoning = tags is not None and begins_reasoning(prompt, tags[0])
+        if prompt_request.params.structured_outputs is not None and prompt_request.thoughts_end is None:
+            in_reasoning = False  # nothing could end it
         call_reader: AnswerCalls | ForcedCalls | None = None
         if self.format.forced_tools:
-            call_reader = ForcedCalls(prompt)
+            call_reader = ForcedCalls(prompt, tags[1] if tags is not None and in_reasoning else "")
         elif self.call_format is not None:
             call_reader = AnswerCalls(
                 self.output_builder.tokenizer,
@@ -224,8 +227,6 @@ class ClientAnswer:
                 None if tags is None else (tags[0], tags[1]),
                 prompt_request.params.skip_special_tokens,
             )
-        is_free = prompt_request.params.structured_outputs is None  # otherwise nothing closes the reasoning
-        in_reasoning = is_free and tags is not None and begins_reasoning(prompt, tags[0])
         return ResponseProgress(None, start, tags, in_reasoning, call_reader, self.gives_ids)
 
     def _choice(

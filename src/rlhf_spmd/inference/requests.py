@@ -12,7 +12,8 @@ from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
 from rlhf_spmd.data.files import named_row
 from rlhf_spmd.data.messages import ChatOptions
-from rlhf_spmd.data.tokenizer import load_tokenizer, longest_token
+from rlhf_spmd.data.reasoning import begins_reasoning
+from rlhf_spmd.data.tokenizer import encode_continued, load_tokenizer, longest_token
 from rlhf_spmd.generation import Request, SamplingConfig
 from rlhf_spmd.generation.stopping import StopCriteria, build_stop_criteria
 from rlhf_spmd.inference.inference_engine import GeneratingConfig, InferenceEngine, read_generating_model
@@ -70,6 +71,8 @@ class PromptRequest:
     """A prompt, how it is to be answered, and the rows of the engine for it, one per response.
 
     ``prompt``: its text, None for a prompt of token ids. Rows with equal ``sampling`` can be in one call of the generator.
+    ``thoughts_end``: the token that ends the thoughts which a prompt begins, and behind which structured outputs begin; None: there
+    is none.
     """
 
     prompt: str | None
@@ -78,6 +81,7 @@ class PromptRequest:
     sampling: SamplingConfig
     stop: StopCriteria
     rows: list[Request]
+    thoughts_end: int | None = None
 
 
 def is_ids(prompt: Any) -> bool:
@@ -148,14 +152,30 @@ class RequestProcessor:
         return None if structured_outputs is None else compile_grammar(structured_outputs, self.tokenizer, num_ids)
 
     def requests(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], cache_salt: str | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        cache_salt: str | None = None,
+        reasoning_tags: Sequence[str] | None = None,
     ) -> list[PromptRequest]:
-        """Return the requests for prompts that :meth:`encode` returned. Numbers the responses. Local. Raises ValueError, one line."""
+        """Return the requests for prompts that :meth:`encode` returned. Numbers the responses.
+
+        ``reasoning_tags``: of thoughts that a prompt may begin. Local. Raises ValueError, one line.
+        """
         return [
-            self._request(*prompt, prompt_params, cache_salt) for prompt, prompt_params in zip(prompts, params, strict=True)
+            self._request(*prompt, prompt_params, cache_salt, self._thoughts_end(prompt[1], reasoning_tags))
+            for prompt, prompt_params in zip(prompts, params, strict=True)
         ]
 
-    def _request(self, ids: list[int], text: str | None, params: SamplingParams, cache_salt: str | None) -> PromptRequest:
+    def _thoughts_end(self, prompt: str | None, tags: Sequence[str] | None) -> int | None:
+        if tags is None or prompt is None or not begins_reasoning(prompt, tags[0]):
+            return None
+        ids = encode_continued(self.tokenizer, tags[1])
+        return ids[0] if len(ids) == 1 else None  # several tokens could spell it in more than one way
+
+    def _request(
+        self, ids: list[int], text: str | None, params: SamplingParams, cache_salt: str | None, thoughts_end: int | None
+    ) -> PromptRequest:
         where = "sampling_params"
         generator = self.engine.generator
         sampling = params.of_call()
@@ -181,9 +201,9 @@ class RequestProcessor:
         self._num_rows += params.n
         keys = [None if params.seed is None else (params.seed, j) for j in range(params.n)]
         limits = max_new_tokens, params.min_tokens, params.overrides
-        mask_arguments = generator.num_drawable, stop.token_ids
+        mask_arguments = generator.num_drawable, stop.token_ids, thoughts_end
         masks = [() if grammar is None else (GrammarMask(grammar, *mask_arguments),) for _ in keys]
         rows = [
             Request(first + j, first, ids, *limits, key, (*processors, *masks[j]), cache_salt) for j, key in enumerate(keys)
         ]
-        return PromptRequest(text, ids, params, sampling, stop, rows)
+        return PromptRequest(text, ids, params, sampling, stop, rows, thoughts_end)

@@ -251,7 +251,8 @@ class Service:
         format, params = read_request(body, dialect)
         adapter = None if model == self.name else model
         salt = None if adapter is format.cache_salt is None else json.dumps([adapter, format.cache_salt])
-        prompt_requests = self.processor.requests(prompts, [params] * len(prompts), salt)
+        tags = self.reasoning_tags if dialect == "chat" else None
+        prompt_requests = self.processor.requests(prompts, [params] * len(prompts), salt, tags)
         rows = [row for prompt_request in prompt_requests for row in prompt_request.rows]
         sampling = prompt_requests[0].sampling
         if not fit_together(len(rows), longest_of(rows), sampling):
@@ -261,7 +262,7 @@ class Service:
         call_format = None
         if format.reads_calls:
             call_format = self.call_format or detect_format(self.processor.tokenizer.chat_template)
-        forms = model, self.reasoning_tags, call_format
+        forms = model, tags, call_format
         answer = ClientAnswer(number, dialect, format, prompt_requests, self.output_builder, *forms)
         if not format.generates:
             empty = CompletionOutput(0, "", [], 0.0, None if params.logprobs is None else [], "length", None)

@@ -150,12 +150,14 @@ class GrammarMask:
 
     - compiled: what :func:`compile_grammar` returned for ``num_ids``
     - stop_ids: the tokens that end a response. They are allowed where the grammar may end, and alone where it must
+    - thoughts_end: the token behind which the grammar begins; None: with the response
 
     A matcher has read ``token_ids``, the row's first tokens. Should others come, it begins anew.
     """
 
-    def __init__(self, compiled: LLMatcher, num_ids: int, stop_ids: Collection[int]) -> None:
+    def __init__(self, compiled: LLMatcher, num_ids: int, stop_ids: Collection[int], thoughts_end: int | None = None) -> None:
         self.compiled = compiled
+        self.thoughts_end = thoughts_end
         self.num_ids = num_ids
         self.stop_ids = sorted(token for token in stop_ids if token < num_ids)
         self.matcher: LLMatcher | None = None  # rows that wait need none
@@ -163,6 +165,10 @@ class GrammarMask:
 
     def __call__(self, token_ids: list[int], logits: Tensor) -> Tensor:
         """Return ``logits`` with minus infinity for tokens that may not come next, or all NaN if llguidance gave up."""
+        if self.thoughts_end is not None:
+            if self.thoughts_end not in token_ids:
+                return logits
+            token_ids = token_ids[token_ids.index(self.thoughts_end) + 1 :]
         num_read = len(self.token_ids)
         if self.matcher is None or token_ids[:num_read] != self.token_ids:
             self.matcher = self.compiled.deep_copy()
