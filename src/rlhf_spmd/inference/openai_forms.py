@@ -99,8 +99,9 @@ def prompts_of(body: Mapping[str, Any], dialect: Dialect) -> list[Any]:
     for number, message in enumerate(messages):
         if not isinstance(message, dict):
             raise ValueError(f"message {number} must be an object with 'role' and 'content'")
-    names = ("reasoning_content", "reasoning")
-    return [[{**message, **dict.fromkeys(names * bool(said := thoughts_of(message)), said)} for message in messages]]
+    thoughts = [thoughts_of(message) for message in messages]
+    named = [{"reasoning_content": said, "reasoning": said} if said else {} for said in thoughts]
+    return [[message | names for message, names in zip(messages, named, strict=True)]]
 
 
 @dataclass(frozen=True)
