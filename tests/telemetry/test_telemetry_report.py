@@ -14,14 +14,13 @@ import threading
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import tasks
 from ranks import run_command
+from report_pages import Page, browse
 from rlhf_spmd import report as report_program
 from rlhf_spmd.telemetry import report, run_lock, timeline_chart
 from rlhf_spmd.telemetry.report import MAX_POINTS, RunRecord, read_run, render, write_report
@@ -51,37 +50,6 @@ METRICS = {
     **dict.fromkeys(("reward/min", "rollout/log_prob_diff_max"), 0.0),
     **{"reward/std": 0.1, "timing_s/update_actor": 0.25, "response_length/mean": 20.0, "response_length/max": 30},
 }
-
-
-class Page(HTMLParser):
-    """Collects tags, attributes and texts, and what lies in the page's JSON; checks that every element is closed."""
-
-    VOID = frozenset({"meta", "br", "img", "link", "input"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.open: list[str] = []
-        self.text = ""
-        (self.data,) = re.findall(r'<script[^>]* id="data"[^>]*>(.*?)</script>', text, flags=re.DOTALL) or [""]
-        self.feed(text)
-        assert not self.open, f"left open: {self.open}"
-
-    @property
-    def runs(self) -> list[dict[str, Any]]:
-        return json.loads(self.data)["runs"]
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-        self.open += [] if tag in self.VOID else [tag]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert tag in self.VOID or self.open.pop() == tag, f"unexpected </{tag}>"
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def fill(run_dir: Path, steps: int = 50) -> None:
@@ -259,15 +227,6 @@ def test_served_data_change_with_the_run(tmp_path: Path, capsys: pytest.CaptureF
         assert f"--port {url.port}: " in refusal(["--serve", "--port", str(url.port), str(tmp_path)], capsys)
         process.send_signal(signal.SIGINT)  # as Ctrl-C
         assert process.wait(timeout=60) == 0
-
-
-def browse(address: str, budget_ms: int = 4000) -> str:
-    """What a browser makes of it, inside <main>."""
-    options = f"--headless --no-sandbox --disable-gpu --virtual-time-budget={budget_ms} --enable-logging=stderr --dump-dom"
-    command = ["chromium", *options.split(), address]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "CONSOLE" not in ended.stderr, ended.stderr
-    return ended.stdout.partition("<main>")[2].partition("</main>")[0]
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")

@@ -15,6 +15,7 @@ From the files of runs:
 
 - ``trackers``: settings of Weights & Biases and TensorBoard, and the process of each that follows a run's files
 - ``timeline_chart``: the timeline as SVG
+- ``episodes``: episodes of agents as segments of tokens, each token once
 - ``report``: ``report.html``, one self-contained page about one or several runs; ``report.js`` draws it with uPlot
   (``uplot/``)
 - ``summary``: what the person at the terminal sees after a run

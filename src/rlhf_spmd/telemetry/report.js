@@ -1,6 +1,6 @@
 "use strict";
 // Makes the page from the JSON in #data (_run_data in report.py) and the timelines in the templates, and where it is served, anew from
-// what changes (report.py). report_samples.js, which comes before it in the page, makes the samples. What a run wrote is only ever set as text, never parsed as HTML.
+// what changes (report.py). report_samples.js and report_episodes.js, which come before it in the page, make what they are named for. What a run wrote is only ever set as text, never parsed as HTML.
 let DATA, RUNS, LINES, SEVERAL, NAMES, SOURCES, CLOCK;  // see show()
 const TIMING = "timing_s/", VALIDATION = "Validation";
 const REWARD = ["reward/total_mean", "reward/mean"], LENGTH = "response_length/mean";
@@ -35,7 +35,7 @@ const WHOLE = [1, 2, 5].flatMap((n) => [...Array(8).keys()].map((power) => n * 1
 const SMOOTH_FROM = 20;  // points; shorter curves are shown as they are
 const MAX_BARS = 150;
 const POLL_MS = 5000;  // between looks at a run that goes on, if the answer is quick
-const view = {x: "step", log: false, smooth: null, zoom: null, find: ""};  // smooth: null: by the length; zoom: ends of the horizontal axis
+const view = {x: "step", log: false, smooth: null, zoom: null, find: "", tokens: "log-prob"};  // smooth: null: by the length; zoom: ends of the horizontal axis
 
 // ---- numbers and elements
 
@@ -367,6 +367,8 @@ function show(data) {
   section("Timeline", "Thin strips: communication and waiting. The whole trace is trace.json, which Perfetto opens.", each(timeline));
   section("Validation samples", "Responses to the same prompts at every validation. All are in validation.jsonl.", each(validations));
   section("Samples", "What the actor wrote at the start and at the end. All that were kept are in rollouts.jsonl.", each(samples));
+  section("Episodes", "Conversations with their branches, at the start and at the end: each token once. All rows that were kept are in rollouts.jsonl.",
+    RUNS.some((run) => run.episodes.length) ? tokenColors() : null, each(episodes));
   section("Checkpoints", "", each(({artifacts}) => artifacts.length ? table(["Directory", "State", "Size"], artifacts, "mono") : null));
   settings();
   for (const fold of document.querySelectorAll("details")) if (open.has(title(fold))) fold.open = true;

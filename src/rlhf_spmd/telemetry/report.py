@@ -22,6 +22,7 @@ from statistics import mean
 from typing import Any
 
 from rlhf_spmd.telemetry import timeline_chart
+from rlhf_spmd.telemetry.episodes import page_episodes
 from rlhf_spmd.telemetry.progress import LOWER_IS_BETTER
 from rlhf_spmd.telemetry.run_dir import (
     CHECKPOINTS_DIR,
@@ -53,6 +54,7 @@ MAX_POINTS = 2000  # of a curve
 MAX_STEPS = 8  # columns of the validation samples
 SAMPLES_PER_STEP = 6
 MAX_CHARACTERS = 4000  # of a sample's text
+TOKEN_KEYS = ("ids", "mask", "log_probs", "node", "parent")  # of a sample, which the page shows as an episode
 PER_START_KEYS = ("run.seed", "run.name", "run.dir", "run.resume", "logger.name")  # which may differ in one experiment
 NUM_COLORS = 10  # css variables --c0 ... --c9; everything after that is grey
 
@@ -156,6 +158,7 @@ def render(runs: Sequence[RunRecord], is_live: bool = False) -> str:
     connect = "; connect-src 'self'" if is_live else ""
     # the library, with its licence in place of its first line (an address)
     library = f"/* uPlot\n{_packaged('uplot/LICENSE')}*/\n" + _packaged("uplot/uPlot.iife.min.js").partition("\n")[2]
+    scripts = "".join(map(_packaged, ("report_samples.js", "report_episodes.js", "report.js")))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -165,7 +168,7 @@ def render(runs: Sequence[RunRecord], is_live: bool = False) -> str:
         f"<style>{_packaged('uplot/uPlot.min.css')}\n{_packaged('report.css')}</style></head>\n<body>"
         f"<main><noscript>The page is made by a script in it.</noscript></main>{templates}"
         f'<script type="application/json" id="data">{data}</script>\n'
-        f"<script>{library}</script>\n<script>{_packaged('report_samples.js')}{_packaged('report.js')}</script></body></html>\n"
+        f"<script>{library}</script>\n<script>{scripts}</script></body></html>\n"
     )
 
 
@@ -185,6 +188,7 @@ def _run_data(
         "best": best,
         "timeline": {"note": chart.note, "keys": sorted(used & colors.keys(), key=lambda key: -busy.get(key, 0.0))},
         "samples": [[_short(sample) for sample in samples] for samples in first_and_last_samples(run, SAMPLES_PER_STEP)],
+        "episodes": page_episodes(read_lines(run.directory, ROLLOUTS_FILE), run.directory, run.config.get("models.actor.path")),
         "validations": _validations(read_lines(run.directory, VALIDATION_FILE), best["step"] if best else None),
         "artifacts": list(_artifacts(run.directory)),
         "config": run.config,
@@ -350,6 +354,7 @@ def _short(sample: Sample) -> dict[str, Any]:
     return {
         key: f"{value[:MAX_CHARACTERS]} [...]" if isinstance(value, str) and len(value) > MAX_CHARACTERS else value
         for key, value in sample.items()
+        if key not in TOKEN_KEYS
     }
 
 
