@@ -102,16 +102,16 @@ def write_splits(
                 file.write(json.dumps({**kept, "response": row["response"]} if split == "sft" else kept) + "\n")
 
 
-def write_tokenizer(directory: Path, vocabulary: Sequence[str] = VOCABULARY) -> None:
+def write_tokenizer(directory: Path, vocabulary: Sequence[str] = VOCABULARY, chat_template: str | None = None) -> None:
     """Write a Hugging Face tokenizer with one token per character and a leading ``<bos>``.
 
-    ``vocabulary`` begins with SPECIAL.
+    ``vocabulary`` begins with SPECIAL; its longer words are special tokens.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     ids = {token: i for i, token in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens([token for token in vocabulary if len(token) > 1])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -121,6 +121,7 @@ def write_tokenizer(directory: Path, vocabulary: Sequence[str] = VOCABULARY) -> 
     tokenizer.save(str(directory / "tokenizer.json"))
     names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "clean_up_tokenization_spaces": False}
+    settings |= {"chat_template": chat_template} if chat_template else {}
     write_json(directory / "tokenizer_config.json", {**settings, "model_max_length": LLAMA["max_position_embeddings"]})
 
 

@@ -108,17 +108,19 @@ def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
 
 def _token_row(line: Mapping[str, Any]) -> TokenRow | None:
     """Return a line with its tokens; None if it has none, or damaged ones."""
-    ids, mask, log_probs = (line.get(key) for key in ("ids", "mask", "log_probs"))
     row_id = line.get("row_id")
     episode = line.get("episode", row_id)
-    if not all(isinstance(value, int) for value in (row_id, episode)):
+    if not (isinstance(row_id, int) and isinstance(episode, int)):
         return None
-    if not all(isinstance(values, list) for values in (ids, mask, log_probs)):
+    ids, mask, log_probs = line.get("ids"), line.get("mask"), line.get("log_probs")
+    if not (isinstance(ids, list) and isinstance(mask, list) and isinstance(log_probs, list)):
         return None
     if not len(ids) == len(mask) == len(log_probs) or not all(isinstance(token, int) and token >= 0 for token in ids):
         return None
-    runs = [run for run in line.get("versions") or () if isinstance(run, list) and len(run) == 2]
-    versions = [version for version, count in runs if isinstance(count, int) for _ in range(min(count, len(ids)))]
+    runs = line.get("versions")
+    pairs = [run for run in runs if isinstance(run, list)] if isinstance(runs, list) else []
+    pairs = [pair for pair in pairs if len(pair) == 2 and all(isinstance(number, int) for number in pair)]
+    versions = [version for version, count in pairs for _ in range(min(count, len(ids)))]
     before = [None] * (len(ids) - len(versions))
     values = [finite_number(value) or 0.0 for value in log_probs]
     return TokenRow(episode, line, ids, list(map(bool, mask)), values, [*before, *versions][: len(ids)])

@@ -1,0 +1,62 @@
+"""The agents of ``examples/agents`` with a model that has seen their conversations: each trains a step."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+import agent_tasks
+import tasks
+from places import ROOT
+from ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs the package openai")
+
+EPISODES = 4
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("examples")
+    agent_tasks.write_tasks(directory, seed=0, num_sft=48, num_train=8)
+    files = [f"data.path={directory / 'sft.jsonl'}", f"models.actor.path={directory / 'model'}"]
+    settings = [*files, "data.train_batch_size=48", "run.steps=1", f"run.dir={directory / 'sft'}"]
+    run_ranks(1, tasks.train_here, str(ROOT / "configs" / "agents_sft.yaml"), settings)
+    return directory
+
+
+@pytest.mark.parametrize(("name", "least_turns"), [("tool_user", EPISODES), ("debate", 4 * EPISODES), ("guess", EPISODES)])
+def test_each_trains_a_step(root: Path, tmp_path: Path, name: str, least_turns: int) -> None:
+    files = [f"data.path={root / f'{name}.jsonl'}", f"models.actor.path={root / 'sft' / 'export'}", f"run.dir={tmp_path}"]
+    settings = [
+        *files,
+        f"agent.run={ROOT / 'examples' / 'agents' / f'{name}.py'}:run",
+        "data.train_batch_size=2",
+        "sampling.n=2",
+    ]
+    run_ranks(1, tasks.train_here, str(ROOT / "configs" / "agents_grpo.yaml"), [*settings, "run.steps=1", "run.export=false"])
+    metrics = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert metrics["agents/episodes"] == EPISODES and metrics["agents/failed"] == metrics["agents/timeouts"] == 0
+    assert metrics["agents/turns"] >= least_turns and metrics["rollout/log_prob_diff_max"] < 1e-4
+    samples = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert {sample["ending"] for sample in samples} == {"done"}
+    if name == "debate":
+        assert metrics["agents/new_roots"] == EPISODES, "a conversation for each side"
+
+
+def test_the_tasks_are_what_they_say() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        question = agent_tasks.sum_row(rng)
+        a, word, b = question["prompt"].split()
+        assert int(question["answer"]) == {"plus": int(a) + int(b), "minus": int(a) - int(b), "times": int(a) * int(b)}[word]
+        digits = agent_tasks.digits_row(rng)
+        assert digits["answer"] == max(digits["prompt"].replace(" ", "")) and len(digits["prompt"]) == 9
+        assert agent_tasks.letter_row(rng)["answer"] in agent_tasks.LETTERS
+        for _, conversation in agent_tasks.TASKS.values():
+            roles = [message["role"] for message in conversation(rng)["messages"]]
+            assert roles[0] == "user" and roles[-1] == "assistant"
