@@ -144,7 +144,7 @@ def test_rows_without_agents_and_without_a_tokenizer(tmp_path: Path) -> None:
     ((episode),) = run["episodes"]
     assert episode["episode"] == 5
     assert episode["segments"][0]["turns"] == [
-        [["[1]", "m0", "1 tokens, not learned here"]],
+        [["[1]", "m0", "1 token, not learned here"]],
         [["[7]", "m1 p2 v3", "token 7, log-prob -1.5, weights of step 9"]],
     ]
 
@@ -164,5 +164,5 @@ def test_a_browser_nests_branches_and_runs_no_text(tmp_path: Path) -> None:
     assert len(tokens) == len(f"common answerone siblingon anotherapartnew root {HOSTILE}")
     assert "".join(tokens[-len(HOSTILE) :]) == html.escape(HOSTILE, quote=False) or HOSTILE in html.unescape("".join(tokens))
     titles = re.findall(r"<h4>((?:Conversation|Branch) .*?)</h4>", drawn)
-    assert len(titles) == 4 and titles.count("Branch 2, behind 1 of the model's turns") == 1
+    assert len(titles) == 4 and titles.count("Branch 2, from the model's turn 2 on") == 1
     assert re.findall(r'<input type="radio" name="tokens">(.*?)</label>', drawn) == ["log-prob", "weights", "mask"]

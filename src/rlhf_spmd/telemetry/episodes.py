@@ -7,6 +7,7 @@ in one of them. Here an episode becomes segments: the tokens of a row that no ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ LOG_PROB_STEPS = (
     -2.3,
     -4.6,
 )  # probabilities of 0.9, 0.5, 0.1 and 0.01: above the first is shade 0, below the last 4
+MAX_ID = 1 << 31
 TOKENIZER_FILE = "tokenizer.json"
 
 Decode = Callable[[list[int]], str]
@@ -115,7 +117,7 @@ def _token_row(line: Mapping[str, Any]) -> TokenRow | None:
     ids, mask, log_probs = line.get("ids"), line.get("mask"), line.get("log_probs")
     if not (isinstance(ids, list) and isinstance(mask, list) and isinstance(log_probs, list)):
         return None
-    if not len(ids) == len(mask) == len(log_probs) or not all(isinstance(token, int) and token >= 0 for token in ids):
+    if not len(ids) == len(mask) == len(log_probs) or not all(isinstance(token, int) and 0 <= token < MAX_ID for token in ids):
         return None
     runs = line.get("versions")
     pairs = [run for run in runs if isinstance(run, list)] if isinstance(runs, list) else []
@@ -169,7 +171,7 @@ def _turns(row: TokenRow, begin: int, end: int, decode: Decode | None) -> Iterat
             if not is_learned:
                 tokens = [*same]
                 text = "".join(texts[i - begin] for i in tokens)
-                turn.append([text, f"m0{color}", f"{len(tokens)} tokens, not learned here{note}"])
+                turn.append([text, f"m0{color}", f"{len(tokens)} token{'s' * (len(tokens) > 1)}, not learned here{note}"])
                 continue
             for i in same:
                 value = row.log_probs[i]
@@ -185,13 +187,16 @@ def shade(log_prob: float) -> int:
 def _decoder(directories: Sequence[Path]) -> Decode | None:
     """Return the decoding of the first tokenizer that one of the directories has; None without one."""
     file = next((path for directory in directories if (path := directory / TOKENIZER_FILE).is_file()), None)
-    if file is None:
-        return None
+    return None if file is None else _read_decoder(file)
+
+
+@lru_cache(maxsize=8)  # a page that is served asks again and again
+def _read_decoder(file: Path) -> Decode | None:
+    """Return the decoding of a tokenizer's file; None if it cannot be read."""
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    # the package raises plain exceptions for a file that it cannot read; tokens are shown by their numbers then
-    except Exception:
+    except Exception:  # the package raises no other; tokens are shown by their numbers then
         return None
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))

@@ -92,9 +92,8 @@ def read_lines(directory: Path, file: str) -> list[dict[str, Any]]:
     return [line for line in read_jsonl(directory / file) if isinstance(line.get("step"), int)]
 
 
-def first_and_last_samples(run: RunRecord, limit: int) -> list[Sequence[Sample]]:
+def first_and_last_samples(rollouts: Sequence[Sample], limit: int) -> list[Sequence[Sample]]:
     """Return up to ``limit`` rollouts of the first and of the last step that has any, spread over prompts."""
-    rollouts = read_lines(run.directory, ROLLOUTS_FILE)
     steps = sorted({sample["step"] for sample in rollouts})
     picked: list[Sequence[Sample]] = []
     for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
@@ -177,6 +176,7 @@ def _run_data(
 ) -> dict[str, Any]:
     """Return what report.js reads about a run."""
     best = _best(run)
+    rollouts = read_lines(run.directory, ROLLOUTS_FILE)
     used = {box.key for row in chart.rows for track in row.tracks for box in track}
     return {
         "name": _name(run),
@@ -187,8 +187,8 @@ def _run_data(
         **_curves(run),
         "best": best,
         "timeline": {"note": chart.note, "keys": sorted(used & colors.keys(), key=lambda key: -busy.get(key, 0.0))},
-        "samples": [[_short(sample) for sample in samples] for samples in first_and_last_samples(run, SAMPLES_PER_STEP)],
-        "episodes": page_episodes(read_lines(run.directory, ROLLOUTS_FILE), run.directory, run.config.get("models.actor.path")),
+        "samples": [[_short(sample) for sample in samples] for samples in first_and_last_samples(rollouts, SAMPLES_PER_STEP)],
+        "episodes": page_episodes(rollouts, run.directory, run.config.get("models.actor.path")),
         "validations": _validations(read_lines(run.directory, VALIDATION_FILE), best["step"] if best else None),
         "artifacts": list(_artifacts(run.directory)),
         "config": run.config,

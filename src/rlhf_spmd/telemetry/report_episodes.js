@@ -22,7 +22,7 @@ function tokenColors() {  // the switch, with the legend of what it is on
 }
 
 function segment(its, number, all) {  // with those that go on from it inside
-  const title = its.origin === null ? `Conversation ${number + 1}` : `Branch ${number + 1}, behind ${its.turns_before} of the model's turns`;
+  const title = its.origin === null ? `Conversation ${number + 1}` : `Branch ${number + 1}, from the model's turn ${its.turns_before + 1} on`;
   const turns = its.turns.map((turn) => el("pre", {}, turn.map(([text, classes, tip]) => {
     const token = el("span", {className: `token ${classes}`}, text);
     token.dataset.tip = tip;

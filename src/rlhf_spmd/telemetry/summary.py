@@ -12,11 +12,12 @@ from typing import Any
 from tqdm import tqdm
 
 from rlhf_spmd.telemetry.progress import reward_of
-from rlhf_spmd.telemetry.report import Sample, first_and_last_samples, read_run
+from rlhf_spmd.telemetry.report import Sample, first_and_last_samples, read_lines, read_run
 from rlhf_spmd.telemetry.run_dir import (
     EXPORT_DIR,
     EXPORTS_DIR,
     REPORT_FILE,
+    ROLLOUTS_FILE,
     exported_checkpoint,
     newest_checkpoint,
     read_config,
@@ -49,7 +50,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> str:
     if rates := run.values("perf/tokens_per_s"):
         lines.append(_row("tokens/s", f"{median_high(rates):,.0f} (median)"))
     lines += [_row("warning", text) for text in read_signals(run.metrics)]
-    for samples in first_and_last_samples(run, NUM_SAMPLES):
+    for samples in first_and_last_samples(read_lines(run.directory, ROLLOUTS_FILE), NUM_SAMPLES):
         lines += [f"  samples of step {samples[0]['step']}", *map(_sample, samples)]
     lines += artifact_lines(run.directory)
     return "\n".join(lines)
