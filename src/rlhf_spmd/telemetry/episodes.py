@@ -17,12 +17,8 @@ from rlhf_spmd.telemetry.run_dir import EXPORT_DIR, equal_runs, finite_number
 MAX_EPISODES = 4  # of a step
 MAX_TOKENS = 2000  # of an episode
 NUM_VERSION_COLORS = 6
-LOG_PROB_STEPS = (
-    -0.1,
-    -0.7,
-    -2.3,
-    -4.6,
-)  # probabilities of 0.9, 0.5, 0.1 and 0.01: above the first is shade 0, below the last 4
+# logarithms of about 0.9, 0.5, 0.1 and 0.01: a log-prob above the first has shade 0, one below the last shade 4
+LOG_PROB_STEPS = (-0.1, -0.7, -2.3, -4.6)
 MAX_ID = 1 << 31
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -64,14 +60,14 @@ def page_episodes(lines: Sequence[Mapping[str, Any]], directory: Path, model: st
     - lines: of rollouts.jsonl; those without ``ids``, ``mask`` and ``log_probs`` are left out
     - directory, model: the run's directory and its actor's path, one of which may have the tokenizer
     """
-    rows = [row for line in lines if (row := _token_row(line)) is not None]
-    steps = sorted({row.line["step"] for row in rows})
-    decode = _decoder([directory / EXPORT_DIR, *([Path(model)] if model else [])]) if rows else None
+    lines = [line for line in lines if isinstance(line.get("ids"), list)]
+    steps = sorted({line["step"] for line in lines})
+    decode = _decoder([directory / EXPORT_DIR, *([Path(model)] if model else [])]) if lines else None
     episodes = []
     for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
         by_episode: dict[int, list[TokenRow]] = {}
-        for row in rows:
-            if row.line["step"] == step:
+        for line in lines:
+            if line["step"] == step and (row := _token_row(line)) is not None:
                 by_episode.setdefault(row.episode, []).append(row)
         for key in sorted(by_episode)[:MAX_EPISODES]:
             episodes.append(_episode(sorted(by_episode[key], key=lambda row: row.line["row_id"]), decode))
