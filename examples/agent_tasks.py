@@ -45,15 +45,15 @@ def compute(name: str, a: int, b: int) -> int:
 
 
 def sum_row(rng: random.Random) -> Row:
-    a, b, word = rng.randint(11, 99), rng.randint(11, 99), rng.choice(list(WORDS))
+    a, b, word = rng.randint(2, 20), rng.randint(2, 20), rng.choice(list(WORDS))
     return {"prompt": f"{a} {word} {b}", "answer": str(compute(WORDS[word], a, b))}
 
 
 def sum_conversation(rng: random.Random) -> Row:
-    """Any of the tools is called. The answer is what it returns."""
+    """The right tool is called, or any. The answer is what it returns."""
     prompt = sum_row(rng)["prompt"]
-    a, _, b = prompt.split()
-    name = rng.choice(list(WORDS.values()))
+    a, word, b = prompt.split()
+    name = WORDS[word] if rng.random() < SHOWN else rng.choice(list(WORDS.values()))
     arguments = {"a": int(a), "b": int(b)}
     call = {"id": "call", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
     result = str(compute(name, **arguments))
@@ -109,10 +109,11 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 def write_tasks(out: Path, seed: int, num_sft: int = 12000, num_train: int = 4000) -> None:
     """Write all files to ``out``; the same seed and sizes give the same bytes."""
     out.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(f"agent_tasks {seed}")
-    conversations = [conversation for _, conversation in TASKS.values()]
-    write_rows(out / "sft.jsonl", [conversations[number % len(conversations)](rng) for number in range(num_sft)])
+    streams = {name: random.Random(f"agent_tasks {name} {seed}") for name in TASKS}
+    names = [*TASKS] * -(-num_sft // len(TASKS))
+    write_rows(out / "sft.jsonl", [TASKS[name][1](streams[name]) for name in names[:num_sft]])
     for name, (row, _) in TASKS.items():
+        rng = streams[name]
         write_rows(out / f"{name}.jsonl", [{"id": f"{name}-{number}", **row(rng)} for number in range(num_train)])
     write_tokenizer(out / "model", VOCABULARY, TEMPLATE)
     small = {

@@ -2,7 +2,7 @@
 
     python examples/agent_tasks.py --out runs/agents/task
     rlhf-spmd sft --nproc-per-node 2 --config configs/agents_sft.yaml
-    rlhf-spmd train --nproc-per-node 2 --config configs/agents_grpo.yaml agent.run=examples/agents/debate.py:run \\
+    rlhf-spmd train --config configs/agents_grpo.yaml agent.run=examples/agents/debate.py:run \\
         data.path=runs/agents/task/debate.jsonl run.dir=runs/agents/debate
 
 A row: ``{"prompt": "4921 0735", "answer": "9"}``. An episode has two conversations, which run at the same time. The

@@ -2,10 +2,11 @@
 
     python examples/agent_tasks.py --out runs/agents/task
     rlhf-spmd sft --nproc-per-node 2 --config configs/agents_sft.yaml
-    rlhf-spmd train --nproc-per-node 2 --config configs/agents_grpo.yaml agent.run=examples/agents/tool_user.py:run \\
+    rlhf-spmd train --config configs/agents_grpo.yaml agent.run=examples/agents/tool_user.py:run \\
         data.path=runs/agents/task/tool_user.jsonl run.dir=runs/agents/tool_user
 
-A row: ``{"prompt": "47 times 36", "answer": "1692"}``. The reward is 1 if the last answer is right.
+A row: ``{"prompt": "17 times 6", "answer": "102"}``. The reward is a half if a tool returned the answer, and a half if
+the model says it in the end.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ async def run(base_url: str, row: dict[str, Any]) -> float:
     """Ask, use the tools that the model calls, and ask again, until it calls none."""
     client = AsyncOpenAI(base_url=base_url, api_key="agents", http_client=DefaultAsyncHttpxClient(verify=CERTIFICATES))
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    results = list[str]()
     for _ in range(3):
         answer = await client.chat.completions.create(model="actor", messages=messages, tools=TOOLS, max_tokens=80)
         message = answer.choices[0].message
         if not message.tool_calls:
-            return float(message.content == row["answer"])
+            return ((row["answer"] in results) + (message.content == row["answer"])) / 2
         messages.append(message)
         for call in message.tool_calls:
-            result = use_tool(call.function.name, call.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    return 0.0
+            results.append(use_tool(call.function.name, call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": results[-1]})
+    return (row["answer"] in results) / 2

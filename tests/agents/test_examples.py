@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -14,13 +14,13 @@ import tasks
 from places import ROOT
 from ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs the package openai")
-
 EPISODES = 4
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tasks, and a model that has learned one batch of conversations."""
+    pytest.importorskip("openai", reason="needs the package openai")
     directory = tmp_path_factory.mktemp("examples")
     agent_tasks.write_tasks(directory, seed=0, num_sft=48, num_train=8)
     files = [f"data.path={directory / 'sft.jsonl'}", f"models.actor.path={directory / 'model'}"]
@@ -29,23 +29,31 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def train_a_step(root: Path, run_dir: Path, agent: Path, rows: str) -> dict[str, float]:
+    """The metrics of a step of four episodes, none of which failed."""
+    files = [f"data.path={root / f'{rows}.jsonl'}", f"models.actor.path={root / 'sft' / 'export'}", f"run.dir={run_dir}"]
+    settings = [*files, f"agent.run={agent}:run", "data.train_batch_size=2", "sampling.n=2", "run.steps=1", "run.export=false"]
+    run_ranks(1, tasks.train_here, str(ROOT / "configs" / "agents_grpo.yaml"), settings)
+    metrics: dict[str, float] = json.loads((run_dir / "metrics.jsonl").read_text())
+    assert metrics["agents/episodes"] == EPISODES and metrics["agents/failed"] == metrics["agents/timeouts"] == 0
+    assert metrics["rollout/log_prob_diff_max"] < 1e-4
+    return metrics
+
+
 @pytest.mark.parametrize(("name", "least_turns"), [("tool_user", EPISODES), ("debate", 4 * EPISODES), ("guess", EPISODES)])
 def test_each_trains_a_step(root: Path, tmp_path: Path, name: str, least_turns: int) -> None:
-    files = [f"data.path={root / f'{name}.jsonl'}", f"models.actor.path={root / 'sft' / 'export'}", f"run.dir={tmp_path}"]
-    settings = [
-        *files,
-        f"agent.run={ROOT / 'examples' / 'agents' / f'{name}.py'}:run",
-        "data.train_batch_size=2",
-        "sampling.n=2",
-    ]
-    run_ranks(1, tasks.train_here, str(ROOT / "configs" / "agents_grpo.yaml"), [*settings, "run.steps=1", "run.export=false"])
-    metrics = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert metrics["agents/episodes"] == EPISODES and metrics["agents/failed"] == metrics["agents/timeouts"] == 0
-    assert metrics["agents/turns"] >= least_turns and metrics["rollout/log_prob_diff_max"] < 1e-4
+    metrics = train_a_step(root, tmp_path, ROOT / "examples" / "agents" / f"{name}.py", name)
+    assert metrics["agents/turns"] >= least_turns
     samples = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert {sample["ending"] for sample in samples} == {"done"}
     if name == "debate":
         assert metrics["agents/new_roots"] == EPISODES, "a conversation for each side"
+
+
+def test_the_agent_of_the_page_trains_a_step(root: Path, tmp_path: Path) -> None:
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "agents.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "agent.py").write_text(text)
+    assert train_a_step(root, tmp_path / "run", tmp_path / "agent.py", "tool_user")["agents/turns"] >= EPISODES
 
 
 def test_the_tasks_are_what_they_say() -> None:
