@@ -3,7 +3,7 @@
     python examples/agent_tasks.py --out runs/agents/task
     rlhf-spmd sft --nproc-per-node 2 --config configs/agents_sft.yaml
     rlhf-spmd train --config configs/agents_grpo.yaml agent.run=examples/agents/guess.py:run \\
-        data.path=runs/agents/task/guess.jsonl run.dir=runs/agents/guess
+        data.path=runs/agents/task/guess.jsonl run.dir=runs/agents/guess run.steps=40
 
 A row: ``{"prompt": "a to g", "answer": "e"}``. The reward is 1 if the letter is found within four answers. Seven
 letters need three of them, if each halves what is left.
