@@ -20,14 +20,14 @@ SPARE_SLOTS = 2  # rows start in the order in which they come, so few prompts ha
 
 
 class PageAllocator:
-    """Reference counts of ``num_pages`` pages, a free list, and the prompt prefix that each page holds."""
+    """Reference counts of ``num_pages`` pages, a free list, and the prefixes of prompts that end in each page."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._references = [0] * num_pages
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._page_of: dict[int, int] = {}  # prefix id -> page
-        self._prefix_of: dict[int, int] = {}  # page -> prefix id
+        self._prefixes_of: dict[int, list[int]] = {}  # page -> prefix ids, the shortest first
 
     @property
     def num_free(self) -> int:
@@ -41,7 +41,7 @@ class PageAllocator:
     def forget_prefixes(self) -> None:
         """Forget the content of all pages, so that none is found by it."""
         self._page_of.clear()
-        self._prefix_of.clear()
+        self._prefixes_of.clear()
 
     def references(self, page: int) -> int:
         return self._references[page]
@@ -54,8 +54,7 @@ class PageAllocator:
         """Return a free page, whose content is forgotten. The caller has checked ``num_free``."""
         assert self._free, "allocate from an empty free list"
         page, _ = self._free.popitem(last=False)
-        prefix_id = self._prefix_of.pop(page, None)
-        if prefix_id is not None:
+        for prefix_id in self._prefixes_of.pop(page, ()):
             del self._page_of[prefix_id]
         self._references[page] = 1
         return page
@@ -66,6 +65,13 @@ class PageAllocator:
             del self._free[page]
         self._references[page] += 1
 
+    def take_over(self, page: int, prefix_ids: Collection[int | None]) -> None:
+        """Bring a free page into use for a row with these prefixes, and forget the longer ones, behind which the row writes."""
+        self.share(page)
+        prefixes = self._prefixes_of[page]
+        while prefixes[-1] not in prefix_ids:
+            del self._page_of[prefixes.pop()]
+
     def release(self, pages: Iterable[int]) -> None:
         """Drop a reference to each page. Of those that become free, the first is handed out first."""
         for page in pages:
@@ -75,20 +81,14 @@ class PageAllocator:
                 self._free[page] = None
 
     def register(self, page: int, prefix_id: int) -> None:
-        """Note that ``page`` holds the end of this prefix, unless another page that holds it is known already."""
+        """Note that ``page`` holds the end of this prefix, unless another page that holds it is known already.
+
+        A prefix that ends within the page stays there when tokens are written behind it.
+        """
         assert self._references[page] > 0, f"page {page} is free and cannot be given content"
         if prefix_id not in self._page_of:
-            assert page not in self._prefix_of, f"page {page} already holds other content"
             self._page_of[prefix_id] = page
-            self._prefix_of[page] = prefix_id
-
-    def replace(self, page: int, prefix_id: int) -> None:
-        """Note that ``page`` now holds the end of this prefix, which goes on behind what it was found by before."""
-        if prefix_id not in self._page_of:
-            before = self._prefix_of.pop(page, None)
-            if before is not None:
-                del self._page_of[before]
-            self.register(page, prefix_id)
+            self._prefixes_of.setdefault(page, []).append(prefix_id)
 
 
 class PrefixTable:

@@ -11,8 +11,8 @@ When no page is free, the youngest running row gives back all of its pages and w
 not fit in the whole cache is refused when it comes. So the oldest row that is not on hold can always go on, and every row ends.
 
 The pages of a prompt are computed once. A row that finds them in the cache shares the full ones and copies the tail, or takes the
-tail over if nobody uses it. It then computes only its last prompt token. A row that continues an earlier one copies the page in which
-that one ended, and computes its last token and what follows. While one row computes a page (a *pending prefix*), rows
+tail over if nobody uses it. It then computes only its last prompt token. A row that continues an earlier one does the same with the
+page in which that one ended, and computes its last token and what follows. While one row computes a page (a *pending prefix*), rows
 that need the same page wait, and others overtake them.
 
 With linear attention only whole prompts are shared, with the state behind all but their last token (``PromptStates``).
@@ -122,7 +122,6 @@ class Scheduler:
         step = ScheduledStep()
         budget = self._continue_running(step, self.config.max_num_batched_tokens)
         self._admit(step, budget)
-        self.pages.release(source for source, _ in step.copies)  # which no row of this step got
         if self.prompt_states and step.work:
             step.state_copies += self.prompt_states.keep(self._prompts_to_start())
         waits = self.paused or any(row.on_hold or row.length >= row.limit for row in self.running)
@@ -167,7 +166,7 @@ class Scheduler:
             has_tail = num_computed == row.length - 1 and row.length % self.config.page_size > 1
             num_pages = num_computed // self.config.page_size + has_tail
             for page, prefix_id in zip(row.pages[:num_pages], prefix_ids, strict=False):
-                self.pages.replace(page, prefix_id)
+                self.pages.register(page, prefix_id)
 
     def end(self, row: SequenceState) -> None:
         """Free the pages of ``row``, which stopped or reached its limit. It may have been preempted meanwhile."""
@@ -257,7 +256,7 @@ class Scheduler:
                 break
             count = self._before_last(row, start, count)
             revived = sum(self.pages.references(page) == 0 for page in shared)
-            take_over = tail is not None and not pending and self.pages.references(tail) == 0
+            take_over = tail is not None and self.pages.references(tail) == 0
             num_new = self._pages_for(start + count) - len(shared) - take_over
             # keep pages for rows that will grow, so that this row is not preempted in the next few steps
             if num_new + revived + take_over + growing // GROWING_ROWS_PER_SPARE_PAGE > self.pages.num_free:
@@ -284,14 +283,11 @@ class Scheduler:
         for page in shared:
             self.pages.share(page)
         if take_over and tail is not None:
-            self.pages.share(tail)
+            self.pages.take_over(tail, (*row.prefix_ids, row.continued_id))
             shared = [*shared, tail]
-        copied = tail if tail is not None and not take_over else None
-        if copied is not None:
-            self.pages.share(copied)
         new = [self.pages.allocate() for _ in range(num_new)]
-        if copied is not None:
-            step.copies.append((copied, new[0]))
+        if tail is not None and not take_over:
+            step.copies.append((tail, new[0]))
         row.pages = shared + new
         row.state_slot = self._free_state_slots.pop()
 
@@ -314,9 +310,7 @@ class Scheduler:
             return shared, tail, []
         continued = row.request.num_continued
         if row.continued_id is not None and len(shared) == continued // self.config.page_size:
-            tail = self.pages.find(row.continued_id)
-            if self.pages.num_free > self._pages_for(row.length):  # enough for the row beside the page that it copies
-                return shared, tail, list(missing)
+            return shared, self.pages.find(row.continued_id), list(missing)
         return shared, None, list(missing)
 
     def _lookup_with_state(self, row: SequenceState) -> tuple[list[int], int | None, list[int]] | None:

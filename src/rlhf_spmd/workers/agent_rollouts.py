@@ -27,7 +27,7 @@ from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request
 
 RUN_STEPS = 16  # steps of the generator after which turns that have come meanwhile join
-ENDED_SHARE = 0.1  # of the turns in flight: a run ends when so many of them have, since their agents wait
+ENDED_SHARE = 0.25  # of the turns in flight: a run ends when so many of them have, since their agents wait
 WAIT_S = 0.02  # between looks for requests while none is generated
 
 
