@@ -176,9 +176,12 @@ class Recorder:
         """Write a step. Its metrics come last, since trackers read the other files then. Raises LockLost."""
         run_lock.check_still_held(self.run_dir)
         ordered = sorted(samples, key=lambda sample: int(sample["row_id"]))
-        count = min(len(ordered), self.num_samples)
-        shown = [ordered[i * len(ordered) // count] for i in range(count)]  # evenly over the calls of the step
-        self.rollouts.append({"step": global_step, **sample} for sample in shown)
+        episodes: dict[int, list[dict[str, Any]]] = {}  # by its id, the rows of each; without agents a row
+        for sample in ordered:
+            episodes.setdefault(sample.get("episode", sample["row_id"]), []).append(sample)
+        count = min(len(episodes), self.num_samples)
+        shown = [[*episodes.values()][i * len(episodes) // count] for i in range(count)]  # evenly over the calls of the step
+        self.rollouts.append({"step": global_step, **sample} for rows in shown for sample in rows)
         self.validations.append({"step": global_step, **sample} for sample in validated)
         self.metrics.append([{"step": global_step, "unix_s": round(time.time(), 3), **metrics}])
         self.progress.update(global_step, metrics)

@@ -59,7 +59,7 @@ class RunConfig:
     - keep_checkpoints: how many checkpoints stay, the newest ones; null: all
     - timeout_s: the longest that one rank may keep the others waiting
     - threads: threads of a rank on CPUs, see [generation.md](generation.md#kernels); not read on GPUs
-    - log_samples: responses written to `rollouts.jsonl` per step
+    - log_samples: responses, of agents episodes, written to `rollouts.jsonl` per step
     - export: write `export/` at the end
     - export_freq: write `exports/step_N/` and a checkpoint every so many steps; 0: never. Rank 0 writes an export with one thread
       while all other ranks wait: about the time of reading and writing the weights once

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,7 +70,11 @@ class RewardReporter(ModelWorker):
         shown = call.args[0] if call.args else None
         self.shown: frozenset[int] = shown or frozenset()
         if rows is not None and shown is None:
-            self.shown = frozenset(rows.row_ids[pick_samples(rows.group_ids.tolist(), self.context.num_samples)].tolist())
+            agent = self.context.agent
+            episodes = rows.row_ids // (agent.max_rows if agent.is_on else 1)
+            firsts = np.unique(episodes, return_index=True)[1]  # samples are whole episodes
+            picked = firsts[pick_samples(rows.group_ids[firsts].tolist(), self.context.num_samples)]
+            self.shown = frozenset(rows.row_ids[np.isin(episodes, episodes[picked])].tolist())
 
     def report(self, batch: Batch, result: Batch | None, notes: list[RunNote]) -> dict[str, Any]:
         """Return statistics of the scored rows of the global batch, and the texts of some rows as samples.
