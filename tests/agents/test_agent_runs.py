@@ -153,9 +153,14 @@ def test_turns_are_learned_once_whatever_branches(root: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("algorithm", ["rloo", "reinforce_plus_plus"])
 def test_other_algorithms_without_a_critic(root: Path, tmp_path: Path, algorithm: str) -> None:
     """Also with an episode that is left out, which has no token to learn."""
-    more = f"algorithm.name={algorithm}", "algorithm.use_kl_in_reward=false", "algorithm.loss_agg_mode=token-mean"
+    more = (
+        f"algorithm.name={algorithm}",
+        "algorithm.use_kl_in_reward=false",
+        "algorithm.loss_agg_mode=token-mean",
+        "sampling.n=4",
+    )
     metrics = train(1, root, tmp_path, "failing", "agent.max_failure_rate=1", *more, steps=1)[0]
-    assert metrics["agents/failed"] == 4 and metrics["actor/grad_norm"] > 0
+    assert metrics["agents/failed"] == 8 and metrics["actor/grad_norm"] > 0
 
 
 def test_turns_find_what_earlier_turns_computed(root: Path, tmp_path: Path) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from rlhf_spmd.agents import agent_process
 from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.episodes import Episode, Episodes
 
 
 def run(config: AgentConfig, limit_s: float, number: int = 3) -> list[Episode]:
-    """Episodes of a command, which asks nothing."""
+    """Episodes of agents that ask nothing."""
     episodes = [Episode(i, f"e{i}", {"prompt": str(i)}) for i in range(number)]
     runner = Episodes(config, lambda secret: f"http://127.0.0.1:1/{secret}/v1")
     runner.begin(episodes, limit_s)
@@ -54,3 +58,66 @@ def test_a_reward_is_the_last_line(tmp_path: Path) -> None:
     program.write_text("cat > /dev/null\necho nothing\n")
     failed = run(AgentConfig(command=f"sh {program}", timeout_s=20.0, attempts=3), limit_s=30.0, number=1)
     assert failed[0].ending == "failed" and failed[0].attempt == 3 and "JSONDecodeError" in (failed[0].failure or "")
+
+
+AGENTS = '''
+import asyncio, os, re, subprocess, time
+
+async def reads(base_url, row):
+    """Starts a program that reads standard input to its end."""
+    return len(subprocess.run(["cat"], stdout=subprocess.PIPE, timeout=10).stdout)
+
+async def exits(base_url, row):
+    await asyncio.sleep(0.2)
+    if row["prompt"] == "3":
+        os._exit(7)
+    return 1.0
+
+async def blocks(base_url, row):
+    """Row 2 lets no other thread run for minutes."""
+    if row["prompt"] == "2":
+        re.match(r"(a+)+$", "a" * 40 + "b")
+    await asyncio.sleep(0.2)
+    return 1.0
+
+async def forks(base_url, row):
+    if os.fork() == 0:
+        return 5.0
+    await asyncio.sleep(0.5)
+    return 1.0
+
+'''
+
+
+def agent(tmp_path: Path, name: str, **settings: Any) -> AgentConfig:
+    (tmp_path / "several.py").write_text(AGENTS)
+    return AgentConfig(run=f"{tmp_path / 'several.py'}:{name}", **settings)
+
+
+def test_programs_of_agents_do_not_read_other_episodes(tmp_path: Path) -> None:
+    episodes = run(agent(tmp_path, "reads", timeout_s=20.0), limit_s=30.0, number=8)
+    assert [(episode.ending, episode.reward) for episode in episodes] == [("done", 0.0)] * 8
+
+
+def test_an_agent_that_ends_its_process_costs_itself_alone(tmp_path: Path) -> None:
+    episodes = run(agent(tmp_path, "exits", timeout_s=20.0), limit_s=50.0, number=12)
+    assert [episode.ending for episode in episodes] == ["done"] * 3 + ["failed"] + ["done"] * 8
+    assert [episode.attempt for episode in episodes] == [1] * 3 + [2] + [1] * 8
+
+
+@pytest.mark.long
+def test_an_agent_that_blocks_its_process_costs_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_process, "SILENT_S", 6.0)
+    episodes = run(agent(tmp_path, "blocks", timeout_s=50.0), limit_s=59.0, number=4)
+    assert [episode.ending for episode in episodes] == ["done", "done", "failed", "done"]
+
+
+def test_the_import_of_an_agent_is_not_its_time(tmp_path: Path) -> None:
+    config = agent(tmp_path, "exits", timeout_s=2.0)
+    (tmp_path / "several.py").write_text("import time\ntime.sleep(3)\n" + AGENTS)
+    assert [episode.ending for episode in run(config, limit_s=50.0)] == ["done"] * 3
+
+
+def test_a_child_of_an_agent_does_not_end_its_episode(tmp_path: Path) -> None:
+    episodes = run(agent(tmp_path, "forks", timeout_s=20.0), limit_s=30.0)
+    assert [(episode.ending, episode.reward) for episode in episodes] == [("done", 1.0)] * 3

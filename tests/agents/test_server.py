@@ -133,3 +133,45 @@ def test_a_rank_that_ends_leaves_nothing(dialect: Dialect, tmp_path: Path) -> No
     server.process.stdin.close()  # as the end of a rank does
     server.process.wait(20)
     assert not any(Path(f"/proc/{pid}/exe").exists() for pid in (*agents, *programs))
+
+
+def test_a_scheduler_s_signals_do_not_end_a_call_and_agents_do_not_know_the_ranks(
+    dialect: Dialect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "RLHF_SPMD_KEY"):
+        monkeypatch.setenv(name, "7")
+    server = server_of(dialect, "outsider", attempts=1)
+    server.begin([(0, "a", {"prompt": "x"})], LONGEST, 60.0)
+    while not (asked := server.receive(1.0)["asked"]):
+        pass
+    for pid in (server.process.pid, *children(server.process.pid)):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(pid, number)
+    server.send({asked[0][0]: drawn(0, asked[0])})
+    while "ended" not in (message := server.receive(1.0)):
+        pass
+    ended = EndedCall.of(message["ended"])
+    assert [(episode.ending, episode.reward) for episode in ended.episodes] == [("done", 0.0)]
+    server.close()
+
+
+def test_what_comes_after_the_reward_is_not_learned(dialect: Dialect) -> None:
+    """However long other episodes of the call take."""
+    server = server_of(dialect, "late_asker", attempts=1)
+    server.begin([(8 * i, str(i), {"prompt": f"{i} what"}) for i in range(2)], LONGEST, 60.0)
+    draws: dict[int, Draws] = {}
+    late = 0.0
+    slow: list[Any] = []
+    while "ended" not in (message := server.receive(0.01)):
+        for turn in message["asked"]:
+            is_slow = len(draws) + len(slow) >= 2
+            slow += [turn] if is_slow else []
+            draws |= {} if is_slow else {turn[0]: drawn(0, turn)}
+            server.send({} if is_slow else {turn[0]: draws[turn[0]]})
+            late = time.monotonic() + 2.0
+        if slow and time.monotonic() > late:
+            server.send({slow[0][0]: drawn(0, slow.pop())})
+    ended = EndedCall.of(message["ended"])
+    assert late and not slow
+    assert [(episode.ending, len(episode.rows)) for episode in ended.episodes] == [("done", 1), ("done", 1)]
+    server.close()

@@ -11,6 +11,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
+from threading import Thread
 from typing import Any
 
 Message = dict[str, Any]
@@ -113,6 +114,25 @@ async def erratic(base_url: str, row: Mapping[str, Any]) -> float:
             first = await ask(base_url, messages, max_tokens=6, headers={"x-stainless-retry-count": "2"})
             assert same == first[0], "a request that is sent again gets the answer that it had"
         histories += [[*messages, answer, {"role": "user", "content": f"next {number}"}] for answer in answers]
+    return 1.0
+
+
+async def outsider(base_url: str, row: Mapping[str, Any]) -> float:
+    """Returns how many of the variables by which ranks find each other it has, after a moment."""
+    await ask(base_url, [{"role": "user", "content": row["prompt"]}], max_tokens=2)
+    await asyncio.sleep(1.0)
+    return float(sum(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "RLHF_SPMD_KEY")))
+
+
+async def late_asker(base_url: str, row: Mapping[str, Any]) -> float:
+    """Row 0 returns while a request of its is open; row 1 takes longer than that request."""
+    messages = [{"role": "user", "content": row["prompt"]}]
+    await ask(base_url, messages, max_tokens=2)
+    if row["prompt"].startswith("0 "):
+        Thread(target=post, args=(base_url, [{"role": "user", "content": "slow"}]), daemon=True).start()
+        await asyncio.sleep(0.5)
+    else:
+        await asyncio.sleep(4.0)
     return 1.0
 
 

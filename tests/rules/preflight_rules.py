@@ -125,6 +125,11 @@ CASES = [
         "second",
     ),
     (
+        other("grpo", *AGENTS, "algorithm.mask_truncated_completions=true"),
+        "agent.command=true, algorithm.mask_truncated_completions=true: agents limit answers themselves, and turns that branches have "
+        "in common would be lost with one of them; leave the second out",
+    ),
+    (
         other("grpo", *AGENTS, "reward.function=tasks:even_share"),
         "agent.command=true: the agent gives the reward, and the conversations of an episode would have different ones from reward or "
         "rewards; leave those out",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from report_pages import Page, browse
-from rlhf_spmd.agents.forest import Draws, Forest
+from rlhf_spmd.agents.forest import Draws, Forest, row_tokens
 from rlhf_spmd.data.messages import Message
 from rlhf_spmd.telemetry.episodes import LOG_PROB_STEPS, MAX_EPISODES, MAX_TOKENS, NUM_VERSION_COLORS, shade, token_texts
 from rlhf_spmd.telemetry.report import write_report
@@ -36,6 +36,7 @@ def ask(forest: Forest, messages: list[Message], answer: str, version: int) -> l
         turn, Draws(drawn, [-0.05 * 3**i for i in range(len(answer))], [version] * len(answer), "stop"), reply, OPTIONS
     )
     turn.was_delivered = True
+    turn.number = len(forest.turns)
     return [*messages, reply]
 
 
@@ -45,6 +46,7 @@ def user(text: str) -> Message:
 
 def lines(forest: Forest, step: int, episode: int) -> list[dict[str, Any]]:
     """The forest's rows as rollouts.jsonl has them."""
+    draws = {turn.number: turn.draws for turn in forest.turns.values() if turn.draws}
     return [
         {
             "step": step,
@@ -57,7 +59,7 @@ def lines(forest: Forest, step: int, episode: int) -> list[dict[str, Any]]:
             "log_probs": row.log_probs,
             "versions": [[version, end - begin] for version, begin, end in equal_runs(row.versions[1:])],
         }
-        for number, row in enumerate(forest.rows())
+        for number, row in enumerate(row_tokens(each.turns, draws) for each in forest.rows())
     ]
 
 

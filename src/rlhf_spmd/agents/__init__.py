@@ -6,8 +6,9 @@ Floor F3. Nothing here knows of generators: ``workers/agent_rollouts.py`` genera
 - ``forest``: an episode's turns, and the rows that they become; pure
 - ``answer_calls``: the calls of tools in a response, also of ``serve``
 - ``dialect``: between OpenAI's messages and token ids
-- ``episodes``: episodes, their attempts and ends, and the process of their agents
-- ``run_episodes``: the program of that process
+- ``run_episodes``: the program of the process in which agents run
+- ``agent_process``: that process, as the one that answers agents sees it
+- ``episodes``: episodes, their attempts and ends
 - ``http``: what every endpoint does with a request and an error, also that of ``serve``
 - ``endpoint``: HTTP for the agents of a replica
 - ``server``: the process that has all this, and the rank's end of it

@@ -67,4 +67,8 @@ def find_agent(name: str, where: str = "agent") -> Callable[..., Any]:
     function = registry.resolve_function(name, f"{where}.run")
     if not inspect.iscoroutinefunction(function):
         raise ValueError(f"{where}.run={name!r} must be `async def f(base_url, row)`")
+    try:
+        inspect.signature(function).bind("", {})
+    except TypeError as error:
+        raise ValueError(f"{where}.run={name!r} must be `async def f(base_url, row)`: {error}") from error
     return function

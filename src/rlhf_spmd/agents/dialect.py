@@ -13,7 +13,7 @@ from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.config.schema import read_section
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder
 from rlhf_spmd.data.files import RowError
-from rlhf_spmd.data.messages import ChatOptions, Message, check_messages
+from rlhf_spmd.data.messages import ChatOptions, Message, check_messages, check_variables
 from rlhf_spmd.data.tokenizer import decode
 from rlhf_spmd.environments.tool_calls import detect_format
 
@@ -73,6 +73,12 @@ class ChatRequest:
         return self.fields.max_completion_tokens or self.fields.max_tokens
 
     @property
+    def gives_usage(self) -> bool:
+        """Return True if a stream ends with the numbers of tokens."""
+        options = self.fields.stream_options
+        return isinstance(options, dict) and bool(options.get("include_usage"))
+
+    @property
     def conversation_options(self) -> dict[str, Any]:
         """Return what decides the text of a conversation beside its messages."""
         return {"tools": self.options.tools, "variables": dict(self.options.variables)}
@@ -83,6 +89,7 @@ def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     values = {key: value for key, value in body.items() if value is not None and key not in NO_EFFECT}
     fields = read_section(ChatFields, {key: value for key, value in values.items() if key not in SAMPLING}, strict=True)
     check_section(fields, "request")
+    check_variables("chat_template_kwargs", fields.chat_template_kwargs)
     check_tools(fields.tools)
     messages = check_messages(fields.messages)
     if messages[-1]["role"] == "assistant":

@@ -157,9 +157,11 @@ class AgentEndpoint:
             status, content = error_answer(error)
             return JSONResponse(content, status)
         response = (
-            StreamingResponse(_events(answer), media_type="text/event-stream") if chat.fields.stream else JSONResponse(answer)
+            StreamingResponse(_events(answer, chat.gives_usage), media_type="text/event-stream")
+            if chat.fields.stream
+            else JSONResponse(answer)
         )
-        return DeliveredResponse(response, turns)
+        return DeliveredResponse(response, forest, turns)
 
     def _turns(self, forest: Forest, chat: ChatRequest, retries: bool) -> tuple[list[Turn], list[int]]:
         """Return the turns that answer a request, new ones if it has not come before, and the conversation's tokens.
@@ -167,10 +169,11 @@ class AgentEndpoint:
         Raises ValueError.
         """
         options = chat.conversation_options
+        request = {**options, "max_tokens": chat.max_tokens}  # which decides what is drawn, and not what is read
         self.num_ignored += chat.ignores
         parent, messages = forest.attach(chat.messages, options)
         turns: list[Turn] = []
-        if chat.fields.n == 1 and (turn := forest.repeated(parent, messages, options, retries)) is not None:
+        if chat.fields.n == 1 and (turn := forest.repeated(parent, messages, request, retries)) is not None:
             turns = [turn]
         elif len(forest.turns) + chat.fields.n > self.config.max_turns:
             raise HttpError(400, f"agent.max_turns={self.config.max_turns}: the episode may ask for no more", "max_turns")
@@ -182,7 +185,7 @@ class AgentEndpoint:
                 raise ValueError(
                     f"the conversation has the token id {max(read_ids)}, and the model a vocabulary of {self.vocab_size}"
                 )
-            turns = [forest.add(parent, messages, read_ids, options) for _ in range(chat.fields.n)]
+            turns = [forest.add(parent, messages, read_ids, request) for _ in range(chat.fields.n)]
         prompt_ids = [*(parent.ids if parent else ()), *turns[0].read_ids]
         if len(prompt_ids) >= self.longest:
             for turn in turns:
@@ -225,22 +228,22 @@ class AgentEndpoint:
 class DeliveredResponse(Response):
     """A response that notes of its turns that the client has it."""
 
-    def __init__(self, response: Response, turns: list[Turn]) -> None:
+    def __init__(self, response: Response, forest: Forest, turns: list[Turn]) -> None:
         super().__init__()
-        self.response, self.turns = response, turns
+        self.response, self.forest, self.turns = response, forest, turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self.response(scope, receive, send)
             for turn in self.turns:
-                turn.was_delivered = True
+                turn.was_delivered |= not self.forest.is_closed
         finally:
             for turn in self.turns:
                 turn.num_waiting -= 1
 
 
-async def _events(body: Mapping[str, Any]) -> AsyncIterator[str]:
-    """Yield an answer as server-sent events: each choice in one part."""
+async def _events(body: Mapping[str, Any], gives_usage: bool) -> AsyncIterator[str]:
+    """Yield an answer as server-sent events: each choice in one part, then the usage if it is asked for."""
     head = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     for choice in body["choices"]:
         delta = dict(choice["message"])
@@ -249,5 +252,6 @@ async def _events(body: Mapping[str, Any]) -> AsyncIterator[str]:
         part = {**choice, "delta": delta}
         del part["message"]
         yield f"data: {json.dumps({**head, 'choices': [part]})}\n\n"
-    yield f"data: {json.dumps({**head, 'choices': [], 'usage': body['usage']})}\n\n"
+    if gives_usage:
+        yield f"data: {json.dumps({**head, 'choices': [], 'usage': body['usage']})}\n\n"
     yield "data: [DONE]\n\n"

@@ -1,31 +1,22 @@
 """Episodes on a generation replica: each has its agent, its forest, and a secret in its address.
 
-:class:`Episodes` starts agents in a process of their own (``run_episodes``), gives each up after ``agent.timeout_s``, and begins one
-whose agent failed again, up to ``agent.attempts`` times.
+:class:`Episodes` starts agents in a process of their own, gives each up after ``agent.timeout_s``, and begins one whose agent failed
+again, up to ``agent.attempts`` times. If the process ends or hangs, all episodes there begin again, fewer at a time, until the one that
+is at fault runs alone: only that one has failed.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
-import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from queue import SimpleQueue
-from threading import Thread
+from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_spmd.agents.agent_process import AgentProcess
 from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.forest import Forest
-from rlhf_spmd.agents.run_episodes import RESULTS_FD
-
-END_S = 2.0  # for the agents' process to end before it is killed
 
 
 @dataclass(eq=False)
@@ -39,6 +30,7 @@ class Episode:
     - reward: of the agent; None until it ends, and if it failed
     - failure: why it failed; None: it did not
     - ending: `done`, `timeout` or `failed`; "" while it runs
+    - is_suspect: the process ended while it ran alone there, so it runs alone again
     """
 
     row_id: int
@@ -51,32 +43,34 @@ class Episode:
     reward: float | None = None
     failure: str | None = None
     ending: str = ""
+    is_suspect: bool = False
 
-    def begin(self, timeout_s: float) -> None:
+    def begin(self) -> None:
         """Begin an attempt, with nothing of earlier ones."""
         self.attempt += 1
         self.forest = Forest(f"{self.name}.{self.attempt}")
         self.secret = secrets.token_urlsafe(16)
-        self.deadline = time.monotonic() + timeout_s
+        self.deadline = 0.0
 
 
 class Episodes:
     """Runs the episodes of one call after another. Use it from one thread; ``by_secret`` may be read by others.
 
-    ``url_of``: the address of the endpoint for a secret.
+    - url_of: the address of the endpoint for a secret
+    - settle: waits until what the endpoint has answered so far is noted
     """
 
-    def __init__(self, config: AgentConfig, url_of: Callable[[str], str]) -> None:
+    def __init__(self, config: AgentConfig, url_of: Callable[[str], str], settle: Callable[[], None] = lambda: None) -> None:
         self.config = config
         self.limit_s = self.deadline = 0.0
-        self.url_of = url_of
+        self.url_of, self.settle = url_of, settle
         self.by_secret: dict[str, Episode] = {}
         self.waiting: deque[Episode] = deque()
         self.running: dict[int, Episode] = {}  # by number of the attempt
         self.retries = 0
-        self._results: SimpleQueue[tuple[subprocess.Popen[str], dict[str, Any] | None]] = SimpleQueue()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: AgentProcess | None = None
         self._attempts = 0
+        self._width = config.concurrency  # episodes that run at a time
         self._has_leftovers = False  # agents that were given up and may still run
 
     def begin(self, episodes: Sequence[Episode], limit_s: float) -> None:
@@ -85,6 +79,7 @@ class Episodes:
         ``limit_s``: of all together; those that have not ended by then are given up as if each took too long.
         """
         self.retries = 0
+        self._width = self.config.concurrency
         self.limit_s = limit_s
         self.deadline = time.monotonic() + limit_s
         self.waiting.extend(episodes)
@@ -102,20 +97,13 @@ class Episodes:
 
     def advance(self) -> None:
         """Note how agents have ended, give up those that take too long, and start others."""
-        while not self._results.empty():
-            process, result = self._results.get()
-            if result is not None:
-                episode = self.running.pop(result["number"], None)
-                if episode is not None:
-                    self._end(episode, "failed" if "failure" in result else "done", result.get("reward"), result.get("failure"))
-            elif process is self._process:  # the process has ended, and all agents in it
-                self._process = None
-                for episode in [*self.running.values()]:
-                    self._end(episode, "failed", None, f"the agents' process ended with code {process.wait()}")
-                self.running.clear()
+        if self._process is not None:
+            self._read(self._process)
         now = time.monotonic()
         for number, episode in [*self.running.items()]:
-            if now > episode.deadline:
+            if not episode.deadline and self._process is not None and self._process.is_ready:
+                episode.deadline = now + self.config.timeout_s  # the import of the agent does not count
+            if 0 < episode.deadline < now:
                 del self.running[number]
                 self._end(episode, "timeout", None, f"the agent has not ended within agent.timeout_s={self.config.timeout_s}")
         if now > self.deadline:
@@ -131,22 +119,45 @@ class Episodes:
         process, self._process = self._process, None
         self._has_leftovers = False
         self.by_secret.clear()
-        if process is None:
+        if process is not None:
+            process.kill()
+
+    def _read(self, process: AgentProcess) -> None:
+        """Note what the agents' process has written, and its end."""
+        has_ended = False
+        while not process.results.empty():
+            result = process.results.get()
+            if result is None:
+                has_ended = True
+            elif "number" in result and (episode := self.running.pop(result["number"], None)) is not None:
+                self._end(episode, "failed" if "failure" in result else "done", result.get("reward"), result.get("failure"))
+                self._width = min(self._width + 1, self.config.concurrency)
+            process.is_ready |= bool(result and "ready" in result)
+        if has_ended or process.process.poll() is not None:
+            self._lose_process(f"the agents' process ended with code {process.kill()}")
+        elif process.is_silent:
+            process.kill()
+            self._lose_process("an agent has let no other thread of its process run")
+
+    def _lose_process(self, reason: str) -> None:
+        """Begin the episodes of a process that is gone again; if one ran alone, it has failed."""
+        self._process = None
+        lost, self.running = [*self.running.values()], {}
+        if len(lost) == 1:
+            lost[0].is_suspect = True
+            self._end(lost[0], "failed", None, reason)
             return
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            process.stdin.close()
-        with suppress(ProcessLookupError):  # its group, with the programs of agents
-            os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        for episode in reversed(lost):
+            self.by_secret.pop(episode.secret, None)
+            episode.attempt -= 1
+            self.waiting.appendleft(episode)
+        self._width = max(len(lost) // 4, 1)
 
     def _end(self, episode: Episode, ending: str, reward: float | None, failure: str | None) -> None:
         """Note the end of an attempt. One that failed begins again, if it may."""
         self.by_secret.pop(episode.secret, None)
+        self.settle()
+        episode.forest.is_closed = True  # what still comes is not learned
         self._has_leftovers |= ending == "timeout"
         if ending == "failed" and episode.attempt < self.config.attempts:
             self.retries += 1
@@ -157,40 +168,13 @@ class Episodes:
         episode.ending, episode.reward, episode.failure = ending, reward, failure
 
     def _start(self) -> None:
-        while self.waiting and len(self.running) < self.config.concurrency:
+        while self.waiting and len(self.running) < self._width:
+            if self.running and (self.waiting[0].is_suspect or any(e.is_suspect for e in self.running.values())):
+                return
             episode = self.waiting.popleft()
-            episode.begin(self.config.timeout_s)
+            episode.begin()
             self.by_secret[episode.secret] = episode
             self._attempts += 1
             self.running[self._attempts] = episode
-            line = {"number": self._attempts, "base_url": self.url_of(episode.secret), "row": dict(episode.row)}
-            self._send(json.dumps(line))
-
-    def _send(self, line: str) -> None:
-        if self._process is None:
-            self._process = self._begin_process()
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return  # its end is among the results
-
-    def _begin_process(self) -> subprocess.Popen[str]:
-        reader, writer = os.pipe()
-        command = [sys.executable, "-m", "rlhf_spmd.agents.run_episodes", json.dumps(asdict(self.config))]
-        no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
-        environment = {**os.environ, RESULTS_FD: str(writer), "NO_PROXY": no_proxy, "no_proxy": no_proxy}
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, text=True, env=environment, pass_fds=[writer], start_new_session=True
-        )
-        os.close(writer)
-
-        def read() -> None:
-            with os.fdopen(reader) as results:
-                for line in results:
-                    self._results.put((process, json.loads(line)))
-            self._results.put((process, None))
-
-        Thread(target=read, daemon=True).start()
-        return process
+            self._process = self._process or AgentProcess(self.config)
+            self._process.send({"number": self._attempts, "base_url": self.url_of(episode.secret), "row": dict(episode.row)})

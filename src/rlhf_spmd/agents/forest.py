@@ -59,13 +59,17 @@ class Turn:
     @property
     def path(self) -> list[Turn]:
         """Return the turns from the root to this one."""
-        return [*(self.parent.path if self.parent else ()), self]
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
 
     @property
     def ids(self) -> list[int]:
         """Return the tokens of the whole conversation up to the end of this turn."""
-        drawn = self.draws.ids if self.draws else []
-        return [*(self.parent.ids if self.parent else ()), *self.read_ids, *drawn]
+        return [token for turn in self.path for token in (*turn.read_ids, *(turn.draws.ids if turn.draws else ()))]
 
 
 class PathTurn(NamedTuple):
@@ -120,11 +124,13 @@ def row_tokens(turns: Sequence[PathTurn], draws: Mapping[int, Draws]) -> RowToke
 class Forest:
     """The turns of one attempt at an episode. ``key`` names it.
 
-    ``turns``: by key, in the order in which they were asked for.
+    - turns: by key, in the order in which they were asked for
+    - is_closed: the attempt has ended
     """
 
     key: str
     turns: dict[str, Turn] = field(default_factory=dict)
+    is_closed: bool = False
     _by_conversation: dict[str, Turn] = field(default_factory=dict)  # digest of a conversation with its answer -> the turn
     _asked: dict[str, list[Turn]] = field(default_factory=dict)  # digest of a request -> the turns that answer it
 
@@ -198,8 +204,9 @@ def canonical(message: Message) -> list[Any]:
     """Return what two messages must have in common to be the same one: all but names of calls that no model reads."""
     calls = []
     for call in message.get("tool_calls") or ():
-        arguments = call["function"]["arguments"]
-        calls.append([call["function"]["name"], arguments.text if isinstance(arguments, Arguments) else arguments])
+        function = call.get("function", call)
+        arguments = function["arguments"]
+        calls.append([function["name"], arguments.text if isinstance(arguments, Arguments) else arguments])
     return [message["role"], message.get("content") or "", calls, message.get("name"), message.get("tool_call_id")]
 
 

@@ -1,45 +1,103 @@
-"""The program of the process that runs agents: ``python -m rlhf_spmd.agents.run_episodes SETTINGS``.
+"""The program of the process that runs agents: ``python -m rlhf_spmd.agents.run_episodes SETTINGS PARENT``.
 
 It reads an episode from each line of standard input, runs each in a thread of its own, and writes how it ended as a line to the file
-that ``RESULTS_FD`` names. What the agent prints goes where the rank's own output goes.
+that ``RESULTS_FD`` names, besides a line when the agent is imported and one every second. What the agent prints goes where the
+rank's own output goes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from numbers import Real
+from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
 from rlhf_spmd.agents.config import find_agent
+from rlhf_spmd.environments.runner import error_words
 
+PR_SET_PDEATHSIG = 1
 RESULTS_FD = "RLHF_SPMD_AGENT_RESULTS"
+JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # a scheduler may send them to all processes of a job
+BEAT_S = 1.0
 KEY = "agents"  # OPENAI_API_KEY of a command: the secret of its episode is in the address
 
 
 def main() -> None:
     """Run episodes until standard input ends."""
     settings = json.loads(sys.argv[1])
-    results = os.fdopen(int(os.environ[RESULTS_FD]), "w")
-    run = _function(settings["run"]) if settings["run"] else _command(settings["command"], settings["timeout_s"])
+    ignore_job_signals()
+    end_with(int(sys.argv[2]))
+    with suppress(OSError):  # if memory runs out, the kernel should end this process, not the rank
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    results_fd = int(os.environ.pop(RESULTS_FD))
+    os.set_inheritable(results_fd, False)
+    episodes_fd = os.dup(0)  # programs that agents start inherit standard input
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+    def close_in_child() -> None:  # or the end of this process would not be seen
+        os.close(results_fd)
+        os.close(episodes_fd)
+
+    os.register_at_fork(after_in_child=close_in_child)
+    results = os.fdopen(results_fd, "w")
     lock = Lock()
+
+    def write(line: dict[str, Any]) -> None:
+        with lock:
+            print(json.dumps(line), file=results, flush=True)
+
+    def beat() -> None:
+        while True:
+            time.sleep(BEAT_S)
+            write({})
+
+    run = _function(settings["run"]) if settings["run"] else _command(settings["command"], settings["timeout_s"])
+    write({"ready": True})
+    Thread(target=beat, daemon=True).start()
+
+    process = os.getpid()
 
     def run_episode(number: int, base_url: str, row: dict[str, Any]) -> None:
         try:
             result: dict[str, Any] = {"reward": _reward(run(base_url, row))}
         # The boundary to the user's agent: whatever it raises ends its episode.
         except BaseException as error:
-            result = {"failure": f"{type(error).__name__}: {error}"[:2000]}
-        with lock:
-            print(json.dumps({"number": number, **result}), file=results, flush=True)
+            result = {"failure": error_words(error)}
+        if os.getpid() != process:  # a child that the agent has forked
+            os._exit(0)
+        write({"number": number, **result})
 
-    for line in sys.stdin:
-        Thread(target=run_episode, kwargs=json.loads(line), daemon=True).start()
+    with os.fdopen(episodes_fd) as episodes:
+        for line in episodes:
+            Thread(target=run_episode, kwargs=json.loads(line), daemon=True).start()
+
+
+def ignore_job_signals() -> None:
+    """Let the rank decide when this process ends. Programs that it starts do not inherit a handler."""
+    for number in JOB_SIGNALS:
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel end this process when the process ``parent`` ends, which started it."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before
+            os._exit(0)
 
 
 def _function(name: str) -> Callable[[str, dict[str, Any]], Any]:
@@ -53,7 +111,6 @@ def _command(command: str, timeout_s: float) -> Callable[[str, dict[str, Any]], 
 
     def run(base_url: str, row: dict[str, Any]) -> Any:
         environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY}
-        environment.pop(RESULTS_FD)
         done = subprocess.run(
             shlex.split(command), input=json.dumps(row), stdout=subprocess.PIPE, text=True, timeout=timeout_s, env=environment
         )
@@ -70,7 +127,7 @@ def _command(command: str, timeout_s: float) -> Callable[[str, dict[str, Any]], 
 def _reward(result: Any) -> float:
     """Return the reward in what an agent returned. Raises TypeError or ValueError."""
     value = result.get("reward") if isinstance(result, dict) else result
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not isinstance(value, Real):  # also of numpy
         raise TypeError(f'an agent returns a number or {{"reward": number}}, not {result!r:.200}')
     reward = float(value)
     if reward != reward or abs(reward) == float("inf"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,17 +24,20 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
+from rlhf_spmd.agents.agent_process import environment_without_rank
 from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.agents.endpoint import AgentEndpoint, AskedTurn
 from rlhf_spmd.agents.episodes import Episode, Episodes
 from rlhf_spmd.agents.forest import Draws, EpisodeRow, PathTurn
+from rlhf_spmd.agents.run_episodes import JOB_SIGNALS, ignore_job_signals
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 
 MESSAGES_FD = "RLHF_SPMD_AGENT_MESSAGES"
 POLL_S = 0.02  # between looks at the clock and at how agents have ended
-LATE_S = 60.0  # after the limit of a call, until its rank gives the process up
+LATE_SHARE = 0.1  # of the limit of a call: so much later its rank gives the process up
+END_S = 10.0  # for the process to end
 
 
 @dataclass(frozen=True)
@@ -92,14 +96,16 @@ class AgentServer:
             "vocab_size": vocab_size,
         }
         reader, writer = os.pipe()
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)  # until the process has its handlers
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rlhf_spmd.agents.server", json.dumps(settings)],
             stdin=subprocess.PIPE,
             text=True,
-            env={**os.environ, MESSAGES_FD: str(writer)},
+            env={**environment_without_rank(), MESSAGES_FD: str(writer)},
             pass_fds=[writer],
             start_new_session=True,
         )
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         os.close(writer)
         self._messages: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._deadline = 0.0
@@ -116,7 +122,7 @@ class AgentServer:
         - longest: tokens that a conversation may have
         - limit_s: of all episodes together
         """
-        self._deadline = time.monotonic() + limit_s + LATE_S
+        self._deadline = time.monotonic() + (1 + LATE_SHARE) * limit_s
         self._send({"begin": {"episodes": [*episodes], "longest": longest, "limit_s": limit_s}})
 
     def receive(self, wait_s: float) -> dict[str, Any]:
@@ -148,7 +154,7 @@ class AgentServer:
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
-            self.process.wait(LATE_S)
+            self.process.wait(END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -169,13 +175,14 @@ def _read(fd: int, messages: SimpleQueue[dict[str, Any] | None]) -> None:
 
 def main() -> None:
     """Answer the agents of one call after another, until standard input ends."""
+    ignore_job_signals()
     settings = json.loads(sys.argv[1])
     config = AgentConfig(**settings["agent"])
     out = os.fdopen(int(os.environ.pop(MESSAGES_FD)), "w")
     dialect = Dialect(load_tokenizer(settings["tokenizer"]), EncodingConfig(**settings["encoding"]), settings["end_ids"])
     events: SimpleQueue[AskedTurn | dict[str, Any] | None] = SimpleQueue()
     endpoint = AgentEndpoint(config, dialect, settings["vocab_size"], events.put)
-    episodes = Episodes(config, endpoint.url_of)
+    episodes = Episodes(config, endpoint.url_of, endpoint.settle)
     endpoint.by_secret = episodes.by_secret
 
     def read() -> None:
@@ -215,7 +222,6 @@ def _run_call(call: Mapping[str, Any], endpoint: AgentEndpoint, episodes: Episod
         if turns:
             print(json.dumps({"asked": turns}), file=out, flush=True)
         episodes.advance()
-    endpoint.settle()
     print(json.dumps({"ended": _ended_call(all_episodes, endpoint, episodes)}), file=out, flush=True)
     episodes.end_call()
 

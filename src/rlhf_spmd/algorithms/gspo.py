@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rlhf_spmd.algorithms import grpo
 from rlhf_spmd.algorithms.base import validate
@@ -19,3 +20,4 @@ class Config(grpo.Config):
         PolicyLossConfig, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean", clip_ratio_low=3e-4, clip_ratio_high=4e-4
     )
     kl: KLConfig = inline(KLConfig, use_kl_in_reward=False)
+    takes_agents: ClassVar[bool] = False  # the loss is one of rows, and an episode may have several

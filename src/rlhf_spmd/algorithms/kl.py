@@ -81,6 +81,7 @@ class MeasuredKL:
     def settle(self, sums: Tensor) -> dict[str, float]:
         """Move the coefficient, once per step, by the :meth:`sums` of all ranks. Returns the metrics."""
         rows, tokens, total, row_total = sums.tolist()
+        rows, tokens = max(rows, 1.0), max(tokens, 1.0)  # of a step in which every episode of agents failed
         control = self.config.kl_ctrl
         coefficient = self.coefficient
         if self.config.use_kl_in_reward:

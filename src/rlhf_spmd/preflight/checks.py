@@ -134,6 +134,12 @@ AGENT_RULES: Rules = (
         "take token-mean",
     ),
     Rule(
+        ("agent.{s.agent_key}", "algorithm.mask_truncated_completions"),
+        lambda s: s.agent.is_on and s.algorithm.takes_agents and s.algorithm.policy.mask_truncated_completions,
+        "agents limit answers themselves, and turns that branches have in common would be lost with one of them",
+        "leave the second out",
+    ),
+    Rule(
         ("agent.{s.agent_key}", "algorithm.use_kl_in_reward"),
         lambda s: s.compares_episodes and s.algorithm.kl.use_kl_in_reward,
         "the rows of an episode have one score",

@@ -45,7 +45,7 @@ SamplingOverrides = Sequence[tuple[Reference, SamplingConfig]]  # rows, and the 
 
 class ActorWorker(ModelWorker):
     trained = True
-    warned = False  # that environments failed
+    warned = False  # that environments or agents failed
 
     def build_role(self) -> None:
         context = self.context
@@ -184,6 +184,8 @@ class ActorWorker(ModelWorker):
             limit = f"more than agent.max_failure_rate={config.max_failure_rate}"
             first = f"; the first here: {failures[0]}" if failures else ""
             raise EnvironmentFailure(f"{num_failed} of {num_rows} episodes failed, {limit}{first}")
+        if num_failed and not self.warned:
+            self._warn_of_failures("agent", "agents/failed, agents/timeouts", failures)
         metrics = {f"agents/{name}": [number] for name, number in vars(counts).items()}
         return completions, {"rows": [c.row_id for c in completions], **metrics}
 
@@ -257,11 +259,11 @@ class ActorWorker(ModelWorker):
                 check_failed_rows(configs[name], name, failed, num_rows, texts[0])
         failing = [name for name, (failed, _) in zip(configs, totals, strict=True) if failed]
         if failing and not self.warned:
-            self._warn_of_failures(failing[0], texts_by_name[failing[0]])
+            self._warn_of_failures(environment_key(failing[0]), "rollout/environment_failures", texts_by_name[failing[0]])
         return {"rollout/environment_failures": [int(counts[:, 0].sum())]}
 
-    def _warn_of_failures(self, name: str, failures: Sequence[str]) -> None:
-        """Print the first of the ``failures`` of environment ``name``, on the first rank of the pool that has some.
+    def _warn_of_failures(self, where: str, metric: str, failures: Sequence[str]) -> None:
+        """Print the first of the ``failures`` of what the key ``where`` names, on the first rank of the pool that has some.
 
         Collective over the pool: every rank of it must call, in program order.
         """
@@ -269,7 +271,7 @@ class ActorWorker(ModelWorker):
         pool = self.mesh.pool
         sources = torch.tensor([pool.rank if failures else pool.size])
         if int(pool.all_reduce(sources, "control", "min")) == pool.rank:
-            say(f"{environment_key(name)} failed; such rows are left out (rollout/environment_failures): {failures[0]}")
+            say(f"{where} failed; such rows are left out ({metric}): {failures[0]}")
 
     def rollout_state(self) -> dict[str, Tensor]:
         """Return the rows in flight on this replica as one tensor of bytes, for a checkpoint; {} except on a replica's first rank."""

@@ -107,7 +107,7 @@ class AgentRollouts:
                 ids = [*self.dialect.first_ids, next(iter(self.dialect.end_ids))]
                 tokens = RowTokens(ids, [False] * len(ids), [0.0] * len(ids), [version] * len(ids), "stop")
                 completions.append(self._completion(first, tokens, 0, [[]], math.nan, failure))
-                self.nodes[first] = {"episode": first, "node": "", "parent": "", "ending": ending}
+                self.nodes[first] = {"episode": first, "node": "", "parent": "", "ending": ending, "failure": failure}
         return completions
 
     def _completion(
