@@ -117,6 +117,12 @@ def test_agents_answer_validation_prompts(root: Path, tmp_path: Path) -> None:
     assert {json.loads(line)["score"] is None for line in lines} == {True, False}, "an episode that failed is no 0"
 
 
+def test_a_step_whose_episodes_all_failed_teaches_a_critic_nothing(root: Path, tmp_path: Path) -> None:
+    ppo = "algorithm.name=ppo", f"models.critic.path={root / 'model'}", "models.critic.dtype=float64"
+    metrics = train(1, root, tmp_path, "debate", *ppo, "agent.max_rows=2", "agent.max_failure_rate=1", steps=1)[0]
+    assert metrics["agents/failed"] == 8 and metrics["actor/grad_norm"] == metrics["critic/grad_norm"] == 0
+
+
 def test_requests_in_another_order_and_a_kill_in_the_middle(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +222,7 @@ def test_an_episode_that_fails_costs_itself(
     failed = expected["agents/failed"] + (0 if "agent.on_timeout=keep" in more else expected.get("agents/timeouts", 0))
     samples = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert [sample["score"] for sample in samples].count(None) == failed, "a failure is no score of 0"
+    assert all(("failure" in sample) == (sample["score"] is None) for sample in samples), "the reason can be read"
     if failed == 8:
         assert metrics["actor/grad_norm"] == 0
 
@@ -259,6 +266,9 @@ def test_a_command_is_an_agent(root: Path, tmp_path: Path) -> None:
         ((f"agent.run={AGENTS}:digits",), "must be `async def f"),
         ((f"agent.run={AGENTS}:absent",), "has no function 'absent'"),
         ((f"agent.run={AGENTS}:debate", "agent.command=true"), "both say what an episode runs"),
+        ((f"agent.run={AGENTS}:post",), "must be `async def f"),
+        (("agent.command='nosuchprogram x'",), "there is no program 'nosuchprogram'"),
+        (('agent.command="echo \'x"',), "No closing quotation"),
     ],
 )
 def test_what_is_refused_before_the_run(root: Path, tmp_path: Path, more: tuple[str, ...], message: str) -> None:

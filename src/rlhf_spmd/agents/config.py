@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import shlex
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -39,6 +41,12 @@ class AgentConfig:
             "both say what an episode runs",
             "leave one of them out",
         ),
+        Rule(
+            ("run", "command"),
+            lambda s: not s.is_on and s != type(s)(),
+            "other keys of the section are set, and nothing says what an episode runs",
+            "give one of them",
+        ),
     )
     run: str | None = None
     command: str | None = None
@@ -57,9 +65,16 @@ class AgentConfig:
         return self.run is not None or self.command is not None
 
     def check(self, where: str) -> None:
-        """Raise ValueError if ``run`` names no coroutine function. Imports the user's module."""
+        """Raise ValueError if ``run`` names no coroutine function, or ``command`` no program. Imports the user's module."""
         if self.run is not None:
             find_agent(self.run, where)
+        if self.command is not None:
+            try:
+                program = shlex.split(self.command)[:1]
+            except ValueError as error:
+                raise ValueError(f"{where}.command={self.command!r} cannot be read: {error}") from error
+            if not program or shutil.which(program[0]) is None:
+                raise ValueError(f"{where}.command={self.command!r}: there is no program {''.join(program)!r}")
 
 
 def find_agent(name: str, where: str = "agent") -> Callable[..., Any]:
