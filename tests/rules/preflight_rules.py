@@ -202,7 +202,7 @@ CASES = [
     (
         ppo("reward.function=null"),
         "reward.function=null: there is no reward; give reward.function, a reward model as reward.model, an environment that gives "
-        "rewards, or rewards of other names as rewards.<name>.function",
+        "rewards, an agent as agent.run, or rewards of other names as rewards.<name>.function",
     ),
     (ppo("reward.weight=0"), "reward.weight=0.0: nothing else is rewarded; leave it out"),
     # models

@@ -137,8 +137,8 @@ REWARD_RULES: Rules = (
         ("{s.key}.function",),
         lambda s: s.path is None and s.reward.function is None and not s.environment_rewards,
         "there is no {s.role}",
-        "give {s.key}.function, a reward model as {s.key}.model, an environment that gives rewards, or rewards of other names as "
-        "rewards.<name>.function",
+        "give {s.key}.function, a reward model as {s.key}.model, an environment that gives rewards, an agent as agent.run, or rewards "
+        "of other names as rewards.<name>.function",
     ),
     Rule(
         ("{s.key}.weight",),
