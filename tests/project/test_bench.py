@@ -225,7 +225,7 @@ SCRIPTS: dict[str, tuple[str, Callable[[Report], bool]]] = {
         "again ",
         lambda report: all(rank["examples"] == 100 for ranks in report["cases"].values() for rank in ranks),
     ),
-    "agents.py --episodes 16 --steps 1 --hidden 32": ("over_http", lambda report: report["steps"][0]["share"] > 0),
+    "agents.py --episodes 16 --steps 1 --hidden 32": ("over http", lambda report: report["steps"][0]["share"] > 0),
     "serve_soak.py --minutes 0.1 --clients 8": ("0 failures", lambda report: report["probe"] > 0 and report["failures"] == []),
     "reshard.py --sizes 2 --repeats 1": ("9 of 9 rows; beyond the formula one bucket at most", counts_what_formulas_say),
 }
