@@ -118,6 +118,14 @@ def test_the_import_of_an_agent_is_not_its_time(tmp_path: Path) -> None:
     assert [episode.ending for episode in run(config, limit_s=50.0)] == ["done"] * 3
 
 
+def test_an_agent_that_cannot_be_imported_there_fails_at_once(tmp_path: Path) -> None:
+    config = agent(tmp_path, "exits", timeout_s=20.0)
+    (tmp_path / "several.py").write_text("import os\nos._exit(5)\n")
+    started = time.monotonic()
+    episodes = run(config, limit_s=50.0, number=12)
+    assert {(episode.ending, episode.attempt) for episode in episodes} == {("failed", 2)} and time.monotonic() - started < 30
+
+
 def test_a_child_of_an_agent_does_not_end_its_episode(tmp_path: Path) -> None:
     episodes = run(agent(tmp_path, "forks", timeout_s=20.0), limit_s=30.0)
     assert [(episode.ending, episode.reward) for episode in episodes] == [("done", 1.0)] * 3

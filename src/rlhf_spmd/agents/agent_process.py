@@ -20,7 +20,8 @@ from threading import Thread
 from typing import Any
 
 from rlhf_spmd.agents.config import AgentConfig
-from rlhf_spmd.agents.run_episodes import JOB_SIGNALS, RESULTS_FD
+from rlhf_spmd.agents.run_episodes import RESULTS_FD
+from rlhf_spmd.rewards.worker_process import JOB_SIGNALS
 
 SILENT_S = 30.0  # without a beat: some agent lets no other thread of its process run
 PROGRAM_END_S = 1.0  # that programs of agents have to end

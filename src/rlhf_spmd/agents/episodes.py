@@ -134,24 +134,26 @@ class Episodes:
                 self._width = min(self._width + 1, self.config.concurrency)
             process.is_ready |= bool(result and "ready" in result)
         if has_ended or process.process.poll() is not None:
-            self._lose_process(f"the agents' process ended with code {process.kill()}")
+            self._lose_process(f"the agents' process ended with code {process.kill()}", process.is_ready)
         elif process.is_silent:
             process.kill()
-            self._lose_process("an agent has let no other thread of its process run")
+            self._lose_process("an agent has let no other thread of its process run", True)
 
-    def _lose_process(self, reason: str) -> None:
-        """Begin the episodes of a process that is gone again; if one ran alone, it has failed."""
+    def _lose_process(self, reason: str, was_ready: bool) -> None:
+        """Begin the episodes of a process that is gone again. One that ran alone has failed; all have if the import did."""
         self._process = None
-        lost, self.running = [*self.running.values()], {}
-        if len(lost) == 1:
-            lost[0].is_suspect = True
-            self._end(lost[0], "failed", None, reason)
+        episodes, self.running = [*self.running.values()], {}
+        if len(episodes) == 1 or not was_ready:
+            for episode in episodes:
+                episode.is_suspect = was_ready
+                self._end(episode, "failed", None, reason)
             return
-        for episode in reversed(lost):
+        for episode in reversed(episodes):
             self.by_secret.pop(episode.secret, None)
             episode.attempt -= 1
             self.waiting.appendleft(episode)
-        self._width = max(len(lost) // 4, 1)
+        if episodes:
+            self._width = max(len(episodes) // 4, 1)
 
     def _end(self, episode: Episode, ending: str, reward: float | None, failure: str | None) -> None:
         """Note the end of an attempt. One that failed begins again, if it may."""

@@ -8,7 +8,6 @@ rank's own output goes.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import shlex
@@ -25,10 +24,9 @@ from typing import Any
 
 from rlhf_spmd.agents.config import find_agent
 from rlhf_spmd.environments.runner import error_words
+from rlhf_spmd.rewards.worker_process import end_with, ignore_job_signals
 
-PR_SET_PDEATHSIG = 1
 RESULTS_FD = "RLHF_SPMD_AGENT_RESULTS"
-JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # a scheduler may send them to all processes of a job
 BEAT_S = 1.0
 KEY = "agents"  # OPENAI_API_KEY of a command: the secret of its episode is in the address
 
@@ -37,7 +35,7 @@ def main() -> None:
     """Run episodes until standard input ends."""
     settings = json.loads(sys.argv[1])
     ignore_job_signals()
-    end_with(int(sys.argv[2]))
+    end_with(int(sys.argv[2]), signal.SIGKILL)
     with suppress(OSError):  # if memory runs out, the kernel should end this process, not the rank
         Path("/proc/self/oom_score_adj").write_text("1000")
     results_fd = int(os.environ.pop(RESULTS_FD))
@@ -83,21 +81,6 @@ def main() -> None:
     with os.fdopen(episodes_fd) as episodes:
         for line in episodes:
             Thread(target=run_episode, kwargs=json.loads(line), daemon=True).start()
-
-
-def ignore_job_signals() -> None:
-    """Let the rank decide when this process ends. Programs that it starts do not inherit a handler."""
-    for number in JOB_SIGNALS:
-        signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
-
-
-def end_with(parent: int) -> None:
-    """Have the kernel end this process when the process ``parent`` ends, which started it."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before
-            os._exit(0)
 
 
 def _function(name: str) -> Callable[[str, dict[str, Any]], Any]:

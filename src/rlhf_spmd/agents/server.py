@@ -30,9 +30,9 @@ from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.agents.endpoint import AgentEndpoint, AskedTurn
 from rlhf_spmd.agents.episodes import Episode, Episodes
 from rlhf_spmd.agents.forest import Draws, EpisodeRow, PathTurn
-from rlhf_spmd.agents.run_episodes import JOB_SIGNALS, ignore_job_signals
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
+from rlhf_spmd.rewards.worker_process import JOB_SIGNALS, ignore_job_signals
 
 MESSAGES_FD = "RLHF_SPMD_AGENT_MESSAGES"
 POLL_S = 0.02  # between looks at the clock and at how agents have ended

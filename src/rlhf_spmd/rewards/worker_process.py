@@ -34,7 +34,7 @@ from rlhf_spmd.rewards.results import ReadAnswer, read_answer, read_result
 from rlhf_spmd.rewards.sandbox import descendants, remove_tree
 
 END = signal.SIGRTMAX  # from the rank to the keeper; no scheduler sends it
-JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # a scheduler sends them to all processes of a job
+JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # a scheduler sends them to all processes of a job
 MAX_DESCENDANTS = 100_000  # to look for
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -56,13 +56,13 @@ def fork_worker(rank: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (END, signal.SIGCHLD, *JOB_SIGNALS))
     _control(_PR_SET_CHILD_SUBREAPER, 1)
-    _end_with(rank, END)
+    end_with(rank, END)
     directory = tempfile.mkdtemp(prefix="rlhf_spmd_worker_")
     tempfile.tempdir = os.environ["TMPDIR"] = directory
     keeper = os.getpid()
     worker = os.fork()
     if worker == 0:
-        _end_with(keeper, signal.SIGKILL)
+        end_with(keeper, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_SETMASK, {*old_mask, *JOB_SIGNALS})  # until the worker has its handlers
         return
     os.close(0)
@@ -83,7 +83,7 @@ def fork_worker(rank: int) -> None:
     os._exit(code if code >= 0 else 128 - code)  # as a shell says that a signal ended it
 
 
-def _end_with(parent: int, number: int) -> None:
+def end_with(parent: int, number: int) -> None:
     """Have the kernel send a signal when the thread that started this process ends."""
     _control(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before that took effect
@@ -105,11 +105,7 @@ def run_worker(config: RewardConfig, where: str) -> None:
     _limit(resource.RLIMIT_CORE, 0)
     with suppress(OSError):  # if memory runs out all the same, the kernel should end this process, not the rank
         Path("/proc/self/oom_score_adj").write_text("1000")
-    # A scheduler signals the whole job at once, but the rank decides when its workers end. A handler, unlike SIG_IGN, is not
-    # inherited by programs that a reward function starts.
-    for number in JOB_SIGNALS:
-        signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
+    ignore_job_signals()
     request_fd, answer_fd = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -125,6 +121,16 @@ def run_worker(config: RewardConfig, where: str) -> None:
             return
         _send(answers, ["ready"])
         _serve(reward, requests, answers, config.timeout_s)
+
+
+def ignore_job_signals() -> None:
+    """Let the rank decide when this process ends: a scheduler signals the whole job at once.
+
+    A handler, unlike SIG_IGN, is not inherited by programs that the user's code starts.
+    """
+    for number in JOB_SIGNALS:
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
 
 
 def _limit(kind: int, gib: float) -> None:

@@ -81,8 +81,8 @@ def branches(rows: Sequence[TokenRow]) -> list[Branch]:
     """
     placed: list[Branch] = []
     for row in rows:
-        own = row.mask.index(True) if True in row.mask else len(row.ids)
-        begins = [_shared(row.ids, rows[n].ids, own, branch.was_drawn) for n, branch in enumerate(placed)]
+        first_learned = row.mask.index(True) if True in row.mask else len(row.ids)
+        begins = [_shared(row.ids, rows[n].ids, first_learned, branch.was_drawn) for n, branch in enumerate(placed)]
         begin = max(begins, default=0)
         origin = begins.index(begin) if begin else None
         shared = placed[origin].was_drawn[:begin] if origin is not None else []
