@@ -139,7 +139,10 @@ def test_an_episode_in_several_rows_is_judged_as_in_one(estimator: str) -> None:
 def test_a_turn_has_credit_by_the_turns_behind_it() -> None:
     """Rows without turns of others, with several turns, with none of the model's own, and with one at each end."""
     turns = [[2, 1], [0, 1], [], [1, 1, 3]]  # tokens of the model's turns, with one token of others between two
-    masks = [[bit for turn in row for bit in [False] * (i % 2) + [True] * turn + [False]] for i, row in enumerate(turns)]
+    masks = [
+        [bit for n, turn in enumerate(row) for bit in [False] * (n > 0 or i == 1) + [True] * turn]
+        for i, row in enumerate(turns)
+    ]
     lengths = torch.tensor([sum(row) for row in turns])
     ids = torch.arange(4)
     rows = Rows(ids, torch.zeros_like(ids), lengths, ragged(masks, torch.bool))

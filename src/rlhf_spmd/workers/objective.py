@@ -64,10 +64,8 @@ class Rows:
         if self.mask is None:
             return torch.zeros(int(self.lengths.sum()), dtype=torch.int64)
         mask, lengths = self.mask.values, self.mask.lengths
-        begins_turn = mask & ~mask.roll(1)
-        first = (lengths.cumsum(0) - lengths)[lengths > 0]
-        begins_turn[first] = mask[first]
-        turn = begins_turn.cumsum(0)  # over all rows
+        # over all rows; where a row's first turn has the number of the last row's, differences within the row stay
+        turn = (mask & ~mask.roll(1)).cumsum(0)
         last_turn = torch.cat([turn.new_zeros(1), turn])[lengths.cumsum(0)]
         return (torch.repeat_interleave(last_turn, lengths) - turn)[mask]
 
