@@ -18,7 +18,7 @@ def run(config: AgentConfig, limit_s: float, number: int = 3) -> list[Episode]:
     """Episodes of agents that ask nothing."""
     episodes = [Episode(i, f"e{i}", {"prompt": str(i)}) for i in range(number)]
     runner = Episodes(config, lambda secret: f"http://127.0.0.1:1/{secret}/v1")
-    runner.begin(episodes, limit_s)
+    runner.begin("call", episodes, limit_s)
     started = time.monotonic()
     while not runner.has_ended:
         assert time.monotonic() - started < 60
@@ -34,6 +34,54 @@ def test_episodes_that_wait_for_others_end_with_the_call() -> None:
     episodes = run(AgentConfig(command="sleep 600", timeout_s=1.5, concurrency=1), limit_s=3.0, number=20)
     assert time.monotonic() - started < 20 and {episode.ending for episode in episodes} == {"timeout"}
     assert {episode.reward for episode in episodes} == {None} and all(episode.failure for episode in episodes)
+
+
+def test_the_time_of_an_agent_stops_between_calls_and_in_others(tmp_path: Path) -> None:
+    """An agent takes 4 s and has 2.5 s, of which it uses 1 s before its call pauses; another call comes between."""
+    config = agent(tmp_path, "sleeps", timeout_s=2.5, concurrency=1)
+    runner = Episodes(config, lambda secret: f"http://127.0.0.1:1/{secret}/v1")
+    slow, quick = (Episode(i, f"e{i}", {"prompt": seconds}) for i, seconds in enumerate(("4", "0")))
+
+    def advance(seconds: float) -> list[Episode]:
+        until = time.monotonic() + seconds
+        ended = []
+        while time.monotonic() < until:
+            ended += runner.advance()
+            time.sleep(0.02)
+        return ended
+
+    runner.begin("one", [slow], 60.0)
+    while not runner._process or not runner._process.is_ready:
+        advance(0.05)
+    assert advance(1.0) == []
+    runner.begin("two", [quick], 60.0)
+    assert advance(1.0) == [quick], "it does not wait for the other call's"
+    runner.pause()
+    assert advance(1.2) == []
+    runner.begin("one", [], 60.0)
+    assert advance(1.3) == [slow] and slow.reward == 1.0
+    runner.close()
+
+
+@pytest.mark.parametrize("kind", ["run", "command"])
+def test_an_agent_that_takes_too_long_is_told_to_stop(tmp_path: Path, kind: str) -> None:
+    """And its process goes on with others."""
+    program = tmp_path / "agent.sh"
+    program.write_text(f"echo $$ > {tmp_path}/pid\nexec sleep 600\n")
+    config = (
+        AgentConfig(command=f"sh {program}", timeout_s=2.0) if kind == "command" else agent(tmp_path, "sleeps", timeout_s=2.0)
+    )
+    runner = Episodes(config, lambda secret: f"http://127.0.0.1:1/{secret}/v1")
+    runner.begin("call", [Episode(0, "e", {"prompt": "600"})], 60.0)
+    ended: list[Episode] = []
+    while not ended or runner._leftovers:
+        ended += runner.advance()
+        time.sleep(0.02)
+    process = runner._process
+    runner.pause()
+    assert [episode.ending for episode in ended] == ["timeout"] and process is not None
+    assert runner._process is process and process.process.poll() is None
+    runner.close()
 
 
 def test_programs_of_agents_end_with_their_call(tmp_path: Path) -> None:
@@ -66,6 +114,10 @@ import asyncio, os, re, subprocess, time
 async def reads(base_url, row):
     """Starts a program that reads standard input to its end."""
     return len(subprocess.run(["cat"], stdout=subprocess.PIPE, timeout=10).stdout)
+
+async def sleeps(base_url, row):
+    await asyncio.sleep(float(row["prompt"]))
+    return 1.0
 
 async def exits(base_url, row):
     await asyncio.sleep(0.2)

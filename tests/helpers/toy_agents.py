@@ -50,6 +50,19 @@ async def tool_user(base_url: str, row: Mapping[str, Any]) -> float:
     return total / 3
 
 
+async def uneven(base_url: str, row: Mapping[str, Any]) -> float:
+    """Every third row takes six turns with a slow tool between them; the others take one."""
+    messages: list[Message] = [{"role": "user", "content": row["prompt"]}]
+    total = 0.0
+    is_slow = int(row["prompt"].split()[0]) % 3 == 0
+    for number in range(6 if is_slow else 1):
+        await asyncio.sleep(0.3 * bool(number))
+        (answer,) = await ask(base_url, messages, max_tokens=8)
+        total += digits(answer["content"])
+        messages += [answer, {"role": "user", "content": f"{number}"}]
+    return total
+
+
 async def late_debate(base_url: str, row: Mapping[str, Any]) -> dict[str, float]:
     """The same debate, in which the first side asks later."""
     return await debate(base_url, row, 0.2)

@@ -111,10 +111,6 @@ CASES = [
         "variants",
     ),
     (
-        other("grpo", *AGENTS, "rollout.in_flight=16"),
-        "agent.command=true, rollout.in_flight=16: episodes end in the step that began them; leave the second out",
-    ),
-    (
         other("dr_grpo", *AGENTS),
         "agent.command=true, algorithm.loss_agg_mode=seq-mean-token-sum-norm: an episode with several conversations would count for "
         "more; take token-mean",

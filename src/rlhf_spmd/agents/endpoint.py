@@ -37,12 +37,14 @@ class AskedTurn(NamedTuple):
     """A turn to generate.
 
     - number: of the turn among all of the endpoint
+    - episode: number of its episode
     - prompt_ids: the whole conversation
     - num_continued: so many of them are the conversation of the turn before
     - draw_number: keys its draws
     """
 
     number: int
+    episode: int
     prompt_ids: list[int]
     max_new_tokens: int
     draw_number: int
@@ -56,16 +58,14 @@ class AgentEndpoint:
     - vocab_size: ids are below it
     - ask: called with each turn to generate
     - longest: tokens that a conversation may have
-    - num_ignored: requests of this call with settings that the trainer decides
     """
 
     def __init__(self, config: AgentConfig, dialect: Dialect, vocab_size: int, ask: Callable[[AskedTurn], None]) -> None:
         self.config, self.dialect, self.vocab_size, self.ask = config, dialect, vocab_size, ask
         self.by_secret: Mapping[str, Episode] = {}
         self.longest = 0
-        self.num_ignored = 0
-        self._waiting: dict[int, tuple[Turn, asyncio.Future[None]]] = {}
-        self._futures: dict[Turn, asyncio.Future[None]] = {}
+        self._waiting: dict[int, Turn] = {}  # turns that are generated, by number
+        self._futures: dict[Turn, asyncio.Future[None]] = {}  # done when such a turn has its draws
         self._number = 0
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
@@ -104,24 +104,17 @@ class AgentEndpoint:
         """Give a turn what the model drew. Any thread may call."""
         self.loop.call_soon_threadsafe(self._finish, number, draws)
 
-    def begin(self, longest: int) -> None:
-        """Begin a call, in whose conversations there may be ``longest`` tokens. Requests of earlier calls get an error."""
+    def close_forest(self, forest: Forest) -> None:
+        """Wait until what has been answered so far of an attempt is noted. Requests that wait, or that come later, get an error."""
 
-        async def begin() -> None:
-            self.longest, self.num_ignored = longest, 0
-            for _, future in self._waiting.values():
-                future.cancel()
-            self._waiting.clear()
-            self._futures.clear()
+        async def close() -> None:
+            forest.is_closed = True
+            for turn in forest.turns.values():
+                if (future := self._futures.pop(turn, None)) is not None:
+                    del self._waiting[turn.number]
+                    future.cancel()
 
-        asyncio.run_coroutine_threadsafe(begin(), self.loop).result()
-
-    def settle(self) -> None:
-        """Wait until what has been answered so far is noted."""
-
-        async def nothing() -> None: ...
-
-        asyncio.run_coroutine_threadsafe(nothing(), self.loop).result()
+        asyncio.run_coroutine_threadsafe(close(), self.loop).result()
 
     def close(self) -> None:
         """Stop answering."""
@@ -129,10 +122,10 @@ class AgentEndpoint:
         self.thread.join(2 * CLOSE_S)
 
     def _finish(self, number: int, draws: Draws) -> None:
-        if number in self._waiting:  # not of an earlier call
-            turn, future = self._waiting.pop(number)
+        if number in self._waiting:  # its episode has not ended
+            turn = self._waiting.pop(number)
             turn.draws = draws
-            future.set_result(None)
+            self._futures.pop(turn).set_result(None)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse(
@@ -170,7 +163,7 @@ class AgentEndpoint:
         """
         options = chat.conversation_options
         request = {**options, "max_tokens": chat.max_tokens}  # which decides what is drawn, and not what is read
-        self.num_ignored += chat.ignores
+        forest.num_ignored += chat.ignores
         parent, messages = forest.attach(chat.messages, options)
         turns: list[Turn] = []
         if chat.fields.n == 1 and (turn := forest.repeated(parent, messages, request, retries)) is not None:
@@ -208,9 +201,9 @@ class AgentEndpoint:
                 self._number += 1
                 turn.number = self._number
                 self._futures[turn] = self.loop.create_future()
-                self._waiting[turn.number] = turn, self._futures[turn]
+                self._waiting[turn.number] = turn
                 num_continued = len(prompt_ids) - len(turn.read_ids)
-                self.ask(AskedTurn(turn.number, prompt_ids, limit, turn.draw_number, num_continued))
+                self.ask(AskedTurn(turn.number, forest.episode, prompt_ids, limit, turn.draw_number, num_continued))
         try:
             if undrawn := [self._futures[turn] for turn in turns if turn.draws is None]:
                 await unless_gone(request, asyncio.wait(undrawn))  # which go on in any case

@@ -122,15 +122,20 @@ def row_tokens(turns: Sequence[PathTurn], draws: Mapping[int, Draws]) -> RowToke
 
 @dataclass(eq=False)
 class Forest:
-    """The turns of one attempt at an episode. ``key`` names it.
+    """The turns of one attempt at an episode.
 
+    - key: names the attempt
+    - episode: number of the episode
     - turns: by key, in the order in which they were asked for
-    - is_closed: the attempt has ended
+    - is_closed: the attempt has ended: what still comes is not learned
+    - num_ignored: requests with settings that the trainer decides
     """
 
     key: str
+    episode: int = 0
     turns: dict[str, Turn] = field(default_factory=dict)
     is_closed: bool = False
+    num_ignored: int = 0
     _by_conversation: dict[str, Turn] = field(default_factory=dict)  # digest of a conversation with its answer -> the turn
     _asked: dict[str, list[Turn]] = field(default_factory=dict)  # digest of a request -> the turns that answer it
 

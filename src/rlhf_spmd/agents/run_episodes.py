@@ -1,8 +1,8 @@
 """The program of the process that runs agents: ``python -m rlhf_spmd.agents.run_episodes SETTINGS PARENT``.
 
-It reads an episode from each line of standard input, runs each in a thread of its own, and writes how it ended as a line to the file
-that ``RESULTS_FD`` names, besides a line when the agent is imported and one every second. What the agent prints goes where the
-rank's own output goes.
+It reads an episode from each line of standard input, or the number of one to cancel. It runs each in a thread of its own, and writes
+how it ended as a line to the file that ``RESULTS_FD`` names, besides a line when the agent is imported and one every second. What the
+agent prints goes where the rank's own output goes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from threading import Lock, Thread
@@ -62,7 +63,8 @@ def main() -> None:
             time.sleep(BEAT_S)
             write({})
 
-    run = _function(settings["run"]) if settings["run"] else _command(settings["command"], settings["timeout_s"])
+    run = _function(settings["run"]) if settings["run"] else _command(settings["command"])
+    cancels: dict[int, Callable[[], object]] = {}  # by the number of a running episode
     write({"ready": True})
     Thread(target=beat, daemon=True).start()
 
@@ -70,36 +72,54 @@ def main() -> None:
 
     def run_episode(number: int, base_url: str, row: dict[str, Any]) -> None:
         try:
-            result: dict[str, Any] = {"reward": _reward(run(base_url, row))}
+            result: dict[str, Any] = {"reward": _reward(run(base_url, row, partial(cancels.__setitem__, number)))}
         # The boundary to the user's agent: whatever it raises ends its episode.
         except BaseException as error:
             result = {"failure": error_words(error)}
         if os.getpid() != process:  # a child that the agent has forked
             os._exit(0)
+        cancels.pop(number, None)
         write({"number": number, **result})
 
     with os.fdopen(episodes_fd) as episodes:
         for line in episodes:
-            Thread(target=run_episode, kwargs=json.loads(line), daemon=True).start()
+            message = json.loads(line)
+            if "cancel" not in message:
+                Thread(target=run_episode, kwargs=message, daemon=True).start()
+            elif (cancel := cancels.get(message["cancel"])) is not None:
+                with suppress(RuntimeError):  # it has ended meanwhile
+                    cancel()
 
 
-def _function(name: str) -> Callable[[str, dict[str, Any]], Any]:
+CancelNote = Callable[[Callable[[], object]], None]  # takes the function that cancels an episode
+Run = Callable[[str, dict[str, Any], CancelNote], Any]
+
+
+def _function(name: str) -> Run:
     """Return the user's coroutine function as a function that runs it."""
     function = find_agent(name)
-    return lambda base_url, row: asyncio.run(function(base_url, row))
+
+    async def main(base_url: str, row: dict[str, Any], note_cancel: CancelNote) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        note_cancel(partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel))
+        return await function(base_url, row)
+
+    return lambda *arguments: asyncio.run(main(*arguments))
 
 
-def _command(command: str, timeout_s: float) -> Callable[[str, dict[str, Any]], Any]:
+def _command(command: str) -> Run:
     """Return a function that runs a program and reads the reward from its last line."""
 
-    def run(base_url: str, row: dict[str, Any]) -> Any:
+    def run(base_url: str, row: dict[str, Any], note_cancel: CancelNote) -> Any:
         environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY}
-        done = subprocess.run(
-            shlex.split(command), input=json.dumps(row), stdout=subprocess.PIPE, text=True, timeout=timeout_s, env=environment
-        )
-        if done.returncode:
-            raise RuntimeError(f"{command} ended with code {done.returncode}")
-        lines = done.stdout.strip().splitlines()
+        pipe = subprocess.PIPE
+        with subprocess.Popen(shlex.split(command), stdin=pipe, stdout=pipe, text=True, env=environment) as program:
+            note_cancel(program.kill)
+            output, _ = program.communicate(json.dumps(row))
+        if program.returncode:
+            raise RuntimeError(f"{command} ended with code {program.returncode}")
+        lines = output.strip().splitlines()
         if not lines:
             raise ValueError(f"{command} has printed no reward")
         return json.loads(lines[-1])

@@ -3,8 +3,9 @@
 The rank's process computes; HTTP, templates and forests are in another one, so that neither waits for the other's interpreter. It
 lasts as long as the rank, without torch. Each line between the two is JSON:
 
-- to the process: ``{"begin": ...}`` begins the episodes of a generate call; ``{"draws": ...}`` answers turns
-- to the rank: ``{"asked": ...}``, turns to generate; ``{"ended": ...}``, the rows of all episodes
+- to the process: ``{"begin": ...}`` begins a generate call with new episodes, or goes on with one, and ``{"pause": true}`` ends that;
+  ``{"draws": ...}`` answers turns
+- to the rank: ``{"asked": ...}``, turns to generate; ``{"ended": ...}``, episodes with their rows
 
 ``python -m rlhf_spmd.agents.server SETTINGS`` is the process.
 """
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
@@ -40,47 +41,36 @@ LATE_SHARE = 0.1  # of the limit of a call: so much later its rank gives the pro
 END_S = 10.0  # for the process to end
 
 
-@dataclass(frozen=True)
-class AgentReport:
-    """Counts of a call on a replica."""
-
-    episodes: int = 0
-    turns: int = 0
-    new_roots: int = 0
-    retries: int = 0
-    failed: int = 0
-    timeouts: int = 0
-    ignored_settings: int = 0
-
-
 class EndedEpisode(NamedTuple):
-    """How an episode ended. ``failure``: why it is left out, if it is; it has no rows and no reward then."""
+    """How an episode ended.
 
-    row_id: int
+    - number: of the episode
+    - failure: why it is left out, if it is; it has no rows and no reward then
+    - turns: those that its agent has, also if it is left out
+    - new_roots: conversations but the first
+    - retries: attempts but the first
+    - ignored_settings: requests with settings that the trainer decides
+    """
+
+    number: int
     ending: str
     reward: float
     failure: str | None
     rows: list[EpisodeRow]
-
-
-class EndedCall(NamedTuple):
-    """All episodes of a call, and counts."""
-
-    episodes: list[EndedEpisode]
-    report: AgentReport
+    turns: int
+    new_roots: int
+    retries: int
+    ignored_settings: int
 
     @staticmethod
-    def of(message: Any) -> EndedCall:
+    def of(message: Sequence[Any]) -> EndedEpisode:
         """Return what a message says, which JSON has made lists."""
 
         def row(turns: Sequence[Any], observations: Any, node: str, parent: str) -> EpisodeRow:
             return EpisodeRow([PathTurn(*turn) for turn in turns], observations, node, parent)
 
-        def episode(row_id: int, ending: str, reward: float, failure: str | None, rows: Sequence[Any]) -> EndedEpisode:
-            return EndedEpisode(row_id, ending, reward, failure, [row(*each) for each in rows])
-
-        episodes, report = message
-        return EndedCall([episode(*each) for each in episodes], AgentReport(**report))
+        episode = EndedEpisode(*message)
+        return episode._replace(rows=[row(*each) for each in episode.rows])
 
 
 class AgentServer:
@@ -115,33 +105,37 @@ class AgentServer:
         if hasattr(self, "process"):
             self.close()
 
-    def begin(self, episodes: Iterable[tuple[int, str, Mapping[str, Any]]], longest: int, limit_s: float) -> None:
-        """Begin the episodes of a call.
+    def begin(self, call: str, episodes: Iterable[tuple[int, str, Mapping[str, Any]]], longest: int, limit_s: float) -> None:
+        """Begin a call, or go on with it.
 
-        - episodes: first row id, name that keys the draws, and columns of the row
+        - call: names it
+        - episodes: new ones: number, name that keys the draws, and columns of the row
         - longest: tokens that a conversation may have
-        - limit_s: of all episodes together
+        - limit_s: from now on, of all episodes of the call together
         """
         self._deadline = time.monotonic() + (1 + LATE_SHARE) * limit_s
-        self._send({"begin": {"episodes": [*episodes], "longest": longest, "limit_s": limit_s}})
+        self._send({"begin": {"call": call, "episodes": [*episodes], "longest": longest, "limit_s": limit_s}})
 
-    def receive(self, wait_s: float) -> dict[str, Any]:
-        """Return the process's next message: ``asked`` with the turns that have come, also none, or ``ended`` with the whole call.
+    def pause(self) -> None:
+        """End a call. The time of episodes that have not ended stops."""
+        self._send({"pause": True})
 
-        It waits up to ``wait_s`` for turns. Raises RuntimeError if the process has ended or does not answer.
+    def receive(self, wait_s: float) -> dict[str, list[Any]]:
+        """Return the turns that have come (``asked``) and the episodes that have ended (``ended``), as lists that JSON can have.
+
+        It waits up to ``wait_s`` for the first. Raises RuntimeError if the process has ended or does not answer.
         """
-        turns: list[Any] = []
+        news: dict[str, list[Any]] = {"asked": [], "ended": []}
         with suppress(Empty):
             while True:
-                message = self._messages.get(timeout=0.0 if turns or not wait_s else wait_s)
+                message = self._messages.get(timeout=0.0 if any(news.values()) or not wait_s else wait_s)
                 if message is None:
                     raise RuntimeError(f"the process that answers agents ended with code {self.process.wait()}")
-                if "ended" in message:
-                    return message
-                turns += message["asked"]
+                for name, values in message.items():
+                    news[name] += values
         if time.monotonic() > self._deadline:
             raise RuntimeError("the process that answers agents does not end their episodes")
-        return {"asked": turns}
+        return news
 
     def send(self, draws: Mapping[int, Draws]) -> None:
         """Give agents the turns that have ended. ``draws``: by the turns' numbers."""
@@ -174,7 +168,7 @@ def _read(fd: int, messages: SimpleQueue[dict[str, Any] | None]) -> None:
 
 
 def main() -> None:
-    """Answer the agents of one call after another, until standard input ends."""
+    """Answer agents until standard input ends."""
     ignore_job_signals()
     settings = json.loads(sys.argv[1])
     config = AgentConfig(**settings["agent"])
@@ -182,7 +176,7 @@ def main() -> None:
     dialect = Dialect(load_tokenizer(settings["tokenizer"]), EncodingConfig(**settings["encoding"]), settings["end_ids"])
     events: SimpleQueue[AskedTurn | dict[str, Any] | None] = SimpleQueue()
     endpoint = AgentEndpoint(config, dialect, settings["vocab_size"], events.put)
-    episodes = Episodes(config, endpoint.url_of, endpoint.settle)
+    episodes = Episodes(config, endpoint.url_of, endpoint.close_forest)
     endpoint.by_secret = episodes.by_secret
 
     def read() -> None:
@@ -190,15 +184,13 @@ def main() -> None:
             message = json.loads(line)
             for number, draws in message.get("draws", ()):
                 endpoint.finish(number, Draws(*draws))
-            if "begin" in message:
-                events.put(message["begin"])
+            if "draws" not in message:
+                events.put(message)
         events.put(None)
 
     Thread(target=read, daemon=True).start()
     try:
-        while (message := events.get()) is not None:
-            if isinstance(message, dict):  # a turn that comes after its call is nobody's
-                _run_call(message, endpoint, episodes, events, out)
+        _answer(endpoint, episodes, events, out)
     except (EOFError, BrokenPipeError):
         pass  # the rank has ended
     finally:
@@ -206,42 +198,38 @@ def main() -> None:
         endpoint.close()
 
 
-def _run_call(call: Mapping[str, Any], endpoint: AgentEndpoint, episodes: Episodes, events: SimpleQueue[Any], out: Any) -> None:
-    """Run the episodes of a call to their end. Raises EOFError if the rank has ended."""
-    endpoint.begin(call["longest"])
-    all_episodes = [Episode(*values) for values in call["episodes"]]
-    episodes.begin(all_episodes, call["limit_s"])
-    while not episodes.has_ended:
+def _answer(endpoint: AgentEndpoint, episodes: Episodes, events: SimpleQueue[Any], out: Any) -> None:
+    """Run episodes, and tell the rank what they ask for and how they end. Raises EOFError if the rank has ended."""
+    while True:
         turns: list[AskedTurn] = []
         with suppress(Empty):
             while True:
-                event = events.get(timeout=0.0 if turns else POLL_S)
+                event = events.get(timeout=None if episodes.has_ended and not turns else 0.0 if turns else POLL_S)
                 if event is None:
                     raise EOFError
-                turns.append(event)
+                if isinstance(event, AskedTurn):
+                    turns.append(event)
+                elif "pause" in event:
+                    episodes.pause()
+                else:
+                    _begin(event["begin"], endpoint, episodes)
         if turns:
             print(json.dumps({"asked": turns}), file=out, flush=True)
-        episodes.advance()
-    print(json.dumps({"ended": _ended_call(all_episodes, endpoint, episodes)}), file=out, flush=True)
-    episodes.end_call()
+        if ended := episodes.advance():
+            max_rows = episodes.config.max_rows
+            print(json.dumps({"ended": [_ended_episode(each, max_rows) for each in ended]}), file=out, flush=True)
 
 
-def _ended_call(all_episodes: Sequence[Episode], endpoint: AgentEndpoint, episodes: Episodes) -> tuple[Any, ...]:
-    rows = [[*episode.forest.rows()] for episode in all_episodes]
-    ended = [_ended_episode(*values, episodes.config.max_rows) for values in zip(all_episodes, rows, strict=True)]
-    report = AgentReport(
-        episodes=len(ended),
-        turns=sum(row.num_turns for each in rows for row in each),
-        new_roots=sum(max(episode.forest.num_roots - 1, 0) for episode in all_episodes),
-        retries=episodes.retries,
-        failed=sum(episode.ending == "failed" for episode in ended),
-        timeouts=sum(episode.ending == "timeout" for episode in ended),
-        ignored_settings=endpoint.num_ignored,
-    )
-    return ended, asdict(report)
+def _begin(call: Mapping[str, Any], endpoint: AgentEndpoint, episodes: Episodes) -> None:
+    endpoint.longest = call["longest"]
+    episodes.begin(call["call"], [Episode(*values) for values in call["episodes"]], call["limit_s"])
 
 
-def _ended_episode(episode: Episode, rows: list[EpisodeRow], max_rows: int) -> EndedEpisode:
+def _ended_episode(episode: Episode, max_rows: int) -> EndedEpisode:
+    """Return how an episode ended, with the rows to learn if it is not left out."""
+    forest = episode.forest
+    rows = [*forest.rows()]
+    counts = sum(row.num_turns for row in rows), max(forest.num_roots - 1, 0), max(episode.attempt - 1, 0), forest.num_ignored
     failure = episode.failure
     if failure is None and not rows:
         failure = "the agent has asked the model nothing"
@@ -249,9 +237,9 @@ def _ended_episode(episode: Episode, rows: list[EpisodeRow], max_rows: int) -> E
         failure = f"the episode has {len(rows)} conversations, and agent.max_rows={max_rows}"
     if failure is None:
         assert episode.reward is not None, "the agent has ended"
-        return EndedEpisode(episode.row_id, episode.ending, episode.reward, None, rows)
+        return EndedEpisode(episode.number, episode.ending, episode.reward, None, rows, *counts)
     ending = "failed" if episode.ending == "done" else episode.ending
-    return EndedEpisode(episode.row_id, ending, 0.0, failure, [])
+    return EndedEpisode(episode.number, ending, 0.0, failure, [], *counts)
 
 
 if __name__ == "__main__":

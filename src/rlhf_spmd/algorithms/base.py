@@ -257,7 +257,7 @@ def sample(models: Any, data: Any, global_step: int) -> tuple[Reference, Referen
     """
     prompts = data.prompts.next()
     rollout = models.actor.generate_sequences(prompts, data.sampling, global_step, data.prompts.num_groups)
-    if data.prompts.num_groups is None and data.prompts.rows_per_episode == 1:
+    if not data.prompts.takes_reported:
         return prompts.union(rollout), rollout
     ids = data.prompts.take_reported(models.controller.get(rollout)[0])
     return prompts.union(rollout).take(ids), rollout

@@ -177,7 +177,7 @@ class Generator:
 
     @contextmanager
     def reserving(self, longest: int) -> Iterator[int]:
-        """Open a context in which pages are reserved: :meth:`reserve_pages`, whose result it yields. At its end no row is kept.
+        """Open a context in which pages are reserved: :meth:`reserve_pages`, whose result it yields. Training comes behind it.
 
         Collective over the replica: every rank of it must call, in program order.
         """
@@ -186,10 +186,19 @@ class Generator:
         try:
             yield self.reserve_pages(longest)
         finally:
-            self.drop({row.request.row_id for row in self.kept})
             self.before_training()
             self.reserved = False
             self.config = config
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Open a context that begins without kept rows. Those of before are kept again at its end."""
+        rows, micro_batches = self.kept, self._micro_batches
+        self.kept, self._micro_batches = [], None
+        try:
+            yield
+        finally:
+            self.kept, self._micro_batches = rows, micro_batches
 
     def before_training(self) -> None:
         """Free the pages of kept rows, or do what ``kv_cache`` says. Their tokens stay. Training comes before the next call."""

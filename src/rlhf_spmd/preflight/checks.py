@@ -122,12 +122,6 @@ AGENT_RULES: Rules = (
         "take ppo or grpo, or one of their variants",
     ),
     Rule(
-        ("agent.{s.agent_key}", "rollout.in_flight"),
-        lambda s: s.agent.is_on and s.prompts_in_flight is not None,
-        "episodes end in the step that began them",
-        "leave the second out",
-    ),
-    Rule(
         ("agent.{s.agent_key}", "algorithm.loss_agg_mode"),
         lambda s: s.agent.is_on and s.algorithm.takes_agents and s.algorithm.policy.loss_agg_mode != "token-mean",
         "an episode with several conversations would count for more",

@@ -20,8 +20,9 @@ from rlhf_spmd.parallel.world import World
 from rlhf_spmd.process.program import ProgramContext
 from rlhf_spmd.rewards.eval_metrics import repeated_means
 from rlhf_spmd.telemetry.trace import Timeline, max_events_per_rank
+from rlhf_spmd.training.agent_rows import AgentRows
 from rlhf_spmd.training.run_plan import RunPlan
-from rlhf_spmd.training.streams import AgentStream, Data, InFlightStream, RowStream
+from rlhf_spmd.training.streams import Data, InFlightStream, RowStream
 from rlhf_spmd.training.validation import Validation, ValidationRows
 from rlhf_spmd.workers import ComputeWorker, ModelWorker, WorkerContext
 from rlhf_spmd.workers.role_plan import RolePlan, RolePlans
@@ -110,30 +111,29 @@ def build_data(run_plan: RunPlan, controller: Controller) -> Data:
     """Return ``data`` of the algorithm's step."""
     config = run_plan.config
     streams: dict[str, RowStream] = {}
-    rows_per_episode, first_ids = 1, None
+    agent_rows = None
     if config.agent.is_on:
-        rows_per_episode, first_ids = config.agent.max_rows, Dialect(run_plan.tokenizer, config.data, ()).first_ids
+        agent_rows = AgentRows(config.agent.max_rows, Dialect(run_plan.tokenizer, config.data, ()).first_ids)
     for name, dataset in run_plan.training.items():
         section = run_plan.streams[name]
         assert isinstance(section, DatasetConfig), "a stream that is trained on"
         loader = build_loader(dataset, section, config.run.seed)
-        if first_ids is not None:
-            streams[name] = AgentStream(loader, config.sampling.n, rows_per_episode, first_ids)
-        elif config.prompts_in_flight is not None and config.algorithm.streams[name].key == "data":
+        if config.prompts_in_flight is not None and config.algorithm.streams[name].key == "data":
             generation = next(iter(run_plan.generating.values())).placement_of("generate_sequences")
             replicas = ProtocolRanks(MICRO_DP, generation.shape, generation.pool, controller.speeds)
             streams[name] = InFlightStream(
-                loader, config.sampling.n, config.prompts_in_flight, replicas.num_parts, replicas.speeds
+                loader, config.sampling.n, config.prompts_in_flight, replicas.num_parts, replicas.speeds, agent_rows
             )
         else:
-            streams[name] = RowStream(loader, config.sampling.n if isinstance(section, DataConfig) else 1, len(streams))
+            n = config.sampling.n if isinstance(section, DataConfig) else 1
+            streams[name] = RowStream(loader, n, len(streams), agent_rows)
     rows: dict[str, ValidationRows] = {}
     for name, dataset in run_plan.validation.items():
         stream = run_plan.streams[name]
         duplicate_metrics = _duplicate_metrics(run_plan, dataset)
         rows[name] = ValidationRows(dataset, stream.val_batch_size, list(stream.val_sets), duplicate_metrics)
     sampling = run_plan.sampling(validates=True)
-    validation = Validation(controller, rows, sampling, config.run.log_samples, rows_per_episode, first_ids)
+    validation = Validation(controller, rows, sampling, config.run.log_samples, agent_rows)
     return Data(controller, streams, validation, run_plan.sampling())
 
 

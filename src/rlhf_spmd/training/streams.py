@@ -18,9 +18,10 @@ from torch import Tensor
 from rlhf_spmd.checkpoint.manifest import CheckpointError
 from rlhf_spmd.controller import Controller, Graph, PartitionSpec, Reference, source
 from rlhf_spmd.data.balance import fill_by_speed, partition_by_tokens
-from rlhf_spmd.data.batch import Batch, concat, ragged
+from rlhf_spmd.data.batch import Batch, concat
 from rlhf_spmd.data.loader import Loader
 from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.training.agent_rows import AgentRows
 from rlhf_spmd.training.validation import Validation
 
 STREAM_STRIDE = 1 << 56  # distance between the row ids of two streams, so that all row ids of a run differ
@@ -29,21 +30,34 @@ STREAM_STRIDE = 1 << 56  # distance between the row ids of two streams, so that 
 class RowStream:
     """Rows of the loader, each ``n`` times as a group. Every rank has the same; nothing is communicated.
 
-    ``number``: index of the stream in the run; ids of rows and groups begin at ``number * STREAM_STRIDE``.
+    - n: responses to each prompt; with agents, episodes
+    - number: index of the stream in the run; ids of rows and groups begin at ``number * STREAM_STRIDE``
+    - agent_rows: the form of the rows, if agents answer them
     """
 
-    rows_per_episode = 1  # row ids of each episode, of which its rows use the first
     # number of groups that each generation replica ends in a step; None: all groups that the step began
     num_groups: tuple[int, ...] | None = None
 
-    def __init__(self, loader: Loader, n: int = 1, number: int = 0) -> None:
+    def __init__(self, loader: Loader, n: int = 1, number: int = 0, agent_rows: AgentRows | None = None) -> None:
         self.loader = loader
-        self.n = n
+        self.agent_rows = agent_rows
+        self.n = n * self.rows_per_episode
         self.number = number
         # batches of this step, each with its reference and the state of the loader before it
         self._batches: list[tuple[Batch, Reference, dict[str, Any]]] = []
         self._position = 0  # of the next batch in ``_batches``
         self._numbers_to_keep: list[tuple[str, Tensor, Tensor]] = []  # name, entries and numbers of :meth:`keep`
+        self._used: np.ndarray | None = None  # ids of the rows that :meth:`take_reported` returned
+
+    @property
+    def rows_per_episode(self) -> int:
+        """Return how many row ids each episode has, of which its rows use the first; 1 without agents."""
+        return 1 if self.agent_rows is None else self.agent_rows.per_episode
+
+    @property
+    def takes_reported(self) -> bool:
+        """Return True if the generate call says which rows the step goes on with."""
+        return self.num_groups is not None or self.agent_rows is not None
 
     def next(self, size: int | None = None) -> Reference:
         """Return the next ``size`` rows of the data, by default the batch size, each ``n`` times as a group."""
@@ -53,23 +67,24 @@ class RowStream:
             self._return_rows()  # the trace took another number of rows
         if self._position == len(self._batches):
             loader_state = self.loader.state_dict()
-            rows = self._prepared(self.loader.next_batch(size).repeat(self.n))
+            rows = self._with_prompts(self.loader.next_batch(size).repeat(self.n))
             first = self.number * STREAM_STRIDE
             rows = Batch(rows.row_ids + first, rows.group_ids + first, rows.fields)
             self._batches.append((rows, source(rows), loader_state))
         self._position += 1
         return self._batches[self._position - 1][1]
 
-    def _prepared(self, rows: Batch) -> Batch:
-        """Return rows of the loader as the step gets them."""
-        return rows
+    def _with_prompts(self, rows: Batch) -> Batch:
+        return rows if self.agent_rows is None else self.agent_rows.with_prompts(rows)
 
-    def take_reported(self, reports: list[dict[str, Any]]) -> np.ndarray | None:
-        """Return the ids of the rows of :meth:`next` that the step goes on with, from its generate call; None: all of them.
+    def take_reported(self, reports: list[dict[str, Any]]) -> np.ndarray:
+        """Return the ids of the rows of :meth:`next` that the step goes on with.
 
-        ``reports``: the values of the call. A trace has none.
+        ``reports``: the values of the generate call. A trace has none.
         """
-        return None
+        ids = concat([rows for rows, *_ in self._batches]).row_ids.numpy()
+        self._used = ids if self.agent_rows is None else self.agent_rows.used(ids, reports)
+        return self._used
 
     def keep(self, rows: Reference, name: str, numbers: Tensor) -> None:
         """Keep ``numbers`` float64 [rows], the same on every rank, for rows of :meth:`next`.
@@ -97,6 +112,7 @@ class RowStream:
     def begin(self) -> None:
         """Begin an execution of the step: the trace and the run get the same rows."""
         self._position = 0
+        self._used = None
         self.forget_trace()
 
     def forget_trace(self) -> None:
@@ -110,7 +126,10 @@ class RowStream:
             self.loader.dataset.store_numbers(name, entries, numbers)
         step_rows = [rows for rows, *_ in self._batches]
         self._batches.clear()
-        return concat(step_rows) if step_rows else None
+        return self._without_unused(concat(step_rows)) if step_rows else None
+
+    def _without_unused(self, rows: Batch) -> Batch:
+        return rows if self._used is None else rows.take(np.flatnonzero(np.isin(rows.row_ids.numpy(), self._used)))
 
     def _return_rows(self) -> None:
         """Give the rows after the current position back to the loader."""
@@ -130,43 +149,6 @@ class RowStream:
         self.loader.load_state_dict(state)
 
 
-class AgentStream(RowStream):
-    """Prompts that agents answer: ``n`` episodes for each, with ``rows_per_episode`` row ids each, since a conversation may branch.
-
-    ``first_ids``: the tokens with which every conversation begins, which are the prompt of each row.
-    """
-
-    def __init__(self, loader: Loader, n: int, rows_per_episode: int, first_ids: list[int]) -> None:
-        super().__init__(loader, n * rows_per_episode)
-        self.rows_per_episode = rows_per_episode
-        self.first_ids = torch.tensor(first_ids, dtype=torch.int64)
-        self._used: np.ndarray | None = None  # ids of the rows that episodes have filled
-
-    def _prepared(self, rows: Batch) -> Batch:
-        return Batch(rows.row_ids, rows.group_ids, {**rows.fields, "prompt_ids": ragged([self.first_ids] * len(rows))})
-
-    def take_reported(self, reports: list[dict[str, Any]]) -> np.ndarray:
-        """Return the ids of the rows that episodes have filled. A trace has one for each episode."""
-        ids = concat([rows for rows, *_ in self._batches]).row_ids.numpy()
-        used = (
-            np.unique([row for report in reports for row in report["rows"]])
-            if reports
-            else ids[ids % self.rows_per_episode == 0]
-        )
-        self._used = used.astype(np.int64)
-        return self._used
-
-    def begin(self) -> None:
-        super().begin()
-        self._used = None
-
-    def commit(self) -> Batch | None:
-        rows = super().commit()
-        return (
-            rows if rows is None or self._used is None else rows.take(np.flatnonzero(np.isin(rows.row_ids.numpy(), self._used)))
-        )
-
-
 class InFlightStream(RowStream):
     """Prompts whose responses may take several steps (``rollout.in_flight``).
 
@@ -179,8 +161,16 @@ class InFlightStream(RowStream):
     ``workers/partial_rollouts.py`` says which object holds which part of a row in flight, and when.
     """
 
-    def __init__(self, loader: Loader, n: int, in_flight: int, num_replicas: int, speeds: tuple[float, ...] = ()) -> None:
-        super().__init__(loader, n)
+    def __init__(
+        self,
+        loader: Loader,
+        n: int,
+        in_flight: int,
+        num_replicas: int,
+        speeds: tuple[float, ...] = (),
+        agent_rows: AgentRows | None = None,
+    ) -> None:
+        super().__init__(loader, n, agent_rows=agent_rows)
         self.in_flight = in_flight
         self.partition_spec = PartitionSpec(num_replicas, keep_groups=True, speeds=speeds)
         replica_speeds = speeds or (1.0,) * num_replicas
@@ -203,24 +193,26 @@ class InFlightStream(RowStream):
             if missing > 0:
                 self._append(self.loader.next_batch(missing))
             assert self.prompts is not None
-            self._reference = source(self.prompts.repeat(self.n), {self.partition_spec: self.replicas.repeat(self.n)})
+            rows = self._with_prompts(self.prompts.repeat(self.n))
+            self._reference = source(rows, {self.partition_spec: self.replicas.repeat(self.n)})
         return self._reference
 
     def take_reported(self, reports: list[dict[str, Any]]) -> np.ndarray:
-        """Return the row ids of the groups that end in this step. A trace has no groups and takes as many as a step does."""
+        """Return the ids of the rows that end in this step. A trace has no groups and takes as many as a step does."""
         groups = [group for report in reports for group in report["groups"]]
         assert self.prompts is not None, "next() comes first"
         ids = self.prompts.row_ids.numpy()
         self._ended = np.isin(ids, groups) if groups else np.arange(len(ids)) < self.loader.batch_size
-        rows = self.prompts.take(np.flatnonzero(self._ended)).repeat(self.n)
-        return rows.row_ids.numpy()
+        ids = self.prompts.take(np.flatnonzero(self._ended)).repeat(self.n).row_ids.numpy()
+        self._used = ids if self.agent_rows is None else self.agent_rows.used(ids, reports)
+        return self._used
 
     def _entries(self, rows: Reference) -> Batch:
         """Raise ValueError for :meth:`keep` and :meth:`split_by_kept`, which need a batch of the loader."""
         raise ValueError("rollout.in_flight: a stream of prompts in flight keeps no numbers of rows; leave it out")
 
     def begin(self) -> None:
-        self._ended = None
+        self._ended = self._used = None
 
     def commit(self) -> Batch | None:
         step_rows = None
@@ -230,7 +222,7 @@ class InFlightStream(RowStream):
                 "same ones; sample by rlhf_spmd.algorithms.base.sample, or leave it out"
             )
         if self.prompts is not None and self._ended is not None:
-            step_rows = self.prompts.take(np.flatnonzero(self._ended)).repeat(self.n)
+            step_rows = self._without_unused(self._with_prompts(self.prompts.take(np.flatnonzero(self._ended)).repeat(self.n)))
             remaining = np.flatnonzero(~self._ended)
             self.prompts, self.replicas = self.prompts.take(remaining), self.replicas[remaining]
         self._reference = None

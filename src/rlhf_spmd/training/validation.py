@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from rlhf_spmd.controller import Controller, Reference, source
-from rlhf_spmd.data.batch import Batch, ragged
 from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.loader import validation_batches
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.rewards.eval_metrics import measure_sets
 from rlhf_spmd.rewards.results import RewardError
+from rlhf_spmd.training.agent_rows import AgentRows
 
 
 class ValidationRows(NamedTuple):
@@ -38,7 +38,7 @@ class Validation:
 
     - rows: validation rows by stream; their row ids are positions in the data set
     - num_shown: number of prompts of each set of which a response is kept in ``shown``, for people to read
-    - rows_per_episode, first_ids: as in ``AgentStream``, if agents answer the rows
+    - agent_rows: the form of the rows, if agents answer them
     - shown: responses since :meth:`take_shown` was called
     """
 
@@ -46,9 +46,13 @@ class Validation:
     rows: Mapping[str, ValidationRows]
     sampling: SamplingConfig
     num_shown: int
-    rows_per_episode: int = 1
-    first_ids: Sequence[int] | None = None
+    agent_rows: AgentRows | None = None
     shown: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def rows_per_episode(self) -> int:
+        """Return how many row ids each episode has; 1 without agents."""
+        return 1 if self.agent_rows is None else self.agent_rows.per_episode
 
     def take_shown(self) -> list[dict[str, Any]]:
         """Return the responses in ``shown``, and empty it."""
@@ -88,9 +92,8 @@ class Validation:
         fields = {"scores": [torch.empty(0)], "answer_codes": [torch.empty(0)]}
         for batch in validation_batches(rows.dataset, rows.batch_size):
             samples = batch.repeat(stride)
-            if self.first_ids is not None:
-                opening = ragged([torch.tensor(self.first_ids)] * len(samples))
-                samples = Batch(samples.row_ids, samples.group_ids, {**samples.fields, "prompt_ids": opening})
+            if self.agent_rows is not None:
+                samples = self.agent_rows.with_prompts(samples)
             scored_rows, calls = self._controller.run(script, source(samples), self.sampling, shown)
             for field_name, parts in fields.items():
                 parts.append(self._controller.get_field(scored_rows, field_name))

@@ -23,7 +23,7 @@ from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.sequence import Completion, Request
 from rlhf_spmd.objectives.rollout_correction import mismatch_sums
 from rlhf_spmd.telemetry.progress import say
-from rlhf_spmd.workers.agent_rollouts import AgentRollouts
+from rlhf_spmd.workers.agent_rollouts import AgentRollouts, AgentRow
 from rlhf_spmd.workers.critic import CriticWorker
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import (
@@ -136,9 +136,10 @@ class ActorWorker(ModelWorker):
         rollout_engine = self.rollout_engine
         assert rollout_engine is not None
         with rollout_engine.generation_weights():
+            num_complete = None if num_groups is None else num_groups[self.members(MICRO_DP).part_of[self.controller.rank]]
             if self.context.agent.is_on:
-                completions, report = self._run_agents(batch, sampling, global_step, version)
-            elif num_groups is None:
+                completions, report = self._run_agents(batch, sampling, global_step, version, num_complete)
+            elif num_complete is None:
                 # with environments, a replica's first rank waits for their answers and ticks meanwhile
                 environments = self._environments(batch)
                 tick = rollout_engine.tick_together if environments is None else self.controller.tick
@@ -146,7 +147,6 @@ class ActorWorker(ModelWorker):
                 completions = self.generator.generate(requests, sampling, sampling.seed, global_step, tick, *options)
                 report = {}
             else:
-                num_complete = num_groups[self.members(MICRO_DP).part_of[self.controller.rank]]
                 completions, groups = self.partial_rollouts.advance(
                     requests, sampling, global_step, version, num_complete, rollout_engine.tick_together
                 )
@@ -164,20 +164,23 @@ class ActorWorker(ModelWorker):
         return rows, report | _episode_report(completions)
 
     def _run_agents(
-        self, batch: Batch, sampling: SamplingConfig, global_step: int, version: int
+        self, batch: Batch, sampling: SamplingConfig, global_step: int, version: int, num_groups: int | None
     ) -> tuple[list[Completion], dict[str, Any]]:
-        """Return the rows of the batch's episodes, and the ids of the rows and metrics. Raises EnvironmentFailure if too many failed.
+        """Return rows of the batch's episodes, and their groups, ids and metrics. Raises EnvironmentFailure if too many failed.
+
+        ``num_groups``: of this replica that end in this call; None: all of them.
 
         Collective over the pool: every rank of it must call, in program order.
         """
         config = self.context.agent
         assert self.rollout_engine is not None
-        ids = [(i, row) for i, row in enumerate(batch.row_ids.tolist()) if row % config.max_rows == 0]
         columns = decode_json(batch["row"]) if len(batch) else []
-        rows = {row: columns[i] for i, row in ids}
-        completions, counts = self.agents.run(rows, sampling, global_step, version, self.rollout_engine.tick_together)
-        failures = [c.failure for c in completions if c.failure is not None]
-        sums = torch.tensor([len(failures), len(rows)])
+        ids = zip(batch.row_ids.tolist(), batch.group_ids.tolist(), columns, strict=True)
+        rows = {row: AgentRow(group, values) for row, group, values in ids if row % config.max_rows == 0}
+        tick = self.rollout_engine.tick_together
+        ended = self.agents.run(rows, sampling, global_step, version, tick, num_groups)
+        failures = [row.failure for row in ended.rows if row.failure is not None]
+        sums = torch.tensor([len(failures), len(ended.episodes)])
         sums *= self.generator.mesh.replica.rank == 0  # all ranks of a replica have its rows
         num_failed, num_rows = self.mesh.pool.all_reduce(sums, "control").tolist()
         if num_failed > config.max_failure_rate * num_rows:
@@ -186,8 +189,8 @@ class ActorWorker(ModelWorker):
             raise EnvironmentFailure(f"{num_failed} of {num_rows} episodes failed, {limit}{first}")
         if num_failed and not self.warned:
             self._warn_of_failures("agent", "agents/failed, agents/timeouts", failures)
-        metrics = {f"agents/{name}": [number] for name, number in vars(counts).items()}
-        return completions, {"rows": [c.row_id for c in completions], **metrics}
+        metrics = {f"agents/{name}": [number] for name, number in ended.counts.items()}
+        return ended.rows, {"groups": ended.groups, "rows": [row.row_id for row in ended.rows], **metrics}
 
     def _completed_rows(self, batch: Batch, completions: Sequence[Completion], global_step: int) -> Batch:
         """Return the rows of ``batch`` that ``completions`` answer, at least one, with the fields of generation.
@@ -279,8 +282,8 @@ class ActorWorker(ModelWorker):
         assert isinstance(worker, ActorWorker)
         members = worker.members(MICRO_DP)
         index = members.part_sent_by(self.controller.rank)
-        if index is None or not worker.context.partial_rollouts:
-            return {}
+        if index is None or not worker.context.partial_rollouts or worker.context.agent.is_on:
+            return {}  # episodes of agents begin again
         return {f"{self.name}.{index}": pack(worker.partial_rollouts.state())}
 
     def restore_rollouts(self, states: Iterable[Tensor]) -> None:
