@@ -63,6 +63,26 @@ def test_the_time_of_an_agent_stops_between_calls_and_in_others(tmp_path: Path) 
     runner.close()
 
 
+def test_episodes_whose_process_dies_between_calls_begin_again(tmp_path: Path) -> None:
+    runner = Episodes(agent(tmp_path, "sleeps", timeout_s=20.0), lambda secret: f"http://127.0.0.1:1/{secret}/v1")
+    episodes = [Episode(i, f"e{i}", {"prompt": "1.5"}) for i in range(3)]
+    runner.begin("one", episodes, 60.0)
+    while not runner._process or not runner._process.is_ready:
+        assert runner.advance() == []
+    runner.pause()
+    os.kill(runner._process.process.pid, 9)
+    for _ in range(50):
+        assert runner.advance() == []
+        time.sleep(0.02)
+    runner.begin("one", [], 60.0)
+    ended: list[Episode] = []
+    while len(ended) < 3:
+        ended += runner.advance()
+        time.sleep(0.02)
+    assert {(episode.reward, episode.attempt) for episode in ended} == {(1.0, 1)}
+    runner.close()
+
+
 @pytest.mark.parametrize("kind", ["run", "command"])
 def test_an_agent_that_takes_too_long_is_told_to_stop(tmp_path: Path, kind: str) -> None:
     """And its process goes on with others."""

@@ -233,7 +233,11 @@ class InFlightStream(RowStream):
         in_flight = [
             [group, int(replica), crc] for group, replica, crc in zip(groups, self.replicas, self._fingerprints(), strict=True)
         ]
-        return {**self.loader.state_dict(), "in_flight": in_flight, "n": self.n, **self._replica_state()}
+        return {**self.loader.state_dict(), "in_flight": in_flight, "n": self._num_samples, **self._replica_state()}
+
+    @property
+    def _num_samples(self) -> int:
+        return self.n // self.rows_per_episode
 
     def _replica_state(self) -> dict[str, Any]:
         speeds = list(self.partition_spec.speeds)
@@ -248,10 +252,10 @@ class InFlightStream(RowStream):
         self.loader.load_state_dict(state)
         in_flight = state.get("in_flight") or []
         if in_flight:
-            if (n := state["n"]) != self.n:
+            if (n := state["n"]) != self._num_samples:
                 raise CheckpointError(
                     f"the checkpoint has {len(in_flight)} prompts in flight with sampling.n={n} responses each, "
-                    f"and it is {self.n} now; their rows would answer other prompts"
+                    f"and it is {self._num_samples} now; their rows would answer other prompts"
                 )
             is_same_split = {key: state[key] for key in ("num_replicas", "speeds") if key in state} == self._replica_state()
             groups = [group for group, _, _ in in_flight]
