@@ -111,6 +111,85 @@ def test_the_client_of_openai_calls_a_tool(address: str) -> None:
     assert reasons == ["tool_calls"] * 2 and token_ids == [TEXT, *CALL, END] and 1 <= num_second <= 3
 
 
+# what openai-agents 0.24 sends with its default settings, with sampling that forces the answer
+AGENT_TOOL = {
+    "name": "add",
+    "parameters": {
+        "properties": {"a": {"title": "A", "type": "integer"}, "b": {"title": "B", "type": "string"}},
+        "required": ["a", "b"],
+        "title": "add_args",
+        "type": "object",
+        "additionalProperties": False,
+    },
+    "strict": True,
+    "type": "function",
+    "description": "Adds two numbers.",
+}
+AGENT: dict[str, Any] = {"model": "small", "include": [], "instructions": "Use tools.", "tools": [AGENT_TOOL]}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_responses_call_a_tool_and_take_its_result(address: str, stream: bool) -> None:
+    talk: list[dict[str, Any]] = [{"content": "2 and 3?", "role": "user"}]
+    response = responded(address, {**AGENT, "input": talk, **forced(TEXT, *CALL, END)}, stream)
+    said, call = response["output"]
+    assert said["content"][0]["text"] == "Let me see." and response["usage"]["output_tokens"] == len((TEXT, *CALL, END))
+    assert {key: call[key] for key in FUNCTION} == FUNCTION and response["status"] == "completed"
+    output = {"call_id": call["call_id"], "output": "5", "type": "function_call_output"}
+    body = {**AGENT, "input": [*talk, said, call, output], **forced(ANSWER, END)}
+    response = responded(address, body, stream)
+    assert [part["text"] for item in response["output"] for part in item["content"]] == ["So: 5."]
+
+
+def responded(address: str, body: dict[str, Any], stream: bool) -> Any:
+    """The response, of a stream from its last event."""
+    if not stream:
+        status, response = ask(address, "/responses", body)
+        assert status == 200, response
+        return response
+    raw = json.dumps({**body, "stream": True}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/responses", raw), timeout=60) as answer:
+        events = answer.read().decode().strip().split("\n\n")
+    kind, data = events[-1].split("\n")
+    assert kind == "event: response.completed"
+    return json.loads(data.removeprefix("data: "))["response"]
+
+
+def test_responses_that_cannot_be_are_refused(address: str) -> None:
+    status, error = ask(address, "/responses", {"input": "hi", "previous_response_id": "resp_1", "stream": True})
+    assert status == 400 and "responses are not kept" in error["message"]
+    status, error = ask(address, "/responses", {"input": "hi", "temperature": -1})
+    assert status == 400 and "temperature" in error["message"]
+
+
+RESPONSES_SCRIPT = """
+import json, sys
+import openai
+
+client = openai.OpenAI(base_url=sys.argv[1], api_key="none")
+body = json.loads(sys.argv[2])
+body.pop("include")
+known = {key: body.pop(key) for key in ("model", "instructions", "tools", "input", "temperature")}
+answer = client.responses.create(extra_body=body, **known)
+with client.responses.stream(extra_body=body, **known) as stream:
+    for event in stream:
+        pass
+    streamed = stream.get_final_response()
+print(json.dumps([[response.output_text, response.output[-1].arguments] for response in (answer, streamed)]))
+"""
+
+
+def test_the_client_of_openai_asks_for_responses(address: str) -> None:
+    if not CLIENT:
+        pytest.skip("the package openai is absent, and OPENAI_CLIENT_PYTHON names no Python that has it")
+    asked = {**AGENT, "input": "2 and 3?", **forced(TEXT, *CALL, END)}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [CLIENT, "-c", RESPONSES_SCRIPT, address, json.dumps(asked)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == [["Let me see.", FUNCTION["arguments"]]] * 2
+
+
 def test_token_ids_in_and_out(address: str) -> None:
     """Equal to what a completion says of the same prompt."""
     url = address.removesuffix("/v1")

@@ -33,8 +33,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rlhf_spmd.agents.http import HttpError, error_answer, read_bytes, unless_gone
+from rlhf_spmd.agents.http import HttpError, error_answer, read_body, read_bytes, unless_gone
 from rlhf_spmd.inference.openai_forms import Dialect
+from rlhf_spmd.inference.responses import ResponseAnswer, chat_of
 from rlhf_spmd.inference.service import Part, Service
 
 MAX_CONNECTIONS = 1024  # requests on further connections are refused
@@ -139,6 +140,7 @@ class Endpoint:
             Route("/v1/models/{name:path}", self._model),
             Route("/v1/completions", partial(self._answer, "completion"), methods=["POST"]),
             Route("/v1/chat/completions", partial(self._answer, "chat"), methods=["POST"]),
+            Route("/v1/responses", partial(self._answer, "chat", is_response=True), methods=["POST"]),
             Route("/inference/v1/generate", partial(self._answer, "generate"), methods=["POST"]),
             Route("/metrics", self._metrics),
             Route("/health", self._health),
@@ -203,8 +205,18 @@ class Endpoint:
     async def _metrics(self, request: Request) -> Response:
         return PlainTextResponse(self.service.metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    async def _answer(self, dialect: Dialect, request: Request) -> Response:
-        """Answer a request for responses. Raises ValueError, or ClientDisconnect if the client goes away."""
+    def _read(self, raw: bytes, dialect: Dialect, is_response: bool) -> tuple[dict[str, Any], ResponseAnswer | None]:
+        """Return a request as the service takes it, and how its answer becomes a response, if it shall. Raises ValueError."""
+        if not is_response:
+            return self.service.read(raw, dialect), None
+        body = read_body(raw)
+        return self.service.read(json.dumps(chat_of(body), ensure_ascii=False).encode(), dialect), ResponseAnswer(body)
+
+    async def _answer(self, dialect: Dialect, request: Request, is_response: bool = False) -> Response:
+        """Answer a request. Raises ValueError, or ClientDisconnect if the client goes away.
+
+        ``is_response``: the chat is asked for, and answered, in the form of OpenAI's Responses.
+        """
         self.access.check_token(request.headers)
         loop = asyncio.get_running_loop()
         service = self.service
@@ -224,15 +236,18 @@ class Endpoint:
         async def events(part: Part) -> AsyncIterator[str]:
             nonlocal is_served
             while part is not None:
-                yield f"data: {json.dumps(part[1])}\n\n"
+                for event in [f"data: {json.dumps(part[1])}\n\n"] if response is None else response.events(part[1]):
+                    yield event
                 part = await parts.get()
             is_served = False
-            yield "data: [DONE]\n\n"
+            if response is None:  # a response has an event of its own for its end
+                yield "data: [DONE]\n\n"
 
         is_stream = False
         try:
             raw = await read_bytes(request, self.access.max_body_bytes, "max_body_bytes")
-            body = await loop.run_in_executor(self.readers[len(raw) > LONG_BYTES], service.read, raw, dialect)
+            reader = self.readers[len(raw) > LONG_BYTES]
+            body, response = await loop.run_in_executor(reader, self._read, raw, dialect, is_response)
             del raw
             if service.state != "on":
                 raise HttpError(503, "the server is ending")
@@ -242,7 +257,9 @@ class Endpoint:
             assert first is not None, "an answer has a part"
             is_stream = first[0] == 200 and bool(body["body"].get("stream"))
             is_served = is_stream
-            return EventStream(events(first), leave) if is_stream else JSONResponse(first[1], first[0])
+            if is_stream:
+                return EventStream(events(first), leave)
+            return JSONResponse(first[1] if response is None or first[0] != 200 else response.whole(first[1]), first[0])
         finally:
             if not is_stream:
                 leave()
