@@ -87,6 +87,14 @@ def test_the_same_numbers_in_any_layout(root: Path, tmp_path: Path, case: str) -
     assert len({row["reward/mean"] for row in reference}) > 1
 
 
+@pytest.mark.parametrize("form", ["responses", "messages"])
+def test_the_same_numbers_in_any_form(root: Path, tmp_path: Path, form: str) -> None:
+    """OpenAI's Responses and Anthropic's Messages are chats."""
+    chats, others = (train(1, root, tmp_path / agent, agent, steps=2) for agent in ("tool_user", f"tool_user_of_{form}"))
+    for chat, other in zip(chats, others, strict=True):
+        assert {key: other[key] for key in EXACT} == {key: chat[key] for key in EXACT}
+
+
 @pytest.mark.parametrize("share", [False, pytest.param(True, marks=pytest.mark.long)], ids=["critic", "shared"])
 def test_a_critic_learns_each_turn_once(root: Path, tmp_path: Path, share: bool) -> None:
     critic = f"models.critic.path={root / 'model'}", "models.critic.dtype=float64"

@@ -135,6 +135,14 @@ TOOL: Message = {"role": "tool", "content": "6650", "tool_call_id": "1"}
                 {**HISTORY[1], "tool_calls": [{**CALL, "function": {"name": "find", "arguments": '{"query":"nile"}'}}]},
                 TOOL,
             ],
+            True,
+        ),
+        (
+            [
+                HISTORY[0],
+                {**HISTORY[1], "tool_calls": [{**CALL, "function": {"name": "find", "arguments": '{"query": "nil"}'}}]},
+                TOOL,
+            ],
             False,
         ),
     ],
@@ -151,6 +159,7 @@ TOOL: Message = {"role": "tool", "content": "6650", "tool_call_id": "1"}
         "beginning cut off",
         "summary",
         "arguments written anew",
+        "other arguments",
     ],
 )
 def test_each_kind_of_rewritten_history(rewritten: list[Message], is_same: bool) -> None:

@@ -33,6 +33,15 @@ async def ask(base_url: str, messages: Sequence[Message], **fields: Any) -> list
     return [choice["message"] for choice in answer["choices"]]
 
 
+def post_form(base_url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to a request in another form. Raises urllib.error.HTTPError."""
+    headers = {"Content-Type": "application/json", "anthropic-version": "2023-06-01"}
+    request = urllib.request.Request(f"{base_url}/{path}", json.dumps({"model": "actor", **body}).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
 def digits(text: str) -> float:
     """Return the share of digits in a text."""
     return sum(map(str.isdigit, text)) / max(len(text), 1)
@@ -47,6 +56,30 @@ async def tool_user(base_url: str, row: Mapping[str, Any]) -> float:
         share = digits(answer["content"])
         total += share
         messages += [answer, {"role": "user", "content": f"{share:.2f}"}]
+    return total / 3
+
+
+async def tool_user_of_responses(base_url: str, row: Mapping[str, Any]) -> float:
+    """The same over OpenAI's Responses."""
+    items: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    total = 0.0
+    for _ in range(3):
+        answer = await asyncio.to_thread(post_form, base_url, "responses", {"input": items, "max_output_tokens": 8})
+        share = digits(answer["output"][0]["content"][0]["text"])
+        total += share
+        items += [*answer["output"], {"role": "user", "content": f"{share:.2f}"}]
+    return total / 3
+
+
+async def tool_user_of_messages(base_url: str, row: Mapping[str, Any]) -> float:
+    """The same over Anthropic's Messages."""
+    messages: list[Message] = [{"role": "user", "content": row["prompt"]}]
+    total = 0.0
+    for _ in range(3):
+        answer = await asyncio.to_thread(post_form, base_url, "messages", {"messages": messages, "max_tokens": 8})
+        share = digits("".join(block["text"] for block in answer["content"]))
+        total += share
+        messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": f"{share:.2f}"}]
     return total / 3
 
 

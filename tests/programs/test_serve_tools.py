@@ -162,6 +162,22 @@ def test_responses_that_cannot_be_are_refused(address: str) -> None:
     assert status == 400 and "temperature" in error["message"]
 
 
+def test_messages_of_anthropic_are_chats(address: str) -> None:
+    """Whole and streamed; greedy, so both have the same text."""
+    body = {"model": "small", "messages": [{"role": "user", "content": "2 and 3?"}], "max_tokens": 6, "temperature": 0}
+    status, message = ask(address, "/messages", {**body, "system": "Add."})
+    messages = [{"role": "system", "content": "Add."}, *body["messages"]]
+    _, chat = ask(address, "/chat/completions", {**body, "messages": messages})
+    assert status == 200 and "".join(block["text"] for block in message["content"]) == chat["choices"][0]["message"]["content"]
+    assert message["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
+    raw = json.dumps({**body, "system": "Add.", "stream": True}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/messages", raw), timeout=60) as answer:
+        events = [json.loads(event.split("data: ")[1]) for event in answer.read().decode().strip().split("\n\n")]
+    texts = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(texts) == chat["choices"][0]["message"]["content"] and events[-1] == {"type": "message_stop"}
+    assert ask(address, "/messages", {**body, "tools": [{"type": "web_search_20250305", "name": "x"}]})[0] == 400
+
+
 RESPONSES_SCRIPT = """
 import json, sys
 import openai

@@ -1,4 +1,4 @@
-"""HTTP for agents while a model is trained: OpenAI's chat completions, on a thread.
+"""HTTP for agents while a model is trained: OpenAI's chats and Responses, and Anthropic's Messages, on a thread.
 
 The address of an episode has a secret, so a request is that of one episode. The thread renders requests and keeps the forests. Turns to
 generate go to ``ask``; :meth:`AgentEndpoint.finish` takes what the model drew for them.
@@ -7,9 +7,9 @@ generate go to ``ask``; :meth:`AgentEndpoint.finish` takes what the model drew f
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.dialect import ChatRequest, Dialect, completion_body, read_chat_request
 from rlhf_spmd.agents.episodes import Episode
 from rlhf_spmd.agents.forest import Draws, Forest, Turn
+from rlhf_spmd.agents.forms import CHAT, TRANSLATED, Answer, Form
 from rlhf_spmd.agents.http import HttpError, error_answer, read_body, read_bytes, unless_gone
 
 MAX_BODY_BYTES = 1 << 23
@@ -70,7 +71,10 @@ class AgentEndpoint:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         routes = [
-            Route("/{secret}/v1/chat/completions", self._chat, methods=["POST"]),
+            *(
+                Route(f"/{{secret}}/v1/{form.path}", partial(self._answer, form), methods=["POST"])
+                for form in (CHAT, *TRANSLATED)
+            ),
             Route("/{secret}/v1/models", self._models),
         ]
         app = Starlette(routes=routes)
@@ -132,27 +136,28 @@ class AgentEndpoint:
             {"object": "list", "data": [{"id": NAME, "object": "model", "created": 0, "owned_by": "rlhf_spmd"}]}
         )
 
-    async def _chat(self, request: Request) -> Response:
+    async def _answer(self, form: Form, request: Request) -> Response:
         try:
             body = read_body(await read_bytes(request, MAX_BODY_BYTES, "bytes of a request"))
             episode = self.by_secret.get(request.path_params["secret"])
             if episode is None:
                 raise HttpError(403, "there is no such episode, or it has ended", "invalid_api_key")
             forest = episode.forest  # a later attempt has another one
-            chat = read_chat_request(body)
+            chat = read_chat_request(form.chat_of(body))
             retries = int(request.headers.get(RETRIES, "0") or 0) > 0
             turns, prompt_ids = self._turns(forest, chat, retries)
             await self._generated(request, forest, turns, prompt_ids, chat)
-            answer = completion_body(NAME, turns[0].key, turns, chat, prompt_ids, self.dialect.tokenizer)
+            completion = completion_body(NAME, turns[0].key, turns, chat, prompt_ids, self.dialect.tokenizer)
         except ClientDisconnect:
             return Response(status_code=499)  # nginx's code for a client that has closed the connection
         except ValueError as error:
             status, content = error_answer(error)
             return JSONResponse(content, status)
+        answer = form.answer(body)
         response = (
-            StreamingResponse(_events(answer, chat.gives_usage), media_type="text/event-stream")
+            StreamingResponse(_events(answer, completion, chat.gives_usage), media_type="text/event-stream")
             if chat.fields.stream
-            else JSONResponse(answer)
+            else JSONResponse(answer.whole(completion))
         )
         return DeliveredResponse(response, forest, turns)
 
@@ -235,8 +240,8 @@ class DeliveredResponse(Response):
                 turn.num_waiting -= 1
 
 
-async def _events(body: Mapping[str, Any], gives_usage: bool) -> AsyncIterator[str]:
-    """Yield an answer as server-sent events: each choice in one part, then the usage if it is asked for."""
+async def _events(answer: Answer, body: Mapping[str, Any], gives_usage: bool) -> AsyncIterator[str]:
+    """Yield a completion as server-sent events: each choice in one part, then the usage if it is asked for."""
     head = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     for choice in body["choices"]:
         delta = dict(choice["message"])
@@ -244,7 +249,10 @@ async def _events(body: Mapping[str, Any], gives_usage: bool) -> AsyncIterator[s
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
         part = {**choice, "delta": delta}
         del part["message"]
-        yield f"data: {json.dumps({**head, 'choices': [part]})}\n\n"
+        for event in answer.events({**head, "choices": [part]}):
+            yield event
     if gives_usage:
-        yield f"data: {json.dumps({**head, 'choices': [], 'usage': body['usage']})}\n\n"
-    yield "data: [DONE]\n\n"
+        for event in answer.events({**head, "choices": [], "usage": body["usage"]}):
+            yield event
+    for event in answer.end():
+        yield event

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rlhf_spmd.data.messages import Arguments, Message
+from rlhf_spmd.data.messages import Message
 
 DRAW_BYTES = 7  # of a digest that key the draws of a turn: torch takes numbers below 2 ** 63
 
@@ -206,12 +206,15 @@ class Forest:
 
 
 def canonical(message: Message) -> list[Any]:
-    """Return what two messages must have in common to be the same one: all but names of calls that no model reads."""
+    """Return what two messages must have in common to be the same one.
+
+    That is all but names of calls, which no model reads, and how the JSON of arguments is written.
+    """
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = function["arguments"]
-        calls.append([function["name"], arguments.text if isinstance(arguments, Arguments) else arguments])
+        calls.append([function["name"], json.loads(arguments) if isinstance(arguments, str) else arguments])
     return [message["role"], message.get("content") or "", calls, message.get("name"), message.get("tool_call_id")]
 
 

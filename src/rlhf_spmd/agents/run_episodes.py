@@ -112,7 +112,9 @@ def _command(command: str) -> Run:
     """Return a function that runs a program and reads the reward from its last line."""
 
     def run(base_url: str, row: dict[str, Any], note_cancel: CancelNote) -> Any:
-        environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY}
+        root = base_url.removesuffix("/v1")  # Anthropic's clients add it
+        environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY, "ANTHROPIC_BASE_URL": root}
+        environment["ANTHROPIC_API_KEY"] = KEY
         pipe = subprocess.PIPE
         with subprocess.Popen(shlex.split(command), stdin=pipe, stdout=pipe, text=True, env=environment) as program:
             note_cancel(program.kill)

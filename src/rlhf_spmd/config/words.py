@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 MAX_KEYS = 40  # in a list of known keys
 MAX_DIGITS = 40  # of a number
@@ -35,6 +35,13 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """Return ``; did you mean 'x'?``, or the empty string if no known name is near."""
     matches = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
     return f"; did you mean '{matches[0]}'?" if matches else ""
+
+
+def check_keys(values: Iterable[str], known: Sequence[str], where: str) -> None:
+    """Raise ValueError for a key that is not among ``known``. ``where``: stands before it."""
+    for key in values:
+        if key not in known:
+            raise ValueError(f"unknown key '{where}{key}'{nearest(key, known)}")
 
 
 def listed(names: Sequence[object]) -> str:

@@ -22,7 +22,6 @@ For ``LLM`` and ``serve``, which answer requests:
 - ``outputs``: turns completions into outputs
 - ``llm``: the class ``LLM``
 - ``openai_forms``: OpenAI's and vLLM's JSON
-- ``responses``: OpenAI's Responses, as chats
 - ``answers``: a client's answer, whole or as a stream, while its responses grow
 - ``served_adapters``: LoRA adapters of the model, of which requests name one
 - ``service``: the queue of clients' requests in front of the engine

@@ -33,9 +33,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from rlhf_spmd.agents.forms import CHAT, TRANSLATED, Answer, Form
 from rlhf_spmd.agents.http import HttpError, error_answer, read_body, read_bytes, unless_gone
 from rlhf_spmd.inference.openai_forms import Dialect
-from rlhf_spmd.inference.responses import ResponseAnswer, chat_of
 from rlhf_spmd.inference.service import Part, Service
 
 MAX_CONNECTIONS = 1024  # requests on further connections are refused
@@ -140,7 +140,7 @@ class Endpoint:
             Route("/v1/models/{name:path}", self._model),
             Route("/v1/completions", partial(self._answer, "completion"), methods=["POST"]),
             Route("/v1/chat/completions", partial(self._answer, "chat"), methods=["POST"]),
-            Route("/v1/responses", partial(self._answer, "chat", is_response=True), methods=["POST"]),
+            *(Route(f"/v1/{form.path}", partial(self._answer, "chat", form=form), methods=["POST"]) for form in TRANSLATED),
             Route("/inference/v1/generate", partial(self._answer, "generate"), methods=["POST"]),
             Route("/metrics", self._metrics),
             Route("/health", self._health),
@@ -205,17 +205,17 @@ class Endpoint:
     async def _metrics(self, request: Request) -> Response:
         return PlainTextResponse(self.service.metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    def _read(self, raw: bytes, dialect: Dialect, is_response: bool) -> tuple[dict[str, Any], ResponseAnswer | None]:
-        """Return a request as the service takes it, and how its answer becomes a response, if it shall. Raises ValueError."""
-        if not is_response:
-            return self.service.read(raw, dialect), None
+    def _read(self, raw: bytes, dialect: Dialect, form: Form) -> tuple[dict[str, Any], Answer]:
+        """Return a request as the service takes it, and the form of its answer. Raises ValueError."""
+        if form is CHAT:
+            return self.service.read(raw, dialect), form.answer({})
         body = read_body(raw)
-        return self.service.read(json.dumps(chat_of(body), ensure_ascii=False).encode(), dialect), ResponseAnswer(body)
+        return self.service.read(json.dumps(form.chat_of(body), ensure_ascii=False).encode(), dialect), form.answer(body)
 
-    async def _answer(self, dialect: Dialect, request: Request, is_response: bool = False) -> Response:
+    async def _answer(self, dialect: Dialect, request: Request, form: Form = CHAT) -> Response:
         """Answer a request. Raises ValueError, or ClientDisconnect if the client goes away.
 
-        ``is_response``: the chat is asked for, and answered, in the form of OpenAI's Responses.
+        ``form``: in which a chat is asked for and answered.
         """
         self.access.check_token(request.headers)
         loop = asyncio.get_running_loop()
@@ -236,18 +236,18 @@ class Endpoint:
         async def events(part: Part) -> AsyncIterator[str]:
             nonlocal is_served
             while part is not None:
-                for event in [f"data: {json.dumps(part[1])}\n\n"] if response is None else response.events(part[1]):
+                for event in answer.events(part[1]):
                     yield event
                 part = await parts.get()
             is_served = False
-            if response is None:  # a response has an event of its own for its end
-                yield "data: [DONE]\n\n"
+            for event in answer.end():
+                yield event
 
         is_stream = False
         try:
             raw = await read_bytes(request, self.access.max_body_bytes, "max_body_bytes")
             reader = self.readers[len(raw) > LONG_BYTES]
-            body, response = await loop.run_in_executor(reader, self._read, raw, dialect, is_response)
+            body, answer = await loop.run_in_executor(reader, self._read, raw, dialect, form)
             del raw
             if service.state != "on":
                 raise HttpError(503, "the server is ending")
@@ -259,7 +259,7 @@ class Endpoint:
             is_served = is_stream
             if is_stream:
                 return EventStream(events(first), leave)
-            return JSONResponse(first[1] if response is None or first[0] != 200 else response.whole(first[1]), first[0])
+            return JSONResponse(answer.whole(first[1]) if first[0] == 200 else first[1], first[0])
         finally:
             if not is_stream:
                 leave()

@@ -12,7 +12,7 @@ from rlhf_spmd.agents.answer_calls import calls_schema, check_tools
 from rlhf_spmd.agents.dialect import NO_EFFECT
 from rlhf_spmd.config.rules import check_section
 from rlhf_spmd.config.schema import read_section
-from rlhf_spmd.config.words import nearest
+from rlhf_spmd.config.words import check_keys
 from rlhf_spmd.data.messages import thoughts_of
 from rlhf_spmd.data.tokenizer import UNFINISHED
 from rlhf_spmd.inference.requests import is_ids
@@ -59,13 +59,6 @@ def with_sampling_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     check_keys(params, SAMPLING_KEYS, "sampling_params.")
     prompt = request_fields.pop("token_ids", None)
     return {**params, **request_fields, "prompt": prompt}
-
-
-def check_keys(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Raise ValueError for a key that is not among ``known``."""
-    for key in values:
-        if key not in known:
-            raise ValueError(f"unknown key '{where}{key}'{nearest(key, known)}")
 
 
 def check_sizes(body: Mapping[str, Any], vocab_size: int, longest: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_spmd.inference.responses import ResponseAnswer, chat_of
+from rlhf_spmd.agents.openai_responses import ResponseAnswer, chat_of
 
 ADD = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": True}
 CALL = {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "add", "arguments": '{"a": 2}', "status": "completed"}

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_spmd.agents.dialect import NO_EFFECT, SAMPLING
-from rlhf_spmd.config.words import listed
-from rlhf_spmd.inference.openai_forms import check_keys
+from rlhf_spmd.config.words import check_keys, listed
 
 # fields that a chat has under the same name
 SAME = ("model", "stream", "parallel_tool_calls", "chat_template_kwargs", "cache_salt", *SAMPLING)
@@ -156,6 +155,10 @@ class ResponseAnswer:
             yield from self._advance(_number(chunk), choice["delta"], choice["finish_reason"])
         if "usage" in chunk:
             yield self._event(f"response.{self.status}", response=self._response(chunk))
+
+    def end(self) -> Iterator[str]:
+        """Yield nothing: the event with the status is the last."""
+        return iter(())
 
     def _advance(self, number: str, message: Mapping[str, Any], finish_reason: str | None) -> Iterator[str]:
         """Add what is new in a chat's answer, and yield the events."""
