@@ -24,7 +24,7 @@ from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.dialect import ChatRequest, Dialect, completion_body, read_chat_request
 from rlhf_spmd.agents.episodes import Episode
 from rlhf_spmd.agents.forest import Draws, Forest, Turn
-from rlhf_spmd.agents.forms import CHAT, TRANSLATED, Answer, Form
+from rlhf_spmd.agents.forms import CHAT, TRANSLATED, AnswerForm, Form
 from rlhf_spmd.agents.http import HttpError, error_answer, read_body, read_bytes, unless_gone
 
 MAX_BODY_BYTES = 1 << 23
@@ -240,7 +240,7 @@ class DeliveredResponse(Response):
                 turn.num_waiting -= 1
 
 
-async def _events(answer: Answer, body: Mapping[str, Any], gives_usage: bool) -> AsyncIterator[str]:
+async def _events(answer: AnswerForm, body: Mapping[str, Any], gives_usage: bool) -> AsyncIterator[str]:
     """Yield a completion as server-sent events: each choice in one part, then the usage if it is asked for."""
     head = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     for choice in body["choices"]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from rlhf_spmd.agents import anthropic_messages, openai_responses
 
 
-class Answer(Protocol):
+class AnswerForm(Protocol):
     """An answer in one of the forms, from that of a chat."""
 
     def whole(self, chat: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -53,7 +53,7 @@ class Form:
 
     path: str
     chat_of: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    answer: Callable[[Mapping[str, Any]], Answer]
+    answer: Callable[[Mapping[str, Any]], AnswerForm]
 
 
 CHAT = Form("chat/completions", lambda body: body, ChatAnswer)

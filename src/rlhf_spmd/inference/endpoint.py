@@ -33,7 +33,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rlhf_spmd.agents.forms import CHAT, TRANSLATED, Answer, Form
+from rlhf_spmd.agents.forms import CHAT, TRANSLATED, AnswerForm, Form
 from rlhf_spmd.agents.http import HttpError, error_answer, read_body, read_bytes, unless_gone
 from rlhf_spmd.inference.openai_forms import Dialect
 from rlhf_spmd.inference.service import Part, Service
@@ -205,7 +205,7 @@ class Endpoint:
     async def _metrics(self, request: Request) -> Response:
         return PlainTextResponse(self.service.metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    def _read(self, raw: bytes, dialect: Dialect, form: Form) -> tuple[dict[str, Any], Answer]:
+    def _read(self, raw: bytes, dialect: Dialect, form: Form) -> tuple[dict[str, Any], AnswerForm]:
         """Return a request as the service takes it, and the form of its answer. Raises ValueError."""
         if form is CHAT:
             return self.service.read(raw, dialect), form.answer({})
