@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 import tasks
 import toy_agents
 from generate_runs import CONFIG, write_tokenizer
 from ranks import run_ranks
+from rlhf_spmd import train as train_from_python
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.train import prepare
 from tiers import tiers
@@ -85,6 +89,20 @@ def test_the_same_numbers_in_any_layout(root: Path, tmp_path: Path, case: str) -
         assert {key: two[key] for key in EXACT} == {key: pytest.approx(one[key], rel=1e-8, abs=1e-12) for key in EXACT}
         assert one["rollout/log_prob_diff_max"] < 1e-12 > two["rollout/log_prob_diff_max"], "what is learned is what was drawn"
     assert len({row["reward/mean"] for row in reference}) > 1
+
+
+def test_no_process_outlives_a_run_from_python(root: Path, tmp_path: Path) -> None:
+    gc.disable()  # which would end it some time
+    try:
+        train_from_python(
+            OmegaConf.to_container(OmegaConf.from_dotlist(settings(root, tmp_path, 1, f"agent.run={AGENTS}:debate")))
+        )
+        children = [children.read_text().split() for children in Path("/proc/self/task").glob("*/children")]
+        commands = [Path("/proc", child, "cmdline").read_text() for child in itertools.chain(*children)]
+        assert not [command for command in commands if "rlhf_spmd.agents" in command]
+    finally:
+        gc.enable()
+    assert json.loads((tmp_path / "exit_status.json").read_text())["class"] == "done"
 
 
 @pytest.mark.parametrize("share", [False, pytest.param(True, marks=pytest.mark.long)], ids=["critic", "shared"])
