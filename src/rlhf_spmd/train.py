@@ -41,7 +41,11 @@ def train(program: ProgramContext[RunPlan]) -> None:
     trainer = Trainer(program, models, data)
     if world.rank == 0:
         print(run_banner(run_plan, world), file=sys.stderr)
-    trainer.run(partial(run_script, run_plan, models, data), partial(validate, run_plan, models, data))
+    try:
+        trainer.run(partial(run_script, run_plan, models, data), partial(validate, run_plan, models, data))
+    finally:  # a caller of train(config) goes on
+        for role in run_plan.roles:
+            getattr(models, role).close()
 
 
 def exact_on_all_hosts(run_plan: RunPlan, world: World) -> bool:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 import tasks
 import toy_agents
 from generate_runs import CONFIG, write_tokenizer
 from ranks import run_ranks
+from rlhf_spmd import train as train_from_python
 from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.train import prepare
 from tiers import tiers
@@ -93,6 +97,20 @@ def test_the_same_numbers_in_any_form(root: Path, tmp_path: Path, form: str) -> 
     chats, others = (train(1, root, tmp_path / agent, agent, steps=2) for agent in ("tool_user", f"tool_user_of_{form}"))
     for chat, other in zip(chats, others, strict=True):
         assert {key: other[key] for key in EXACT} == {key: chat[key] for key in EXACT}
+
+
+def test_no_process_outlives_a_run_from_python(root: Path, tmp_path: Path) -> None:
+    gc.disable()  # which would end it some time
+    try:
+        train_from_python(
+            OmegaConf.to_container(OmegaConf.from_dotlist(settings(root, tmp_path, 1, f"agent.run={AGENTS}:debate")))
+        )
+        children = [children.read_text().split() for children in Path("/proc/self/task").glob("*/children")]
+        commands = [Path("/proc", child, "cmdline").read_text() for child in itertools.chain(*children)]
+        assert not [command for command in commands if "rlhf_spmd.agents" in command]
+    finally:
+        gc.enable()
+    assert json.loads((tmp_path / "exit_status.json").read_text())["class"] == "done"
 
 
 @pytest.mark.parametrize("share", [False, pytest.param(True, marks=pytest.mark.long)], ids=["critic", "shared"])

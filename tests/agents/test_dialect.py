@@ -67,7 +67,11 @@ def test_what_is_no_call_stays_in_the_content(dialect: Dialect) -> None:
     [
         ({"messages": [USER], "stop": ["a"]}, "unknown key 'stop'"),
         ({"messages": [USER], "top_logprobs": 2}, "top_logprobs=2: must be at least 0 and at most 0"),
-        ({"messages": [USER], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [USER], "tool_choice": "required"}, "tool_choice='required': no call can be forced"),
+        (
+            {"messages": [USER], "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+            "tool_choice=.*: no call can be forced",
+        ),
         ({"messages": [USER], "tools": [{}]}, r"tools\[0\] must be"),
         ({"messages": [USER], "n": 0}, "n=0"),
         ({"messages": [USER], "n": 1000}, "n=1000"),

@@ -103,6 +103,25 @@ def test_a_request_whose_answer_was_lost_gets_the_same_turn() -> None:
     assert forest.repeated(None, [user("other")], NO_OPTIONS, retries=True) is None
 
 
+def test_a_retry_among_equal_requests_gets_the_turn_that_was_asked_for_last() -> None:
+    forest = Forest("e")
+    first, second, third = (ask(forest, [user("ab")], answer) for answer in "cde")
+
+    def retried() -> Turn | None:
+        return forest.repeated(None, [user("ab")], NO_OPTIONS, retries=True)
+
+    assert retried() is third, "all were delivered: the client has not read the last one"
+    third.num_waiting = 1
+    assert retried() is third, "another retry is answered: that changes nothing"
+    second.was_delivered, second.num_waiting = False, 1
+    assert retried() is second, "its client seems to wait, and has gone"
+    first.was_delivered = False
+    assert retried() is first, "its client is known to have gone"
+    assert forest.repeated(None, [user("ab")], NO_OPTIONS, retries=False) is first
+    second.num_waiting = 0
+    assert retried() is second, "of two that were lost the later one"
+
+
 def test_what_the_agent_never_got_is_not_learned() -> None:
     forest = Forest("e")
     ask(forest, [user("ab")], "c")

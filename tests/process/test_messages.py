@@ -13,11 +13,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from rlhf_spmd.config.registry import resolve_function
 from rlhf_spmd.parallel.launch import JOB_KEY, Launch, connect_store
 from rlhf_spmd.process import exit as process_exit
 from rlhf_spmd.process import launcher, messages, startup_checks
@@ -199,6 +201,25 @@ def test_a_node_that_does_not_see_the_directory_of_the_key_ends_all_with_its_lin
 def test_a_signal_while_nothing_could_be_ended_ends_the_job_before_it_reads_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(JOB_KEY, "key")
     assert codes_of_two_nodes(monkeypatch, [None, None], signal_number=signal.SIGTERM) == [10, 10]
+
+
+@pytest.mark.parametrize("catches", [False, True], ids=["import fails", "import goes on"])
+def test_a_signal_during_an_import_is_no_error_of_the_module(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, catches: bool
+) -> None:
+    """The import makes a ValueError of whatever the module raises, and the module may catch it."""
+    monkeypatch.setattr(startup_checks, "connect_store", lambda launch, on_wait: dist.HashStore())
+    monkeypatch.setattr(startup_checks, "end_rank", lambda launch, code: sys.exit(code))
+    signalled = "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)"
+    caught = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGTERM)\nexcept Exception:\n    pass"
+    module = tmp_path / "agent.py"
+    module.write_text(f"{caught if catches else signalled}\n\n\ndef run():\n    pass\n")
+    prepare = partial(resolve_function, f"{module}:run", "agent")
+    with startup_checks.EarlySignals() as signals, pytest.raises(SystemExit) as ending:
+        startup_checks.agree_on_input(Launch(), prepare, lambda _: {}, tmp_path, signals)
+    assert ending.value.code == 10 and capsys.readouterr().err == "ended by SIGTERM before the first step\n"
+    status = read_exit_status(tmp_path)
+    assert status is not None and status.class_ == "signal"
 
 
 @pytest.mark.parametrize("key", ["", "key"])

@@ -480,4 +480,17 @@ def test_what_tools_need_is_said(service: services.Service) -> None:
     service.processor.tokenizer.chat_template = "{{ messages[0].content }}"
     part = arrive(service, 0, "chat", **ASKED).get_nowait()
     assert part is not None and part[0] == 400
-    assert part[1]["error"]["message"].startswith("prompt 0: the chat template does not tell the model of tools")
+    remedy = "put a chat_template.jinja that does beside the tokenizer, or give LLM.chat its chat_template"
+    assert part[1]["error"]["message"] == f"prompt 0: the chat template does not tell the model of tools; {remedy}"
+
+
+def test_a_call_that_the_tokenizer_cannot_spell_is_refused(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"messages": TALK, "ignore_eos": False, "tool_choice": "required"}
+    assert arrive(service, 0, "chat", **asked, tools=[TOOL]).empty()
+    named = {"type": "function", "function": {"name": "add\u00e9"}}
+    part = arrive(service, 1, "chat", **asked, tools=[named]).get_nowait()
+    assert part is not None and part[0] == 400
+    assert (
+        part[1]["error"]["message"]
+        == "tool_choice='required': no token of the model has the character '\u00e9', which a call needs"
+    )

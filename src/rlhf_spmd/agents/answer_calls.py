@@ -43,6 +43,17 @@ def calls_schema(tools: Sequence[Mapping[str, Any]], parallel: bool) -> dict[str
     return schema | {section: defined for section, defined in definitions.items() if defined}
 
 
+def forced_text(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return a text with the characters that calls of ``tools`` must have by :func:`calls_schema`."""
+    functions = [tool["function"] for tool in tools]
+    required = [(function.get("parameters") or {}).get("required") or [] for function in functions]
+    calls = [
+        {"name": function["name"], "parameters": dict.fromkeys(names, "")}
+        for function, names in zip(functions, required, strict=True)
+    ]
+    return json.dumps(calls, ensure_ascii=False)
+
+
 def text_parameters(tools: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:
     """Return for each function of OpenAI's schemas the parameters that take text and nothing else."""
     names: dict[str, set[str]] = {}

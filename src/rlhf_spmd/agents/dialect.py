@@ -87,6 +87,10 @@ class ChatRequest:
 def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     """Return what a request asks for. Raises ValueError or DataError, one line."""
     values = {key: value for key, value in body.items() if value is not None and key not in NO_EFFECT}
+    if (choice := values.get("tool_choice", "auto")) not in ("auto", "none"):
+        raise ValueError(
+            f"tool_choice={choice!r}: no call can be forced, since the trainer decides what is drawn; allowed: auto, none"
+        )
     fields = read_section(ChatFields, {key: value for key, value in values.items() if key not in SAMPLING}, strict=True)
     check_section(fields, "request")
     check_variables("chat_template_kwargs", fields.chat_template_kwargs)

@@ -157,11 +157,14 @@ class Forest:
     ) -> Turn | None:
         """Return the turn that answers a request which has come before, and whose answer never arrived; else None.
 
-        ``retries``: the request says that it is sent again.
+        Of several it is the one that was asked for last. ``retries``: the request says that it is sent again. Then its client may
+        have gone unnoticed, or not have read the answer: it gets an answer that others wait for, or one that was delivered.
         """
         turns = self._asked.get(self._request(parent, messages, options), [])
-        lost = (turn for turn in turns if not (turn.was_delivered or turn.num_waiting))
-        return next(lost, turns[0] if turns and retries else None)
+        undelivered = [turn for turn in turns if not turn.was_delivered]
+        lost = [turn for turn in undelivered if not turn.num_waiting]
+        candidates = lost or ((undelivered or turns) if retries else [])
+        return candidates[-1] if candidates else None
 
     def add(self, parent: Turn | None, messages: list[Message], read_ids: list[int], options: Mapping[str, Any]) -> Turn:
         """Return a new turn. Equal requests are siblings with other draws."""

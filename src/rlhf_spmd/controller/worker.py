@@ -39,6 +39,11 @@ class Worker(Role):
         """Return the worker that runs calls of ``method``: this one, or the method's own."""
         return self.method_workers.get(method, self)
 
+    def close(self) -> None:
+        """End the processes that this role has started on this rank. Called once, at the end of the run. Local."""
+        for worker in self.method_workers.values():
+            worker.close()
+
 
 def register(
     protocol: Protocol,

@@ -113,6 +113,13 @@ class PromptEncoder:
             self._frames[key] = turn_frame(self.tokenizer, self.template, **variables)
         return self._frames[key]
 
+    @property
+    def _remedy(self) -> str:
+        """Return what to do about a template that cannot write what it should."""
+        if "." in self.key:
+            return f"give {self.key}, one that does"
+        return f"put a {TEMPLATE_FILE} that does beside the tokenizer, or give LLM.chat its chat_template"
+
     def _variables(self, options: ChatOptions) -> dict[str, Any]:
         return {**self.config.chat_template_kwargs, **options.variables}
 
@@ -330,9 +337,9 @@ class PromptEncoder:
         arguments = all_arguments(messages)
         variables = self._variables(options)
         if options.tools and "tools" not in template:
-            raise RowError(f"the chat template does not tell the model of tools; give {self.key}, one that does")
+            raise RowError(f"the chat template does not tell the model of tools; {self._remedy}")
         if arguments and "tool_calls" not in template:
-            raise RowError(f"the chat template does not write 'tool_calls'; give {self.key}, one that does")
+            raise RowError(f"the chat template does not write 'tool_calls'; {self._remedy}")
         plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         other_roles = [message["role"] for message in plain if message["role"] not in ROLES and message["content"].strip()]
         refusal: Exception | None = None

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rlhf_spmd.agents.answer_calls import forced_text
 from rlhf_spmd.agents.http import HttpError, error_answer, read_body
 from rlhf_spmd.config.words import counted
 from rlhf_spmd.environments.tool_calls import detect_format
@@ -34,7 +35,7 @@ from rlhf_spmd.inference.outputs import LogprobsMode, OutputBuilder
 from rlhf_spmd.inference.requests import Prompt, RequestProcessor
 from rlhf_spmd.inference.sampling_params import CompletionOutput, SamplingParams
 from rlhf_spmd.inference.served_adapters import ServedAdapters
-from rlhf_spmd.inference.structured_outputs import StructuredOutputsParams
+from rlhf_spmd.inference.structured_outputs import StructuredOutputsParams, check_characters
 
 TURN_S = 0.2  # seconds of generation after which new requests join and streams are sent what is new
 IDLE_S = 1.0  # seconds after which ranks that wait for requests hear of each other
@@ -154,6 +155,9 @@ class Service:
         if not 0 < len(prompts) * params.n <= MAX_ROWS:
             raise ValueError(f"{len(prompts)} prompts, n={params.n}: a request is for 1 to {MAX_ROWS} responses")
         self.processor.compile_grammar(params)
+        if tools := format.forced_tools:
+            num_ids = self.engine.generator.num_drawable
+            check_characters(forced_text(tools), self.processor.tokenizer, num_ids, f"tool_choice={format.tool_choice!r}")
         variables = {**self.variables, **format.variables}
         encoded = self.processor.encode(prompts, variables=variables, generates=format.generates, tools=format.tools)
         fields = {key: value for key, value in body.items() if key not in OTHER}

@@ -90,6 +90,11 @@ class TokenTable:
         self.tokens = [bytes(token_bytes(tokenizer, token, text) or ()) for token, text in enumerate(texts)] + [b""]
         self.for_matchers = LLTokenizer(self)  # type: ignore[arg-type]  # it reads these attributes
 
+    @cached_property
+    def bytes_of_tokens(self) -> frozenset[int]:
+        """Return all bytes that the tokens have."""
+        return frozenset(b"".join(self.tokens))
+
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of a text that a grammar leaves no choice about: those that the tokenizer makes, if they spell it."""
         ids = encode_continued(self.tokenizer, text)
@@ -143,6 +148,17 @@ def compile_grammar(params: StructuredOutputsParams, tokenizer: Any, num_ids: in
     except (TypeError, ValueError) as error:
         raise _refusal(str(error)) from error
     return _compile(text, tokenizer, num_ids)
+
+
+def check_characters(text: str, tokenizer: Any, num_ids: int, where: str) -> None:
+    """Raise ValueError for a character that no token has: a response that needs it would come to a dead end.
+
+    Local; any thread may call. ``where``: stands before what is wrong.
+    """
+    check_available(tokenizer)
+    known = token_table(tokenizer, num_ids).bytes_of_tokens
+    if absent := next((character for character in text if not known.issuperset(character.encode())), None):
+        raise ValueError(f"{where}: no token of the model has the character {absent!r}, which a call needs")
 
 
 class GrammarMask:

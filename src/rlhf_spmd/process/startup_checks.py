@@ -52,7 +52,7 @@ class InputRefusal(NamedTuple):
 class EarlySignals:
     """Holds SIGTERM, SIGUSR1 and SIGINT until there is a run.
 
-    - number: the first signal that came while no exception could be raised, or 0
+    - number: the first signal that came, or 0
     - may_raise: True while an exception may end the code that runs
     """
 
@@ -75,12 +75,21 @@ class EarlySignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.may_raise:
-            self.may_raise = False
-            raise EndedBySignal(f"ended by {signal.Signals(number).name} before the first step")
         if not self.number:
             self.number = number
             self._arrival_time = time.monotonic()
+        if self.may_raise:
+            self.may_raise = False
+            self.check()
+
+    def check(self) -> None:
+        """Raise EndedBySignal if a signal has come."""
+        if (ending := self.ending()) is not None:
+            raise ending
+
+    def ending(self) -> EndedBySignal | None:
+        """Return how the signal that came ends the program; None without one."""
+        return EndedBySignal(f"ended by {signal.Signals(self.number).name} before the first step") if self.number else None
 
     def while_waiting(self, launch: Launch, awaited: str, announces: bool = True) -> None:
         """Check for signals while this rank waits for ``awaited``; call it again and again.
@@ -131,11 +140,11 @@ def agree_on_input(
     try:
         if refusal is None:
             signals.may_raise = True
-            if signals.number:  # it came while no exception could be raised
-                raise EndedBySignal(f"ended by {signal.Signals(signals.number).name} before the first step")
+            signals.check()  # one came while no exception could be raised
             prepared.append(prepare())
+            signals.check()  # the user's code may have caught the exception
     except (Exception, SystemExit) as error:  # the process boundary
-        refusal = _refusal(launch, error)
+        refusal = _refusal(launch, signals.ending() or error)  # an import may have made another error of a signal
     finally:
         signals.may_raise = False
     try:

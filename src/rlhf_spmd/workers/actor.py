@@ -76,6 +76,11 @@ class ActorWorker(ModelWorker):
                     context.agent, self.generator, dialect, longest, CALL_SHARE * context.world.timeout_s
                 )
 
+    def close(self) -> None:
+        super().close()
+        if hasattr(self, "agents"):
+            self.agents.close()
+
     def enter(self, call: CallRecord) -> None:
         super().enter(call)
         shards = call.inputs[0].fields.get("old_log_probs", ()) if call.inputs else ()

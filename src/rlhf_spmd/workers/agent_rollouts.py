@@ -104,6 +104,11 @@ class AgentRollouts:
         vocab_size = generator.decoder.spec.vocab_size
         self.server = AgentServer(config, dialect, vocab_size) if self.replica.rank == 0 else None
 
+    def close(self) -> None:
+        """End the process that answers agents, and the agents. Local."""
+        if self.server is not None:
+            self.server.close()
+
     def run(
         self,
         rows: Mapping[int, AgentRow],
