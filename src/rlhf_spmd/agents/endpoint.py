@@ -25,6 +25,7 @@ from rlhf_spmd.agents.dialect import ChatRequest, Dialect, completion_body, read
 from rlhf_spmd.agents.episodes import Episode
 from rlhf_spmd.agents.forest import Draws, Forest, Turn
 from rlhf_spmd.agents.http import HttpError, error_answer, read_body, read_bytes, unless_gone
+from rlhf_spmd.agents.outside_agents import OutsideAgents
 
 MAX_BODY_BYTES = 1 << 23
 NAME = "actor"  # of the model
@@ -50,7 +51,7 @@ class AskedTurn(NamedTuple):
 
 
 class AgentEndpoint:
-    """Answers agents on a loopback port.
+    """Answers agents on a loopback port, or where programs outside ask.
 
     - by_secret: the running episodes
     - vocab_size: ids are below it
@@ -59,7 +60,14 @@ class AgentEndpoint:
     - num_ignored: requests of this call with settings that the trainer decides
     """
 
-    def __init__(self, config: AgentConfig, dialect: Dialect, vocab_size: int, ask: Callable[[AskedTurn], None]) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        dialect: Dialect,
+        vocab_size: int,
+        ask: Callable[[AskedTurn], None],
+        outside: OutsideAgents | None = None,
+    ) -> None:
         self.config, self.dialect, self.vocab_size, self.ask = config, dialect, vocab_size, ask
         self.by_secret: Mapping[str, Episode] = {}
         self.longest = 0
@@ -67,11 +75,12 @@ class AgentEndpoint:
         self._waiting: dict[int, tuple[Turn, asyncio.Future[None]]] = {}
         self._futures: dict[Turn, asyncio.Future[None]] = {}
         self._number = 0
-        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.socket = outside.socket if outside else socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         routes = [
             Route("/{secret}/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/{secret}/v1/models", self._models),
+            *(outside.routes if outside else ()),
         ]
         app = Starlette(routes=routes)
         settings = uvicorn.Config(

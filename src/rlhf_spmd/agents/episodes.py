@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_spmd.agents.agent_process import AgentProcess
+from rlhf_spmd.agents.agent_process import AgentProcess, EpisodeRunner
 from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.forest import Forest
 
@@ -26,6 +26,7 @@ class Episode:
     - row_id: the first of its rows
     - name: keys its draws
     - attempt: how often it has begun
+    - number: of this attempt among all
     - forest, secret: of this attempt
     - reward: of the agent; None until it ends, and if it failed
     - failure: why it failed; None: it did not
@@ -37,6 +38,7 @@ class Episode:
     name: str
     row: Mapping[str, Any]
     attempt: int = 0
+    number: int = 0
     forest: Forest = field(default_factory=lambda: Forest(""))
     secret: str = ""
     deadline: float = 0.0
@@ -58,17 +60,24 @@ class Episodes:
 
     - url_of: the address of the endpoint for a secret
     - settle: waits until what the endpoint has answered so far is noted
+    - outside: programs that the trainer has not started; None: it starts a process of agents
     """
 
-    def __init__(self, config: AgentConfig, url_of: Callable[[str], str], settle: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        url_of: Callable[[str], str],
+        settle: Callable[[], None] = lambda: None,
+        outside: EpisodeRunner | None = None,
+    ) -> None:
         self.config = config
         self.limit_s = self.deadline = 0.0
-        self.url_of, self.settle = url_of, settle
+        self.url_of, self.settle, self.outside = url_of, settle, outside
         self.by_secret: dict[str, Episode] = {}
         self.waiting: deque[Episode] = deque()
         self.running: dict[int, Episode] = {}  # by number of the attempt
         self.retries = 0
-        self._process: AgentProcess | None = None
+        self._process: EpisodeRunner | None = None
         self._attempts = 0
         self._width = config.concurrency  # episodes that run at a time
         self._has_leftovers = False  # agents that were given up and may still run
@@ -105,10 +114,15 @@ class Episodes:
                 episode.deadline = now + self.config.timeout_s  # the import of the agent does not count
             if 0 < episode.deadline < now:
                 del self.running[number]
-                self._end(episode, "timeout", None, f"the agent has not ended within agent.timeout_s={self.config.timeout_s}")
+                # nobody sees whether a program outside is slow or gone, so another one may try
+                may_retry = self.outside and self.config.on_timeout == "drop" and episode.attempt < self.config.attempts
+                ending = "failed" if may_retry else "timeout"
+                self._end(episode, ending, None, f"the agent has not ended within agent.timeout_s={self.config.timeout_s}")
         if now > self.deadline:
             for episode in [*self.running.values(), *self.waiting]:
                 reason = f"the episodes of a step have not ended within {self.limit_s:.0f} s, for which other ranks wait"
+                if self.outside and not episode.deadline:
+                    reason = f"no program outside has fetched the episode within {self.limit_s:.0f} s"
                 self._end(episode, "timeout", None, reason)
             self.running.clear()
             self.waiting.clear()
@@ -122,7 +136,7 @@ class Episodes:
         if process is not None:
             process.kill()
 
-    def _read(self, process: AgentProcess) -> None:
+    def _read(self, process: EpisodeRunner) -> None:
         """Note what the agents' process has written, and its end."""
         has_ended = False
         while not process.results.empty():
@@ -133,7 +147,7 @@ class Episodes:
                 self._end(episode, "failed" if "failure" in result else "done", result.get("reward"), result.get("failure"))
                 self._width = min(self._width + 1, self.config.concurrency)
             process.is_ready |= bool(result and "ready" in result)
-        if has_ended or process.process.poll() is not None:
+        if has_ended or process.has_ended:
             self._lose_process(f"the agents' process ended with code {process.kill()}", process.is_ready)
         elif process.is_silent:
             process.kill()
@@ -165,7 +179,7 @@ class Episodes:
             self.retries += 1
             self.waiting.append(episode)
             return
-        if ending == "timeout" and self.config.on_timeout == "keep":
+        if ending == "timeout" and self.config.on_timeout == "keep" and episode.deadline:
             reward, failure = 0.0, None
         episode.ending, episode.reward, episode.failure = ending, reward, failure
 
@@ -177,6 +191,7 @@ class Episodes:
             episode.begin()
             self.by_secret[episode.secret] = episode
             self._attempts += 1
+            episode.number = self._attempts
             self.running[self._attempts] = episode
-            self._process = self._process or AgentProcess(self.config)
+            self._process = self._process or self.outside or AgentProcess(self.config)
             self._process.send({"number": self._attempts, "base_url": self.url_of(episode.secret), "row": dict(episode.row)})

@@ -70,7 +70,7 @@ def main() -> None:
 
     def run_episode(number: int, base_url: str, row: dict[str, Any]) -> None:
         try:
-            result: dict[str, Any] = {"reward": _reward(run(base_url, row))}
+            result: dict[str, Any] = {"reward": read_reward(run(base_url, row))}
         # The boundary to the user's agent: whatever it raises ends its episode.
         except BaseException as error:
             result = {"failure": error_words(error)}
@@ -107,7 +107,7 @@ def _command(command: str, timeout_s: float) -> Callable[[str, dict[str, Any]], 
     return run
 
 
-def _reward(result: Any) -> float:
+def read_reward(result: Any) -> float:
     """Return the reward in what an agent returned. Raises TypeError or ValueError."""
     value = result.get("reward") if isinstance(result, dict) else result
     if not isinstance(value, Real):  # also of numpy

@@ -72,9 +72,8 @@ class ActorWorker(ModelWorker):
             if context.agent.is_on:
                 dialect = Dialect(context.tokenizer, context.encoding or EncodingConfig(), self.engine.spec.eos_token_ids)
                 longest = len(dialect.first_ids) + context.max_response_length
-                self.agents = AgentRollouts(
-                    context.agent, self.generator, dialect, longest, CALL_SHARE * context.world.timeout_s
-                )
+                limit_s = CALL_SHARE * context.world.timeout_s
+                self.agents = AgentRollouts(context.agent, self.generator, dialect, longest, limit_s, context.run_dir)
 
     def enter(self, call: CallRecord) -> None:
         super().enter(call)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.agents.endpoint import AskedTurn
 from rlhf_spmd.agents.forest import Draws, RowTokens, row_tokens
+from rlhf_spmd.agents.outside_agents import write_addresses
 from rlhf_spmd.agents.server import AgentReport, AgentServer, EndedCall
 from rlhf_spmd.data.messages import Message
 from rlhf_spmd.generation.call import GenerationLimits
@@ -25,6 +27,7 @@ from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request
+from rlhf_spmd.telemetry.progress import say
 
 RUN_STEPS = 16  # steps of the generator after which turns that have come meanwhile join
 ENDED_SHARE = 0.25  # of the turns in flight: a run ends when so many of them have, since their agents wait
@@ -34,18 +37,29 @@ WAIT_S = 0.02  # between looks for requests while none is generated
 class AgentRollouts:
     """Runs the episodes of generate calls on this replica. Every rank of the replica has one.
 
+    Its construction is collective over the pool: every rank of it must call, in program order.
+
     - longest: tokens that a conversation may have
     - limit_s: of all episodes of a call, for which other ranks wait
     - nodes: by row id, the place of each row of the last call in its episode, for people to read
     """
 
-    def __init__(self, config: AgentConfig, generator: Generator, dialect: Dialect, longest: int, limit_s: float) -> None:
+    def __init__(
+        self, config: AgentConfig, generator: Generator, dialect: Dialect, longest: int, limit_s: float, run_dir: Path
+    ) -> None:
         self.config, self.generator, self.dialect = config, generator, dialect
         self.longest, self.limit_s = longest, limit_s
         self.replica = generator.mesh.replica
         self.nodes: dict[int, dict[str, Any]] = {}
         vocab_size = generator.decoder.spec.vocab_size
-        self.server = AgentServer(config, dialect, vocab_size) if self.replica.rank == 0 else None
+        mesh = generator.mesh
+        self.server = AgentServer(config, dialect, vocab_size, mesh.dp_rank) if self.replica.rank == 0 else None
+        if config.external is not None:
+            address = None
+            if self.server is not None and self.server.listener is not None:
+                address = {"url": self.server.listener.url, "key": self.server.listener.key}
+            if (addresses := mesh.pool.gather_json(address, "agents:addresses")) is not None:
+                say(f"agents outside fetch episodes: {write_addresses(run_dir, addresses)} says where")
 
     def run(
         self,
