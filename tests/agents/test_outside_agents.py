@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import stat
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -20,12 +22,13 @@ from test_server import LONGEST, drawn
 
 import tasks
 import toy_agents
-from ranks import run_ranks
+from ranks import Program, run_ranks
 from rlhf_spmd.agents import outside_agents, server
 from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.agents.outside_agents import Listener
 from rlhf_spmd.agents.server import AgentServer, EndedCall
+from rlhf_spmd.parallel.world import World
 
 LOOPBACK = "127.0.0.1:0"
 
@@ -87,6 +90,29 @@ def test_the_numbers_of_agents_that_the_trainer_starts(root: Path, tmp_path: Pat
     )
     assert [{key: row[key] for key in EXACT} for row in two] == [{key: row[key] for key in EXACT} for row in one]
     assert len(two) == 2 and two[0]["reward/mean"] != two[1]["reward/mean"]
+
+
+def train_in_a_hurry(world: World, overrides: list[str]) -> None:
+    """With 3 seconds for the episodes of a step. The process that answers agents may take longer to start."""
+    with patch("rlhf_spmd.workers.actor.CALL_SHARE", 3 / world.timeout_s), patch.object(server, "LATE_SHARE", 30.0):
+        tasks.train_here(world, None, overrides)
+
+
+def test_a_run_whose_episodes_nobody_fetches_ends_and_says_so(root: Path, tmp_path: Path) -> None:
+    message = "EnvironmentFailure: 8 of 8 .* the first here: no program outside has fetched the episode within 3 s"
+    with pytest.raises(Exception, match=message):
+        run_ranks(1, train_in_a_hurry, settings(root, tmp_path, 1, f"agent.external={LOOPBACK}"))
+
+
+@pytest.mark.long
+def test_a_run_that_cannot_listen_ends(root: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        overrides = settings(root, tmp_path, 1, f"agent.external=127.0.0.1:{port - 1}")
+        assert Program(2, overrides, tmp_path / "output.txt", tasks.environment()).wait() == 2
+    status = json.loads((tmp_path / "exit_status.json").read_text())
+    assert (status["class"], status["rank"]) == ("config", 1)
+    assert f"agent.external='127.0.0.1:{port - 1}': replica 1 cannot listen at port {port}: " in status["message"]
 
 
 class Replica:
