@@ -112,6 +112,28 @@ def test_draws_of_an_attempt_do_not_depend_on_timing_and_pages(
     assert generate(alone()[0], path, Layout(), config, ATTEMPTS, 0.01) == reference
 
 
+class Late(Shaky):
+    """Fails when all other rows have ended."""
+
+    def step(self, text: str) -> tuple[Any, float, bool]:
+        try:
+            return super().step(text)
+        except ConnectionError:
+            time.sleep(0.5)
+            raise
+
+
+def test_a_row_begins_again_when_all_others_have_ended(path: str) -> None:
+    found = shaky(ATTEMPTS, max_turns=1)
+    late = replace(found.configs["environment"], cls="test_attempts:Late")
+    rows = {row: {**values, "failures": ["step 1"] * (row == 7)} for row, values in found.rows.items()}
+    found = replace(found, configs={"environment": late}, rows=rows)
+    generator = Generator(load(path, alone()[1]), alone()[1], SMALL, read_eos_ids(path), decoding(found.tokenizer))
+    completions = generator.generate(requests()[0], SAMPLING, 1, 2, environments=found)
+    assert {(done.row_id, done.retries) for done in completions if done.retries} == {(7, 1)}
+    assert not any(done.failure for done in completions)
+
+
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=["tp", "pp"])
 def test_draws_of_an_attempt_do_not_depend_on_the_layout(path: str, reference: list[Any], layout: Layout) -> None:
     first, second = run_ranks(2, generate, path, layout, SMALL, ATTEMPTS, 0.01)
