@@ -14,27 +14,14 @@ from omegaconf import OmegaConf
 
 import tasks
 import toy_agents
-from generate_runs import CONFIG, write_tokenizer
 from ranks import run_ranks
 from rlhf_spmd import train as train_from_python
-from rlhf_spmd.models.weights import write_random_model
 from rlhf_spmd.train import prepare
 from tiers import tiers
 
 STEPS = 3
 AGENTS = Path(toy_agents.__file__)
 EXACT = ("actor/grad_norm", "actor/pg_loss", "reward/mean", "agents/turns", "response_length/mean")
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that reads characters, and prompts."""
-    directory = tmp_path_factory.mktemp("agents")
-    write_random_model(directory / "model", {**CONFIG, "max_position_embeddings": 512, "initializer_range": 0.1}, seed=3)
-    write_tokenizer(directory / "model")
-    prompts = [{"prompt": f"{i} what{'x' * (i % 5)}"} for i in range(20)]
-    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    return directory
 
 
 def settings(root: Path, run_dir: Path, steps: int, *more: str) -> list[str]:
@@ -291,7 +278,10 @@ def test_a_command_is_an_agent(root: Path, tmp_path: Path) -> None:
     [
         ((f"agent.run={AGENTS}:digits",), "must be `async def f"),
         ((f"agent.run={AGENTS}:absent",), "has no function 'absent'"),
-        ((f"agent.run={AGENTS}:debate", "agent.command=true"), "both say what an episode runs"),
+        ((f"agent.run={AGENTS}:debate", "agent.command=true"), "each of them says what runs episodes"),
+        ((f"agent.run={AGENTS}:debate", "agent.external=127.0.0.1:0"), "each of them says what runs episodes"),
+        (("agent.external=8000",), "agent.external='8000' must be HOST:PORT, such as 127.0.0.1:0"),
+        (("agent.external=127.0.0.1:70000",), "agent.external='127.0.0.1:70000' must be HOST:PORT"),
         ((f"agent.run={AGENTS}:post",), "must be `async def f"),
         (("agent.command='nosuchprogram x'",), "there is no program 'nosuchprogram'"),
         (('agent.command="echo \'x"',), "No closing quotation"),

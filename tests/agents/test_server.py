@@ -18,18 +18,9 @@ from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.agents.forest import Draws, row_tokens
 from rlhf_spmd.agents.server import AgentServer, EndedEpisode
-from rlhf_spmd.data.encoding import EncodingConfig
-from rlhf_spmd.data.tokenizer import load_tokenizer
-from tool_models import END, write_tool_model
+from tool_models import END
 
 LONGEST = 4000
-
-
-@pytest.fixture(scope="module")
-def dialect(tmp_path_factory: pytest.TempPathFactory) -> Dialect:
-    path = tmp_path_factory.mktemp("server") / "model"
-    write_tool_model(path)
-    return Dialect(load_tokenizer(str(path)), EncodingConfig(), (END,))
 
 
 def server_of(dialect: Dialect, agent: str, **settings: Any) -> AgentServer:

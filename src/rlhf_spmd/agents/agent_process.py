@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
 from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.run_episodes import RESULTS_FD
@@ -34,6 +34,25 @@ def environment_without_rank() -> dict[str, str]:
     return {
         name: value for name, value in os.environ.items() if name not in RANK_VARIABLES and not name.startswith(RANK_PREFIXES)
     }
+
+
+class EpisodeRunner(Protocol):
+    """What runs episodes: a process of agents, or programs outside (:class:`~.outside_agents.OutsideAgents`).
+
+    - results: how episodes have ended, by number; None: all that run there are lost
+    - is_ready: the time of episodes that are sent begins
+    - is_silent: it runs, and nothing can be done there
+    """
+
+    results: SimpleQueue[dict[str, Any] | None]
+    is_ready: bool
+
+    @property
+    def has_ended(self) -> bool: ...
+    @property
+    def is_silent(self) -> bool: ...
+    def send(self, episode: Mapping[str, Any]) -> None: ...
+    def kill(self) -> int: ...
 
 
 class AgentProcess:
@@ -71,6 +90,10 @@ class AgentProcess:
     def send(self, episode: Mapping[str, Any]) -> None:
         """Begin an episode there. Returns at once, also if the process does not read."""
         self._outgoing.put(json.dumps(episode))
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
 
     @property
     def is_silent(self) -> bool:

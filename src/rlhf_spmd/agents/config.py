@@ -13,6 +13,7 @@ from rlhf_spmd.config import registry
 from rlhf_spmd.config.constraints import Fraction, PositiveInt, Seconds, Workers
 from rlhf_spmd.config.rules import Rule, Rules
 
+KINDS = "run", "command", "external"  # keys of which one says what runs episodes
 CALL_SHARE = 0.8  # of the time that other ranks wait: within it all episodes of a step end
 
 
@@ -24,6 +25,8 @@ class AgentConfig:
     - run: `FILE.py:NAME` or a dotted name of `async def NAME(base_url, row)`, which returns the reward, or `{"reward": ...}`
     - command: a program in place of `run`. It gets the row as JSON on standard input, and `OPENAI_BASE_URL` and `OPENAI_API_KEY`
       in its environment; the last line of its output is the reward, as JSON
+    - external: `HOST:PORT` where programs that you start yourself, here or elsewhere, fetch episodes and post rewards. Each generation
+      replica has a port, counted from `PORT`; 0: any free ones. The file `agents.jsonl` of `run.dir` has their addresses and keys
     - timeout_s: of an episode
     - max_turns: requests of an episode; further ones are refused
     - max_tokens: tokens that the model may draw in a request that sets no lower `max_tokens`; null: as many as the row has room for
@@ -36,20 +39,21 @@ class AgentConfig:
 
     rules: ClassVar[Rules] = (
         Rule(
-            ("run", "command"),
-            lambda s: s.run is not None and s.command is not None,
-            "both say what an episode runs",
-            "leave one of them out",
+            KINDS,
+            lambda s: sum(getattr(s, kind) is not None for kind in KINDS) > 1,
+            "each of them says what runs episodes",
+            "give one of them",
         ),
         Rule(
-            ("run", "command"),
+            KINDS,
             lambda s: not s.is_on and s != type(s)(),
-            "other keys of the section are set, and nothing says what an episode runs",
+            "other keys of the section are set, and nothing says what runs episodes",
             "give one of them",
         ),
     )
     run: str | None = None
     command: str | None = None
+    external: str | None = None
     timeout_s: Seconds = 240.0
     max_turns: PositiveInt = 64
     max_tokens: PositiveInt | None = None
@@ -62,10 +66,20 @@ class AgentConfig:
     @property
     def is_on(self) -> bool:
         """Return True if agents answer the rows."""
-        return self.run is not None or self.command is not None
+        return self.key is not None
+
+    @property
+    def key(self) -> str | None:
+        """Return the key that says what runs episodes; None if no agents answer the rows."""
+        return next((kind for kind in KINDS if getattr(self, kind) is not None), None)
 
     def check(self, where: str) -> None:
-        """Raise ValueError if ``run`` names no coroutine function, or ``command`` no program. Imports the user's module."""
+        """Raise ValueError if ``run`` names no coroutine function, ``command`` no program, or ``external`` no address.
+
+        Imports the user's module.
+        """
+        if self.external is not None:
+            read_address(self.external, f"{where}.external")
         if self.run is not None:
             find_agent(self.run, where)
         if self.command is not None:
@@ -75,6 +89,14 @@ class AgentConfig:
                 raise ValueError(f"{where}.command={self.command!r} cannot be read: {error}") from error
             if not program or shutil.which(program[0]) is None:
                 raise ValueError(f"{where}.command={self.command!r}: there is no program {''.join(program)!r}")
+
+
+def read_address(address: str, where: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{where}={address!r} must be HOST:PORT, such as 127.0.0.1:0, where only this machine can ask")
+    return host.strip("[]"), int(port)
 
 
 def find_agent(name: str, where: str = "agent") -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from rlhf_spmd.agents.episodes import Episode
 from rlhf_spmd.agents.forest import Draws, Forest, Turn
 from rlhf_spmd.agents.forms import CHAT, TRANSLATED, AnswerForm, Form
 from rlhf_spmd.agents.http import HttpError, error_answer, read_body, read_bytes, unless_gone
+from rlhf_spmd.agents.outside_agents import OutsideAgents
 
 MAX_BODY_BYTES = 1 << 23
 NAME = "actor"  # of the model
@@ -53,7 +54,7 @@ class AskedTurn(NamedTuple):
 
 
 class AgentEndpoint:
-    """Answers agents on a loopback port.
+    """Answers agents on a loopback port, or where programs outside ask.
 
     - by_secret: the running episodes
     - vocab_size: ids are below it
@@ -61,14 +62,21 @@ class AgentEndpoint:
     - longest: tokens that a conversation may have
     """
 
-    def __init__(self, config: AgentConfig, dialect: Dialect, vocab_size: int, ask: Callable[[AskedTurn], None]) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        dialect: Dialect,
+        vocab_size: int,
+        ask: Callable[[AskedTurn], None],
+        outside: OutsideAgents | None = None,
+    ) -> None:
         self.config, self.dialect, self.vocab_size, self.ask = config, dialect, vocab_size, ask
         self.by_secret: Mapping[str, Episode] = {}
         self.longest = 0
         self._waiting: dict[int, Turn] = {}  # turns that are generated, by number
         self._futures: dict[Turn, asyncio.Future[None]] = {}  # done when such a turn has its draws
         self._number = 0
-        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.socket = outside.socket if outside else socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         routes = [
             *(
@@ -76,6 +84,7 @@ class AgentEndpoint:
                 for form in (CHAT, *TRANSLATED)
             ),
             Route("/{secret}/v1/models", self._models),
+            *(outside.routes if outside else ()),
         ]
         app = Starlette(routes=routes)
         settings = uvicorn.Config(

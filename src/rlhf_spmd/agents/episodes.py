@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_spmd.agents.agent_process import AgentProcess
+from rlhf_spmd.agents.agent_process import AgentProcess, EpisodeRunner
 from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.forest import Forest
 
@@ -28,7 +28,9 @@ class Episode:
     - name: keys its draws
     - call: the generate calls to which it belongs
     - attempt: how often it has begun
+    - attempt_number: of this attempt among all
     - forest, secret, left_s: of this attempt; seconds that the agent may take yet
+    - has_begun: the agent of this attempt runs, so its time does
     - reward: of the agent; None until it ends, and if it failed
     - failure: why it failed; None: it did not
     - ending: `done`, `timeout` or `failed`; "" while it runs
@@ -40,9 +42,11 @@ class Episode:
     row: Mapping[str, Any]
     call: str = ""
     attempt: int = 0
+    attempt_number: int = 0
     forest: Forest = field(default_factory=lambda: Forest(""))
     secret: str = ""
     left_s: float = 0.0
+    has_begun: bool = False
     reward: float | None = None
     failure: str | None = None
     ending: str = ""
@@ -52,6 +56,7 @@ class Episode:
         """Begin an attempt, with nothing of earlier ones."""
         self.attempt += 1
         self.left_s = timeout_s
+        self.has_begun = False
         self.forest = Forest(f"{self.name}.{self.attempt}", self.number)
         self.secret = secrets.token_urlsafe(16)
 
@@ -64,21 +69,26 @@ class Episodes:
 
     - url_of: the address of the endpoint for a secret
     - close_forest: notes what the endpoint has answered so far of an attempt, and refuses what comes later
+    - outside: programs that the trainer has not started; None: it starts a process of agents
     """
 
     def __init__(
-        self, config: AgentConfig, url_of: Callable[[str], str], close_forest: Callable[[Forest], None] = lambda forest: None
+        self,
+        config: AgentConfig,
+        url_of: Callable[[str], str],
+        close_forest: Callable[[Forest], None] = lambda forest: None,
+        outside: EpisodeRunner | None = None,
     ) -> None:
         self.config = config
         self.limit_s, self.deadline = 0.0, math.inf
-        self.url_of, self.close_forest = url_of, close_forest
+        self.url_of, self.close_forest, self.outside = url_of, close_forest, outside
         self.by_secret: dict[str, Episode] = {}
         self.call: str | None = None  # whose episodes are answered now
         self.waiting: defaultdict[str, deque[Episode]] = defaultdict(deque)  # by call
         self.running: dict[int, Episode] = {}  # by number of the attempt
         self._ended: list[Episode] = []
         self._clock = 0.0  # when :meth:`advance` last looked
-        self._process: AgentProcess | None = None
+        self._process: EpisodeRunner | None = None
         self._attempts = 0
         self._width = config.concurrency  # episodes of a call that run at a time
         self._leftovers: set[int] = set()  # attempts that were given up and whose agents still run
@@ -117,15 +127,20 @@ class Episodes:
         elapsed_s, self._clock = now - self._clock, now
         is_ready = self._process is not None and self._process.is_ready  # the import of the agent does not count
         for number, episode in self._answered():
-            episode.left_s -= elapsed_s * is_ready
+            episode.has_begun |= is_ready
+            episode.left_s -= elapsed_s * episode.has_begun
             if episode.left_s < 0:
-                self._give_up(number, f"the agent has not ended within agent.timeout_s={self.config.timeout_s}")
+                # nobody sees whether a program outside is slow or gone, so another one may try
+                may_retry = self.outside and self.config.on_timeout == "drop" and episode.attempt < self.config.attempts
+                reason = f"the agent has not ended within agent.timeout_s={self.config.timeout_s}"
+                self._give_up(number, reason, "failed" if may_retry else "timeout")
         if now > self.deadline and self.call is not None:
             reason = f"the episodes of a step have not ended within {self.limit_s:.0f} s, for which other ranks wait"
-            for number, _ in self._answered():
-                self._give_up(number, reason)
+            unfetched = f"no program outside has fetched the episode within {self.limit_s:.0f} s"
+            for number, episode in self._answered():
+                self._give_up(number, unfetched if self.outside and not episode.has_begun else reason)
             for episode in self.waiting.pop(self.call, ()):
-                self._end(episode, "timeout", None, reason)
+                self._end(episode, "timeout", None, unfetched if self.outside else reason)
         self._start()
         ended, self._ended = self._ended, []
         return ended
@@ -142,7 +157,7 @@ class Episodes:
         """Return the running episodes of this call, with the numbers of their attempts."""
         return [(number, episode) for number, episode in self.running.items() if episode.call == self.call]
 
-    def _read(self, process: AgentProcess) -> None:
+    def _read(self, process: EpisodeRunner) -> None:
         """Note what the agents' process has written, and its end."""
         has_ended = False
         while not process.results.empty():
@@ -155,7 +170,7 @@ class Episodes:
                     self._end(episode, "failed" if "failure" in result else "done", result.get("reward"), result.get("failure"))
                     self._width = min(self._width + 1, self.config.concurrency)
             process.is_ready |= bool(result and "ready" in result)
-        if has_ended or process.process.poll() is not None:
+        if has_ended or process.has_ended:
             self._lose_process(f"the agents' process ended with code {process.kill()}", process.is_ready)
         elif process.is_silent:
             process.kill()
@@ -183,13 +198,13 @@ class Episodes:
             episode.attempt -= 1
             self.waiting[episode.call].appendleft(episode)
 
-    def _give_up(self, number: int, reason: str) -> None:
+    def _give_up(self, number: int, reason: str, ending: str = "timeout") -> None:
         """End a running attempt that takes too long. Its agent is told to stop."""
         episode = self.running.pop(number)
-        if self._process is not None:
+        if self._process is not None and self.outside is None:
             self._leftovers.add(number)
             self._process.send({"cancel": number})
-        self._end(episode, "timeout", None, reason)
+        self._end(episode, ending, None, reason)
 
     def _end(self, episode: Episode, ending: str, reward: float | None, failure: str | None) -> None:
         """Note the end of an attempt. One that failed begins again, if it may."""
@@ -198,7 +213,7 @@ class Episodes:
         if ending == "failed" and episode.attempt < self.config.attempts:
             self.waiting[episode.call].append(episode)
             return
-        if ending == "timeout" and self.config.on_timeout == "keep":
+        if ending == "timeout" and self.config.on_timeout == "keep" and episode.has_begun:
             reward, failure = 0.0, None
         episode.ending, episode.reward, episode.failure = ending, reward, failure
         self._ended.append(episode)
@@ -223,6 +238,7 @@ class Episodes:
             episode.begin(self.config.timeout_s)
             self.by_secret[episode.secret] = episode
             self._attempts += 1
+            episode.attempt_number = self._attempts
             self.running[self._attempts] = episode
-            self._process = self._process or AgentProcess(self.config)
+            self._process = self._process or self.outside or AgentProcess(self.config)
             self._process.send({"number": self._attempts, "base_url": self.url_of(episode.secret), "row": dict(episode.row)})

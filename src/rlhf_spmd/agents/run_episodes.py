@@ -72,7 +72,7 @@ def main() -> None:
 
     def run_episode(number: int, base_url: str, row: dict[str, Any]) -> None:
         try:
-            result: dict[str, Any] = {"reward": _reward(run(base_url, row, partial(cancels.__setitem__, number)))}
+            result: dict[str, Any] = {"reward": read_reward(run(base_url, row, partial(cancels.__setitem__, number)))}
         # The boundary to the user's agent: whatever it raises ends its episode.
         except BaseException as error:
             result = {"failure": error_words(error)}
@@ -129,7 +129,7 @@ def _command(command: str) -> Run:
     return run
 
 
-def _reward(result: Any) -> float:
+def read_reward(result: Any) -> float:
     """Return the reward in what an agent returned. Raises TypeError or ValueError."""
     value = result.get("reward") if isinstance(result, dict) else result
     if not isinstance(value, Real):  # also of numpy

@@ -31,6 +31,7 @@ from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.agents.endpoint import AgentEndpoint, AskedTurn
 from rlhf_spmd.agents.episodes import Episode, Episodes
 from rlhf_spmd.agents.forest import Draws, EpisodeRow, PathTurn
+from rlhf_spmd.agents.outside_agents import Listener, OutsideAgents
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.rewards.worker_process import JOB_SIGNALS, ignore_job_signals
@@ -74,9 +75,13 @@ class EndedEpisode(NamedTuple):
 
 
 class AgentServer:
-    """The rank's end. Use it from one thread. The process ends with this object, or with the rank."""
+    """The rank's end. Use it from one thread. The process ends with this object, or with the rank.
 
-    def __init__(self, config: AgentConfig, dialect: Dialect, vocab_size: int) -> None:
+    - replica: number of this generation replica
+    - listener: where programs outside ask, if they run the episodes
+    """
+
+    def __init__(self, config: AgentConfig, dialect: Dialect, vocab_size: int, replica: int = 0) -> None:
         encoding = {each.name: getattr(dialect.encoding, each.name) for each in fields(EncodingConfig)}
         settings = {
             "agent": asdict(config),
@@ -85,18 +90,25 @@ class AgentServer:
             "end_ids": [*dialect.end_ids],
             "vocab_size": vocab_size,
         }
+        self.listener = None if config.external is None else Listener(config.external, replica)
         reader, writer = os.pipe()
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)  # until the process has its handlers
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rlhf_spmd.agents.server", json.dumps(settings)],
             stdin=subprocess.PIPE,
             text=True,
-            env={**environment_without_rank(), MESSAGES_FD: str(writer)},
-            pass_fds=[writer],
+            env={
+                **environment_without_rank(),
+                MESSAGES_FD: str(writer),
+                **(self.listener.environment if self.listener else {}),
+            },
+            pass_fds=[writer, *([self.listener.socket.fileno()] if self.listener else ())],
             start_new_session=True,
         )
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         os.close(writer)
+        if self.listener is not None:
+            self.listener.socket.close()  # it is the process's
         self._messages: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._deadline = 0.0
         Thread(target=_read, args=(reader, self._messages), daemon=True).start()
@@ -175,9 +187,12 @@ def main() -> None:
     out = os.fdopen(int(os.environ.pop(MESSAGES_FD)), "w")
     dialect = Dialect(load_tokenizer(settings["tokenizer"]), EncodingConfig(**settings["encoding"]), settings["end_ids"])
     events: SimpleQueue[AskedTurn | dict[str, Any] | None] = SimpleQueue()
-    endpoint = AgentEndpoint(config, dialect, settings["vocab_size"], events.put)
-    episodes = Episodes(config, endpoint.url_of, endpoint.close_forest)
+    outside = None if config.external is None else OutsideAgents(config)
+    endpoint = AgentEndpoint(config, dialect, settings["vocab_size"], events.put, outside)
+    episodes = Episodes(config, endpoint.url_of, endpoint.close_forest, outside)
     endpoint.by_secret = episodes.by_secret
+    if outside is not None:
+        outside.by_secret = episodes.by_secret
 
     def read() -> None:
         for line in sys.stdin:

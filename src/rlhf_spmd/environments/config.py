@@ -55,6 +55,7 @@ class EnvironmentConfig:
     - num_workers: threads per generation replica, up to 1024
     - timeout_s: limit of one call; below `run.timeout_s`. A row whose call fails or takes longer ends there and is left out
       of learning. `tools` takes nine tenths of it for the calls of a turn, and the model reads that one took longer
+    - attempts: how often a row is begun whose environment fails so, each time with other draws; then it is left out
     - max_failure_rate: share of a step's rows that may fail so before the run ends with class `reward`
     - weight: weight of the environment's reward in a row's score
     """
@@ -66,6 +67,7 @@ class EnvironmentConfig:
     max_turns: PositiveInt | None = None
     num_workers: Workers = 8
     timeout_s: Seconds = 30.0
+    attempts: PositiveInt = 1
     max_failure_rate: Fraction = 0.5
     weight: FiniteFloat = 1.0
 

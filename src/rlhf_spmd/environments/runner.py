@@ -73,11 +73,12 @@ def check_failed_rows(config: EnvironmentConfig, name: str, failed: int, rows: i
         raise EnvironmentFailure(f"{where} failed in {failed} of {rows} rows, {limit}; the first: {first}")
 
 
-PendingCall = tuple[int, str | None, TurnContext]  # row id, the turn (None: reset), its context
+Attempt = tuple[int, int]  # row id, how often it was begun
+PendingCall = tuple[Attempt, str | None, TurnContext]  # the turn (None: reset), its context
 
 
 class EnvironmentRunner:
-    """Calls one environment per row, which its first call makes. Use it from one thread.
+    """Calls one environment per attempt of a row, which its first call makes. Use it from one thread.
 
     - configs: settings of each environment, by its name
     - names: name of each row's environment, by row id
@@ -95,11 +96,12 @@ class EnvironmentRunner:
         self._configs = configs
         self._names = names
         self._rows = rows
-        self._environments: dict[int, Environment] = {}
+        self._environments: dict[Attempt, Environment] = {}
+        self._attempts = Counter[int]()  # of each row
         self._calls: dict[str, SimpleQueue[PendingCall | None]] = {}
         self._answers: SimpleQueue[Answer] = SimpleQueue()
-        # row id -> when its call began; the thread that removes the entry answers the call
-        self._started: dict[int, float] = {}
+        # when the call of an attempt began; the thread that removes the entry answers the call
+        self._started: dict[Attempt, float] = {}
         self._builders = {name: _builder(configs[name], template) for name in set(names.values())}
         for name, num_rows in Counter(names.values()).items():
             self._calls[name] = SimpleQueue()
@@ -110,10 +112,12 @@ class EnvironmentRunner:
         Thread(target=self._work, args=(name,), name=environment_key(name), daemon=True).start()
 
     def reset(self, row_id: int) -> None:
-        self._calls[self._names[row_id]].put((row_id, None, TurnContext()))
+        """Begin an attempt. A call of an earlier one that overran and returns now is nobody's."""
+        self._attempts[row_id] += 1
+        self._calls[self._names[row_id]].put(((row_id, self._attempts[row_id]), None, TurnContext()))
 
     def step(self, row_id: int, text: str, context: TurnContext | None = None) -> None:
-        self._calls[self._names[row_id]].put((row_id, text, context or TurnContext()))
+        self._calls[self._names[row_id]].put(((row_id, self._attempts[row_id]), text, context or TurnContext()))
 
     def answers(self, wait: bool, tick: Callable[[], None] = lambda: None) -> list[Answer]:
         """Return the answers that have arrived; with ``wait`` at least one, for which a call must be open.
@@ -138,10 +142,11 @@ class EnvironmentRunner:
 
     def _end_overruns(self) -> None:
         """Answer calls that overrun, and start a thread in place of each that is inside one."""
-        for row_id, start_s in self._started.copy().items():
+        for attempt, start_s in self._started.copy().items():
+            row_id = attempt[0]
             name = self._names[row_id]
             limit_s = self._configs[name].timeout_s
-            if time.monotonic() - start_s > limit_s and self._started.pop(row_id, None) is not None:
+            if time.monotonic() - start_s > limit_s and self._started.pop(attempt, None) is not None:
                 if active_count() > MAX_THREADS:
                     raise EnvironmentFailure(
                         f"{active_count()} threads: calls of {environment_key(name)} that overran do not return"
@@ -156,36 +161,37 @@ class EnvironmentRunner:
     def _work(self, name: str) -> None:
         calls = self._calls[name]
         while (call := calls.get()) is not None:
-            row_id = call[0]
-            self._started[row_id] = time.monotonic()
+            attempt = call[0]
+            self._started[attempt] = time.monotonic()
             answer = self._run_call(*call)
             # before the answer, after which another thread may start the row's next call
-            if self._started.pop(row_id, None) is None:
+            if self._started.pop(attempt, None) is None:
                 return  # it has overrun, and another thread is in place of this one
             self._answers.put(answer)
         calls.put(None)  # for the next thread
 
-    def _run_call(self, row_id: int, text: str | None, context: TurnContext) -> Answer:
+    def _run_call(self, attempt: Attempt, text: str | None, context: TurnContext) -> Answer:
         """Return the answer to a call, also if it fails. A process that the call forked ends here."""
         process = os.getpid()
         try:
-            answer = self._answer(row_id, text, context)
+            answer = self._answer(attempt, text, context)
             status = 0
         # The boundary to the user's code: whatever it raises, sys.exit() included, ends the row, not only this thread.
         except BaseException as error:
             method = "reset" if text is None else "step"
-            answer = self._failure(row_id, f"failed in {method}(): {error_words(error)}")
+            answer = self._failure(attempt[0], f"failed in {method}(): {error_words(error)}")
             status = _exit_status(error)
         if os.getpid() != process:  # the call forked and ended twice: only its parent answers and takes further calls
             os._exit(status)
         return answer
 
-    def _answer(self, row_id: int, text: str | None, context: TurnContext) -> Answer:
+    def _answer(self, attempt: Attempt, text: str | None, context: TurnContext) -> Answer:
+        row_id = attempt[0]
         name = self._names[row_id]
         if text is None:
-            self._environments[row_id] = environment = self._builders[name]()
+            self._environments[attempt] = environment = self._builders[name]()
             return _checked(row_id, (environment.reset(self._rows[row_id]), 0.0, False), False)
-        step = self._environments[row_id].step
+        step = self._environments[attempt].step
         context = context._replace(timeout_s=self._configs[name].timeout_s)
         takes_context = "context" in inspect.signature(step).parameters
         return _checked(row_id, step(text, **({"context": context} if takes_context else {})), True)

@@ -195,6 +195,18 @@ class DecodeMicroBatch:
         row.tokens += token_ids
         self.scheduler.resume(row)
 
+    def begin_again(self, row: SequenceState) -> None:
+        """Hold a row at its prompt until its new environment has answered. It gets other draws."""
+        if not row.ended:
+            self.scheduler.remove(row)
+        _, runner, experts, _ = self.in_progress
+        if experts is not None:
+            experts.forget(row)
+        row.begin_again()
+        runner.change_draws(row)
+        self.scheduler.add(row)
+        self.scheduler.hold(row)
+
 
 @dataclass(eq=False)
 class DecodeMicroBatches:
@@ -230,6 +242,7 @@ class DecodeMicroBatches:
                 self._take_turns(busy, call, multi_turn)
                 while multi_turn.awaited:
                     self._take_answers(call, multi_turn, wait=True)
+                    self._take_turns(busy, call, multi_turn)  # of rows that begin again
         channels.finish()
         for micro_batch in busy:
             micro_batch.leave()
@@ -300,6 +313,9 @@ class DecodeMicroBatches:
         Collective over the replica: every rank of it must call, in program order.
         """
         for row, token_ids in multi_turn.answers(wait):
+            if token_ids is None:
+                self._of(row).begin_again(row)
+                continue
             if not row.ended:
                 self._of(row).resume(row, token_ids)
                 continue

@@ -196,6 +196,11 @@ class ModelRunner:
         self.top_ids[new] = 0
         self.top_log_probs[new] = 0.0
 
+    def change_draws(self, row: SequenceState) -> None:
+        """Key the draws of ``row`` anew: it was begun again."""
+        old_key = int(self._keys[row.buffer_line])
+        self._keys[row.buffer_line] = row_keys([old_key], torch.tensor([row.retries]), torch.tensor([row.request.row_id]))[0]
+
     def results(self, rows: Sequence[SequenceState], begins: Sequence[int]) -> list[tuple[Tensor, ...]]:
         """Return for each row, on the CPU of every rank of the replica, what is known of its response's tokens from ``begins`` on.
 

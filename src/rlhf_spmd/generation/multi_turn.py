@@ -157,8 +157,10 @@ class MultiTurnRollouts:
         template = self._encoder.template or getattr(self.environments.tokenizer, "chat_template", None)
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
-    def answers(self, wait: bool) -> list[tuple[SequenceState, list[int]]]:
+    def answers(self, wait: bool) -> list[tuple[SequenceState, list[int] | None]]:
         """Return rows whose environments have answered, at least one if ``wait``, and the tokens to append; a row that ended gets none.
+
+        With None in place of tokens a row begins again: its environment has failed, and a new one is asked.
 
         Raises EnvironmentFailure. Collective over the replica: every rank of it must call, in program order.
         """
@@ -220,9 +222,13 @@ class MultiTurnRollouts:
 
     def _take(
         self, row_id: int, ids: list[int], messages: list[ChatMessage], reward: float, done: bool, failure: str | None
-    ) -> tuple[SequenceState, list[int]]:
-        self.awaited.remove(row_id)
+    ) -> tuple[SequenceState, list[int] | None]:
         row = self.rows[row_id]
+        if failure is not None and row.retries + 1 < self.environments.configs[self._names[row_id]].attempts:
+            if self._runner is not None:
+                self._runner.reset(row_id)
+            return row, None
+        self.awaited.remove(row_id)
         row.reward += reward
         if failure is not None:
             row.failure = failure

@@ -123,6 +123,12 @@ class RowExperts:
         row, copy = self._in_flight.popleft()
         self._collected.setdefault(row, []).append(copy.values().clone())
 
+    def forget(self, row: SequenceState) -> None:
+        """Drop what is collected of a row that begins again."""
+        self._new(row)  # what is on its way
+        self._collected.pop(row, None)
+        self._num_collected.pop(row, None)
+
     def of_ended(self, row: SequenceState) -> Tensor:
         """Return ``Completion.experts`` of an ended row of this call, where this stage has all mixtures."""
         return self._of_all_tokens(row, self._new(row))

@@ -89,6 +89,7 @@ class Completion:
     - num_turns: with an environment, the number of the model's turns
     - observations: the messages that stand for each run of the environment's tokens; a text is one of the role ``tool``
     - failure: why the environment failed. It ended the row, whose reward is nan then. None: it has not failed
+    - retries: how often the row was begun again because the environment had failed
     - experts: if they are recorded, those that each token of prompt and response took, [tokens, mixtures, experts of a token]
     """
 
@@ -105,6 +106,7 @@ class Completion:
     observations: list[list[dict[str, Any]]] = field(default_factory=list)
     experts: Tensor | None = None
     failure: str | None = None
+    retries: int = 0
 
 
 @dataclass(eq=False)
@@ -114,7 +116,7 @@ class SequenceState:
     - step: keys the row's draws in all calls
     - response: the tokens that the response begins with
     - logprob_parts: the log-probs of the tokens that each of the earlier calls drew
-    - mask, reward, num_turns, observations, failure: see :class:`Completion`
+    - mask, reward, num_turns, observations, failure, retries: see :class:`Completion`
     - stopped: a stop token or stop string ended the row
     - ended: the row stopped or reached its limit
     - experts: if recorded, the experts of the tokens that earlier calls computed
@@ -142,6 +144,7 @@ class SequenceState:
     num_turns: int = 0
     observations: list[list[dict[str, Any]]] = field(default_factory=list)
     failure: str | None = None
+    retries: int = 0
     stopped: bool = False
     ended: bool = False
     experts: Tensor | None = None
@@ -201,6 +204,13 @@ class SequenceState:
         self.stopped = self.ended = False
         self.leave_pages()
 
+    def begin_again(self) -> None:
+        """Go back to the prompt, without pages."""
+        self.rewind(0)
+        self.mask, self.observations = [], []
+        self.reward, self.num_turns = 0.0, 0
+        self.retries += 1
+
     def completion(self, token_logprobs: TokenLogprobs | None = None, experts: Tensor | None = None) -> Completion:
         """Return the ended row's completion. ``token_logprobs``, ``experts``: those of the whole row, if it has not taken them yet."""
         logprobs = token_logprobs or self.token_logprobs
@@ -219,6 +229,7 @@ class SequenceState:
             self.observations,
             self.experts if experts is None else experts,
             self.failure,
+            self.retries,
         )
 
 

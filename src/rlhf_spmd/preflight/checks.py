@@ -52,10 +52,7 @@ class RunSettings:
         """True if advantages compare the rewards of a prompt's episodes."""
         return self.agent.is_on and self.algorithm.takes_agents and not self.algorithm.advantages_by_token
 
-    @property
-    def agent_key(self) -> str:
-        """The key of ``agent`` that says what agents run."""
-        return "run" if self.agent.run is not None else "command"
+    agent_key = property(attrgetter("agent.key"))
 
     @property
     def samples(self) -> bool:

@@ -99,16 +99,16 @@ def create_run_dir(path: str | os.PathLike[str]) -> Path:
     return run_dir
 
 
-def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+def atomic_write_bytes(path: str | os.PathLike[str], data: bytes, mode: int = 0o666) -> None:
     """Write a file so that readers see the old or the complete new one, even after a crash or on a full disk.
 
-    It is written aside, synced and renamed. Raises WriteError.
+    It is written aside, synced and renamed. ``mode``: who may read and write it, within the umask. Raises WriteError.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
     with writing(target):
         try:
-            with temporary.open("xb") as file:
+            with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 from rlhf_spmd.agents.dialect import Dialect
@@ -70,6 +71,7 @@ def build_context(run_plan: RunPlan, controller: Controller, world: World) -> Wo
         max_response_length=run_plan.sampling().max_response_length or 0,
         environments=run_plan.environments,
         agent=config.agent,
+        run_dir=Path(config.run.dir),
         encoding=config.data,
         tokenizer=run_plan.tokenizer,
         num_samples=config.run.log_samples,

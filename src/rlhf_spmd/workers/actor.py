@@ -72,9 +72,8 @@ class ActorWorker(ModelWorker):
             if context.agent.is_on:
                 dialect = Dialect(context.tokenizer, context.encoding or EncodingConfig(), self.engine.spec.eos_token_ids)
                 longest = len(dialect.first_ids) + context.max_response_length
-                self.agents = AgentRollouts(
-                    context.agent, self.generator, dialect, longest, CALL_SHARE * context.world.timeout_s
-                )
+                limit_s = CALL_SHARE * context.world.timeout_s
+                self.agents = AgentRollouts(context.agent, self.generator, dialect, longest, limit_s, context.run_dir)
 
     def close(self) -> None:
         super().close()
@@ -246,7 +245,7 @@ class ActorWorker(ModelWorker):
         return Environments(self.context.environments, rows, self.context.tokenizer, self.context.encoding)
 
     def _count_failures(self, batch: Batch, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Return the metric of rows whose environment failed; {} without environments.
+        """Return the metrics of rows whose environment failed, and of those that began again; {} without environments.
 
         Raises EnvironmentFailure if they are too many.
 
@@ -268,7 +267,8 @@ class ActorWorker(ModelWorker):
         failing = [name for name, (failed, _) in zip(configs, totals, strict=True) if failed]
         if failing and not self.warned:
             self._warn_of_failures(environment_key(failing[0]), "rollout/environment_failures", texts_by_name[failing[0]])
-        return {"rollout/environment_failures": [int(counts[:, 0].sum())]}
+        retries = sum(completion.retries for completion in completions) * (self.generator.mesh.replica.rank == 0)
+        return {"rollout/environment_failures": [int(counts[:, 0].sum())], "rollout/environment_retries": [retries]}
 
     def _warn_of_failures(self, where: str, metric: str, failures: Sequence[str]) -> None:
         """Print the first of the ``failures`` of what the key ``where`` names, on the first rank of the pool that has some.

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.agents.endpoint import AskedTurn
 from rlhf_spmd.agents.forest import Draws, RowTokens, row_tokens
+from rlhf_spmd.agents.outside_agents import write_addresses
 from rlhf_spmd.agents.server import AgentServer, EndedEpisode
 from rlhf_spmd.data.messages import Message
 from rlhf_spmd.generation.call import GenerationLimits
@@ -30,6 +32,7 @@ from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request
+from rlhf_spmd.telemetry.progress import say
 
 RUN_STEPS = 16  # steps of the generator after which turns that have come meanwhile join
 ENDED_SHARE = 0.25  # of the turns in flight: a run ends when so many of them have, since their agents wait
@@ -86,13 +89,17 @@ class EndedGroups(NamedTuple):
 class AgentRollouts:
     """Runs the episodes of generate calls on this replica. Every rank of the replica has one.
 
+    Its construction is collective over the pool: every rank of it must call, in program order.
+
     - longest: tokens that a conversation may have
     - limit_s: of all episodes of a call, for which other ranks wait
     - nodes: by row id, the place of each row of the last call in its episode, for people to read
     - in_flight: episodes of training that go on in its next call, by number
     """
 
-    def __init__(self, config: AgentConfig, generator: Generator, dialect: Dialect, longest: int, limit_s: float) -> None:
+    def __init__(
+        self, config: AgentConfig, generator: Generator, dialect: Dialect, longest: int, limit_s: float, run_dir: Path
+    ) -> None:
         self.config, self.generator, self.dialect = config, generator, dialect
         self.longest, self.limit_s = longest, limit_s
         self.replica = generator.mesh.replica
@@ -102,7 +109,14 @@ class AgentRollouts:
         self._episode_of: dict[int, int] = {}  # number of a turn -> that of its episode, until the episode ends
         self._num_episodes = self._num_calls = 0
         vocab_size = generator.decoder.spec.vocab_size
-        self.server = AgentServer(config, dialect, vocab_size) if self.replica.rank == 0 else None
+        mesh = generator.mesh
+        self.server = AgentServer(config, dialect, vocab_size, mesh.dp_rank) if self.replica.rank == 0 else None
+        if config.external is not None:
+            address = None
+            if self.server is not None and self.server.listener is not None:
+                address = {"url": self.server.listener.url, "key": self.server.listener.key}
+            if (addresses := mesh.pool.gather_json(address, "agents:addresses")) is not None:
+                say(f"agents outside fetch episodes: {write_addresses(run_dir, addresses)} says where")
 
     def close(self) -> None:
         """End the process that answers agents, and the agents. Local."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -137,6 +138,7 @@ class WorkerContext:
     - added_rewards: roles whose scores are added up
     - environments: name -> its settings
     - agent: the agents that answer rows in place of one response
+    - run_dir: the run's directory
     - encoding: how messages between turns are rendered
     - tokenizer: the actor's
     - num_samples: number of scored rows that come back as text for people to read
@@ -158,6 +160,7 @@ class WorkerContext:
     added_rewards: tuple[str, ...] = ()
     environments: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
     agent: AgentConfig = field(default_factory=AgentConfig)
+    run_dir: Path = Path()
     encoding: EncodingConfig | None = None
     tokenizer: Any = None
     num_samples: int = 0
