@@ -27,7 +27,7 @@ from rlhf_spmd.agents import outside_agents, server
 from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.agents.outside_agents import Listener
-from rlhf_spmd.agents.server import AgentServer, EndedCall
+from rlhf_spmd.agents.server import AgentServer, EndedEpisode
 from rlhf_spmd.parallel.world import World
 
 LOOPBACK = "127.0.0.1:0"
@@ -125,15 +125,17 @@ class Replica:
         self.begin(range(number), limit_s)
 
     def begin(self, episodes: range, limit_s: float = 60.0) -> None:
-        self.ended: EndedCall | None = None
-        self.server.begin(((8 * i, f"7.1.{i}", {"prompt": f"{i} what"}) for i in episodes), LONGEST, limit_s)
-        self.thread = threading.Thread(target=self._answer, daemon=True)
+        self.ended: list[EndedEpisode] = []
+        new = [(i, f"7.1.{i}", {"prompt": f"{i} what"}) for i in episodes]
+        self.server.begin("call", new, LONGEST, limit_s)
+        self.thread = threading.Thread(target=self._answer, args=(len(new),), daemon=True)
         self.thread.start()
 
-    def _answer(self) -> None:
-        while "ended" not in (message := self.server.receive(0.01)):
-            self.server.send({turn[0]: drawn(turn[0], turn) for turn in message["asked"]})
-        self.ended = EndedCall.of(message["ended"])
+    def _answer(self, number: int) -> None:
+        while len(self.ended) < number:
+            news = self.server.receive(0.01)
+            self.server.send({turn[0]: drawn(turn[0], turn) for turn in news["asked"]})
+            self.ended += map(EndedEpisode.of, news["ended"])
 
     def __enter__(self) -> Replica:
         return self
@@ -147,10 +149,10 @@ class Replica:
         toy_agents.post(base_url, [{"role": "user", "content": "x"}], max_tokens=4)
         return base_url
 
-    def end(self) -> EndedCall:
+    def end(self) -> list[EndedEpisode]:
         self.thread.join(60)
-        assert self.ended is not None
-        return self.ended
+        assert not self.thread.is_alive()
+        return sorted(self.ended)
 
 
 def test_who_does_not_know_the_key_gets_nothing(dialect: Dialect) -> None:
@@ -162,7 +164,7 @@ def test_who_does_not_know_the_key_gets_nothing(dialect: Dialect) -> None:
         base_url = replica.fetch()
         assert base_url.startswith(f"{replica.url}/") and replica.key not in base_url
         post(f"{base_url}/reward", {"reward": 1.0})
-        assert [episode.reward for episode in replica.end().episodes] == [1.0]
+        assert [episode.reward for episode in replica.end()] == [1.0]
 
 
 def test_a_reward_counts_once_however_often_it_comes(dialect: Dialect) -> None:
@@ -175,13 +177,13 @@ def test_a_reward_counts_once_however_often_it_comes(dialect: Dialect) -> None:
         assert refused(f"{first}/reward", {"reward": 3}) == (409, 'the episode has ended with {"reward": 2.0}')
         post(f"{second}/reward", {"reward": -1.5})
         ended = replica.end()
-        assert [episode.reward for episode in ended.episodes] == [2.0, -1.5] and ended.report.retries == 0
+        assert [episode.reward for episode in ended] == [2.0, -1.5] and not any(episode.retries for episode in ended)
         assert post(f"{second}/reward", {"reward": -1.5}) == {"reward": -1.5}, "also after the call"
         with pytest.raises(HTTPError, match="403"):
             toy_agents.post(first, [{"role": "user", "content": "x"}])
         replica.begin(range(2, 3))
         post(f"{replica.fetch()}/reward", {"reward": 7.0})
-        assert [episode.reward for episode in replica.end().episodes] == [7.0]
+        assert [episode.reward for episode in replica.end()] == [7.0]
 
 
 def test_a_failure_is_begun_again_at_another_address(dialect: Dialect) -> None:
@@ -190,7 +192,7 @@ def test_a_failure_is_begun_again_at_another_address(dialect: Dialect) -> None:
         for number in range(3):
             addresses.append(replica.fetch())
             assert post(f"{addresses[-1]}/reward", {"failure": f"tool {number}"}) == {"failure": f"tool {number}"}
-        (episode,) = replica.end().episodes
+        (episode,) = replica.end()
         assert (episode.ending, episode.failure, len({*addresses})) == ("failed", "tool 2", 3)
 
 
@@ -202,8 +204,8 @@ def test_an_episode_whose_program_died_goes_to_another_one(dialect: Dialect) -> 
         assert refused(f"{lost}/reward", {"reward": 1.0}) == (403, "there is no such episode, or it has ended")
         post(f"{again}/reward", {"reward": 1.0})
         ended = replica.end()
-        assert [(episode.ending, episode.reward) for episode in ended.episodes] == [("done", 1.0), ("done", 2.0)]
-        assert ended.report.retries == 1
+        assert [(episode.ending, episode.reward) for episode in ended] == [("done", 1.0), ("done", 2.0)]
+        assert sum(episode.retries for episode in ended) == 1
 
 
 @pytest.mark.parametrize(("on_timeout", "failed"), [("drop", True), ("keep", False)])
@@ -211,7 +213,7 @@ def test_an_episode_that_takes_too_long(dialect: Dialect, on_timeout: str, faile
     attempts = 1 if failed else 2  # kept ones do not begin again
     with Replica(dialect, 1, timeout_s=0.5, attempts=attempts, on_timeout=on_timeout) as replica:
         replica.fetch()
-        (episode,) = replica.end().episodes
+        (episode,) = replica.end()
         assert (episode.ending, episode.failure is not None, episode.reward) == ("timeout", failed, 0.0)
 
 
@@ -223,7 +225,7 @@ def test_episodes_that_nobody_fetches_end_with_the_call(
     with Replica(dialect, 3, limit_s=1.0, concurrency=2, on_timeout=on_timeout) as replica:
         ended = replica.end()
         reason = "no program outside has fetched the episode within 1 s"
-        assert [(episode.ending, episode.failure) for episode in ended.episodes] == [("timeout", reason)] * 3
+        assert [(episode.ending, episode.failure) for episode in ended] == [("timeout", reason)] * 3
 
 
 def test_a_program_that_waits_gets_the_next_episode_and_one_that_left_gets_none(dialect: Dialect) -> None:
@@ -240,14 +242,14 @@ def test_a_program_that_waits_gets_the_next_episode_and_one_that_left_gets_none(
         thread.join(20)
         assert len(fetched) == 1
         post(f"{fetched[0]}/reward", {"reward": 1.0})
-        assert [episode.ending for episode in replica.end().episodes] == ["done"]
+        assert [episode.ending for episode in replica.end()] == ["done"]
 
 
 def test_a_long_poll_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outside_agents, "LONG_POLL_S", 0.2)
     listener = Listener(LOOPBACK, 0)
     monkeypatch.setenv(outside_agents.LISTENER, listener.environment[outside_agents.LISTENER])
-    agents = outside_agents.OutsideAgents(AgentConfig(external=LOOPBACK))
+    agents = outside_agents.OutsideAgents()
     listener.socket.detach()
     agents.send({"base_url": "http://127.0.0.1:1/ended/v1", "row": {}})
     assert asyncio.run(agents._next_offer()) is None, "an episode that has ended is offered to nobody"

@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlhf_spmd.agents.config import AgentConfig, read_address
+from rlhf_spmd.agents.config import read_address
 from rlhf_spmd.agents.episodes import Episode
 from rlhf_spmd.agents.http import HttpError, error_answer, read_body, read_bytes, unless_gone
 from rlhf_spmd.agents.run_episodes import read_reward
@@ -83,10 +83,9 @@ class OutsideAgents:
     has_ended = False
     is_silent = False
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self) -> None:
         fd, self._key = os.environ.pop(LISTENER).split()
         self.socket = socket.socket(fileno=int(fd))
-        self.config = config
         self.by_secret: Mapping[str, Episode] = {}
         self.results: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self.routes = [

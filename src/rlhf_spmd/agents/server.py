@@ -187,7 +187,7 @@ def main() -> None:
     out = os.fdopen(int(os.environ.pop(MESSAGES_FD)), "w")
     dialect = Dialect(load_tokenizer(settings["tokenizer"]), EncodingConfig(**settings["encoding"]), settings["end_ids"])
     events: SimpleQueue[AskedTurn | dict[str, Any] | None] = SimpleQueue()
-    outside = None if config.external is None else OutsideAgents(config)
+    outside = None if config.external is None else OutsideAgents()
     endpoint = AgentEndpoint(config, dialect, settings["vocab_size"], events.put, outside)
     episodes = Episodes(config, endpoint.url_of, endpoint.close_forest, outside)
     endpoint.by_secret = episodes.by_secret
