@@ -115,13 +115,13 @@ class Episodes:
             if 0 < episode.deadline < now:
                 del self.running[number]
                 # nobody sees whether a program outside is slow or gone, so another one may try
-                may_retry = self.outside and self.config.on_timeout == "drop" and episode.attempt < self.config.attempts
-                ending = "failed" if may_retry else "timeout"
+                may_retry = self.outside is not None and self.config.on_timeout == "drop"
+                ending = "failed" if may_retry and episode.attempt < self.config.attempts else "timeout"
                 self._end(episode, ending, None, f"the agent has not ended within agent.timeout_s={self.config.timeout_s}")
         if now > self.deadline:
             for episode in [*self.running.values(), *self.waiting]:
                 reason = f"the episodes of a step have not ended within {self.limit_s:.0f} s, for which other ranks wait"
-                if self.outside and not episode.deadline:
+                if self.outside is not None and not episode.deadline:
                     reason = f"no program outside has fetched the episode within {self.limit_s:.0f} s"
                 self._end(episode, "timeout", None, reason)
             self.running.clear()
