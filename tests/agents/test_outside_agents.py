@@ -26,7 +26,7 @@ from ranks import Program, run_ranks
 from rlhf_spmd.agents import outside_agents, server
 from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.dialect import Dialect
-from rlhf_spmd.agents.outside_agents import Listener
+from rlhf_spmd.agents.listener import LISTENER, Listener
 from rlhf_spmd.agents.server import AgentServer, EndedEpisode
 from rlhf_spmd.parallel.world import World
 
@@ -248,7 +248,7 @@ def test_a_program_that_waits_gets_the_next_episode_and_one_that_left_gets_none(
 def test_a_long_poll_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outside_agents, "LONG_POLL_S", 0.2)
     listener = Listener(LOOPBACK, 0)
-    monkeypatch.setenv(outside_agents.LISTENER, listener.environment[outside_agents.LISTENER])
+    monkeypatch.setenv(LISTENER, listener.environment[LISTENER])
     agents = outside_agents.OutsideAgents()
     listener.socket.detach()
     agents.send({"base_url": "http://127.0.0.1:1/ended/v1", "row": {}})

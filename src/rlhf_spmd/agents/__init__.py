@@ -12,6 +12,7 @@ Floor F3. Nothing here knows of generators: ``workers/agent_rollouts.py`` genera
 - ``agent_process``: that process, as the one that answers agents sees it
 - ``episodes``: episodes, their attempts and ends
 - ``http``: what every endpoint does with a request and an error, also that of ``serve``
+- ``listener``: where programs outside find the endpoints of a run
 - ``outside_agents``: programs that the trainer has not started, which fetch episodes and post rewards
 - ``endpoint``: HTTP for the agents of a replica
 - ``server``: the process that has all this, and the rank's end of it

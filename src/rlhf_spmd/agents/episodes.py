@@ -131,7 +131,9 @@ class Episodes:
             episode.left_s -= elapsed_s * episode.has_begun
             if episode.left_s < 0:
                 # nobody sees whether a program outside is slow or gone, so another one may try
-                may_retry = self.outside and self.config.on_timeout == "drop" and episode.attempt < self.config.attempts
+                may_retry = (
+                    self.outside is not None and self.config.on_timeout == "drop" and episode.attempt < self.config.attempts
+                )
                 reason = f"the agent has not ended within agent.timeout_s={self.config.timeout_s}"
                 self._give_up(number, reason, "failed" if may_retry else "timeout")
         if now > self.deadline and self.call is not None:

@@ -14,12 +14,10 @@ import asyncio
 import hmac
 import json
 import os
-import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,49 +26,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlhf_spmd.agents.config import read_address
 from rlhf_spmd.agents.episodes import Episode
 from rlhf_spmd.agents.http import HttpError, error_answer, read_body, read_bytes, unless_gone
+from rlhf_spmd.agents.listener import ADDRESSES_FILE, LISTENER
 from rlhf_spmd.agents.run_episodes import read_reward
-from rlhf_spmd.telemetry.run_dir import atomic_write_bytes
 
-ADDRESSES_FILE = "agents.jsonl"  # of a run's directory
-LISTENER = "RLHF_SPMD_AGENT_LISTENER"  # variable of the process that answers agents: its socket's number and its key
 LONG_POLL_S = 30.0
 LOOK_S = 0.05  # between looks for an episode
 MAX_REWARD_BYTES = 1 << 16
 MAX_FAILURE = 2000  # characters
 MAX_POSTED = 1 << 16  # results that may be sent again: the latest
-
-
-class Listener:
-    """A socket for programs outside, in the rank's process. Raises ValueError if it cannot listen.
-
-    - url, key: what they must know
-    - environment: how the process that answers them takes the socket over
-    """
-
-    def __init__(self, external: str, replica: int) -> None:
-        host, port = read_address(external, "agent.external")
-        port += replica if port else 0
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self.socket = socket.create_server((host, port), family=family)
-        except (OSError, OverflowError) as error:
-            reason = f"agent.external={external!r}: replica {replica} cannot listen at port {port}"
-            raise ValueError(f"{reason}: {getattr(error, 'strerror', None) or error}") from error
-        name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-        self.url = f"http://{name}:{self.socket.getsockname()[1]}"
-        self.key = secrets.token_urlsafe(32)
-        self.environment = {LISTENER: f"{self.socket.fileno()} {self.key}"}
-
-
-def write_addresses(run_dir: Path, listeners: Sequence[Mapping[str, str] | None]) -> Path:
-    """Write a line of JSON with ``url`` and ``key`` for each replica, for this user alone. Returns the file's path."""
-    path = run_dir / ADDRESSES_FILE
-    lines = [json.dumps(listener) + "\n" for listener in listeners if listener is not None]
-    atomic_write_bytes(path, "".join(lines).encode(), mode=0o600)
-    return path
 
 
 class OutsideAgents:

@@ -31,7 +31,8 @@ from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.agents.endpoint import AgentEndpoint, AskedTurn
 from rlhf_spmd.agents.episodes import Episode, Episodes
 from rlhf_spmd.agents.forest import Draws, EpisodeRow, PathTurn
-from rlhf_spmd.agents.outside_agents import Listener, OutsideAgents
+from rlhf_spmd.agents.listener import Listener
+from rlhf_spmd.agents.outside_agents import OutsideAgents
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.rewards.worker_process import JOB_SIGNALS, ignore_job_signals

@@ -24,7 +24,7 @@ from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.agents.endpoint import AskedTurn
 from rlhf_spmd.agents.forest import Draws, RowTokens, row_tokens
-from rlhf_spmd.agents.outside_agents import write_addresses
+from rlhf_spmd.agents.listener import write_addresses
 from rlhf_spmd.agents.server import AgentServer, EndedEpisode
 from rlhf_spmd.data.messages import Message
 from rlhf_spmd.generation.call import GenerationLimits
