@@ -206,6 +206,24 @@ def test_the_client_of_openai_asks_for_responses(address: str) -> None:
     assert json.loads(run.stdout) == [["Let me see.", FUNCTION["arguments"]]] * 2
 
 
+def test_the_client_of_trl_gets_what_it_reads(address: str) -> None:
+    """The bodies of ``generate`` and ``chat`` in server mode, as of TRL 1.16. Choices come prompt by prompt; names are ids."""
+    sampling = {"n": 2, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 4}
+    ids = {"model": "small", "return_token_ids": True, "return_tokens_as_token_ids": True}
+    prompts = [[5, 6, 7], [8]]
+    status, answer = ask(address, "/completions", {**ids, "prompt": prompts, **sampling, "logprobs": 0})
+    assert status == 200, answer
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [prompts[0]] * 2 + [prompts[1]] * 2
+    for choice in answer["choices"]:
+        assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    chat = {**sampling, "logprobs": True, "top_logprobs": 0, **ids, "tools": [TOOL], "tool_choice": "none"}
+    status, answer = ask(address, "/chat/completions", {**chat, "messages": TALK})
+    assert status == 200 and text_of(answer["prompt_token_ids"]).startswith("<|tools|>"), answer
+    for choice in answer["choices"]:
+        tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+        assert tokens == [f"token_id:{token}" for token in choice["token_ids"]]
+
+
 def test_token_ids_in_and_out(address: str) -> None:
     """Equal to what a completion says of the same prompt."""
     url = address.removesuffix("/v1")
