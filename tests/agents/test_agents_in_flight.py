@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_agent_runs import root, train
+from test_agent_runs import train
 
 from tiers import tiers
 
-__all__ = ["root"]
 IN_FLIGHT = ("rollout.in_flight=8", "data.train_batch_size=4", "run.log_samples=100")
 ROWS_PER_GROUP = 2 * 8  # sampling.n * agent.max_rows
 FROZEN = ("models.actor.optim.lr=0", "models.actor.optim.weight_decay=0", "models.actor.optim.min_lr_ratio=1")

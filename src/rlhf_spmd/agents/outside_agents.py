@@ -88,12 +88,12 @@ class OutsideAgents:
         """Return the first offered episode, whose time begins; None if there is none for a while."""
         end = time.monotonic() + LONG_POLL_S
         while time.monotonic() < end:
+            await asyncio.sleep(LOOK_S)  # a client that has gone already is noticed meanwhile
             while self._offers:
                 offer = self._offers.popleft()
                 if (episode := self.by_secret.get(_secret(offer["base_url"]))) is not None:
                     episode.has_begun = True
                     return offer
-            await asyncio.sleep(LOOK_S)
         return None
 
     async def _reward(self, request: Request) -> Response:
