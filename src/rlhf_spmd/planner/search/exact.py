@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -161,16 +161,24 @@ class _ExactSearch:
         for option in self.tables.home_options(role, self.problem.extent(ranks)):
             home_calls = {i: (ranks, self.problem.calls[i].options[option].seconds) for i in tied}
             next_homes = (*homes, Choice(ranks, option))
-            tightened = self.tightened_bounds(bounds, fixed | home_calls, free) if self.fits(next_homes) else None
-            if tightened:
-                tightened = self.tightened_bounds(tightened, fixed | home_calls, self.least_seconds_tables(next_homes))
+            tightened = self.tightened_bounds(bounds, fixed | home_calls, free, tied)
+            if tightened is None and len(tied) == 1:
+                break  # the other options take longer
+            if tightened is None or not self.fits(next_homes):
+                continue
+            tightened = self.tightened_bounds(tightened, fixed | home_calls, self.least_seconds_tables(next_homes))
             if tightened:
                 self.push(_SearchNode(tightened, next_homes, None))
 
-    def tightened_bounds(self, bounds: Bounds, fixed: Fixed, free: Free) -> Bounds | None:
-        """Return the bounds of phases with these calls, or None if they reach the best plan's seconds."""
+    def tightened_bounds(self, bounds: Bounds, fixed: Fixed, free: Free, changed: Sequence[int] = ()) -> Bounds | None:
+        """Return the bounds of phases with these calls, or None if they reach the best plan's seconds.
+
+        ``changed``: the only calls that differ from those of ``bounds``; empty: any may.
+        """
         tightened = list(bounds)
         for index, phase in enumerate(self.phases):
+            if changed and not any(call_index in phase.call_indices for call_index in changed):
+                continue
             ceiling = self.best - (sum(tightened) - tightened[index])
             tightened[index] = phase.bound(fixed, free, tightened[index], ceiling)
             if tightened[index] >= ceiling:
