@@ -239,6 +239,7 @@ def test_time_that_is_up_leaves_a_plan_and_its_bound(ranks: int, ahead: int, lim
     result = exact.search(problem, limit=limit)
     assert simulate(problem, result.plan).fits
     assert 0 < result.lower_bound <= result.seconds * (1 + 1e-9)
+    assert result.timed and not exact.search(random_problem(3, ahead)).timed
     if limit:
         assert result.seconds / result.lower_bound - 1 < 0.5
     else:

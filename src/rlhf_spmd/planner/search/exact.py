@@ -13,7 +13,6 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -58,6 +57,7 @@ class _ExactSearch:
         self.phases = [Phase(problem, call_indices, self.ranges, self.budget) for call_indices in phases(problem)]
         self.best = problem.ceiling
         self.plan: Plan | None = None
+        self.timed = False
         self.roles = sorted(problem.homes, key=lambda role: -problem.least_resident[role])
         self.node_numbers = count()
         self.last_tables: dict[Homes, dict[int, Table]] = {}  # of the last homes
@@ -90,12 +90,12 @@ class _ExactSearch:
                         self.push(waiting)
             proved = self.best
         except OutOfTimeError:
-            pass
+            self.timed = True
         proved = min(proved, self.best)
         if self.plan is None:
             raise NoFasterPlanError(proved) if self.is_best_first else no_plan_error(self.problem, "")
         seconds = time.perf_counter() - self.started
-        return SearchResult(self.plan, self.best, proved, proved == self.best, self.budget.evaluations, seconds)
+        return SearchResult(self.plan, self.best, proved, proved == self.best, self.budget.evaluations, seconds, self.timed)
 
     def try_overlapping_plans(self) -> None:
         """Try good plans of steps that overlap, for half of the time."""
@@ -104,9 +104,11 @@ class _ExactSearch:
         for start in starts[:1]:  # the fastest; without a plan the search would not stop in time
             self.take(plans.seconds(start), start)
         self.budget.until = self.started + self.limit / 2
-        with suppress(OutOfTimeError):
+        try:
             for start in starts:
                 self.take(*plans.improve(start))
+        except OutOfTimeError:
+            self.timed = True
         self.budget.until = INFINITE
 
     def take(self, seconds: float, choices: Mapping[int, Choice]) -> None:
