@@ -64,7 +64,8 @@ def step_builder(
         for role, size in models.items()
         for key, value in zip(KEYS, SHAPES[size], strict=True)
     ]
-    request = plan.read_request(str(ROOT / "configs" / f"quickstart_{algorithm}.yaml"), [*settings, *sizes])
+    config = str(ROOT / "configs" / f"quickstart_{algorithm}.yaml")
+    request = plan.read_request(config, ["run.test_freq=0", *settings, *sizes])  # the papers do not validate
     machine, _ = plan.machine_of(cluster)
     kind_times = [times(machine.with_kind(kind)) for kind in range(len(cluster.device_names))]
     ahead = request.config.steps_ahead

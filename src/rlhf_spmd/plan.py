@@ -21,6 +21,7 @@ from rlhf_spmd.config.keys import Key
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.rules import Rule, Rules, check_rules
 from rlhf_spmd.config.schema import ConfigError
+from rlhf_spmd.config.words import nearest
 from rlhf_spmd.controller import Graph
 from rlhf_spmd.data.dataset import DatasetConfig
 from rlhf_spmd.data.files import DataError
@@ -38,6 +39,7 @@ from rlhf_spmd.planner.profile import ProfileTimes, read_profile, write_profile
 from rlhf_spmd.planner.search import SearchResult
 from rlhf_spmd.planner.shapes import Workload
 from rlhf_spmd.preflight import plan_stand_ins
+from rlhf_spmd.preflight.checks import BATCH_RULES, RunSettings
 from rlhf_spmd.preflight.exactness import exact_rollouts
 from rlhf_spmd.preflight.memory_check import check_memory, decide_checkpointing, with_checkpointing
 from rlhf_spmd.preflight.memory_estimate import facts_of
@@ -165,6 +167,7 @@ def read_request(path: str | None, overrides: Sequence[str], rules: Rules = PLAN
     """
     config, module = read_config(path, overrides, more=SECTIONS)
     check_rules(rules, config)
+    check_rules(BATCH_RULES, RunSettings(config=config))
     # roles whose models are given by sizes; there is no directory of theirs to read
     sized_roles = [role for role, model in config.models.items() if model.spec is not None]  # type: ignore[attr-defined]
     rewards = {role: replace(reward, model=None) if role in sized_roles else reward for role, reward in config.rewards.items()}
@@ -186,9 +189,8 @@ def read_request(path: str | None, overrides: Sequence[str], rules: Rules = PLAN
     num_ranks = sum(hosts * devices for hosts, devices, _ in planned.cluster.hosts)
     check_speeds(config.placement, num_ranks)
     work = planned.workload.workload(next(iter(run_plan.streams.values())), config.sampling.n)
-    return PlanRequest(
-        run_plan.config, planned.cluster, planned.plan, model_calls(graph, role_plans, work), work, graph, role_plans
-    )
+    calls = model_calls(graph, role_plans, work, config.weight_versions)
+    return PlanRequest(run_plan.config, planned.cluster, planned.plan, calls, work, graph, role_plans)
 
 
 def without_exactness(config: RoleConfig) -> RoleConfig:
@@ -302,10 +304,10 @@ def _evaluate(request: PlanRequest, file: PlanFile, budget: int) -> tuple[PlanRe
 def check_calls(file: PlanFile, calls: Sequence[ModelCall], machine: Machine, path: str) -> None:
     """Raise ValueError if a plan has other calls or ranks."""
     names = {call.name: None for call in calls}
-    differences = [f"it lacks {name}" for name in names if name not in file.calls]
-    differences += [f"there is no {name}" for name in file.calls if name not in names]
+    differences = [f"there is no {name}{nearest(name, list(names)) or ';'}" for name in file.calls if name not in names]
+    differences += [f"it lacks {name};" for name in names if name not in file.calls]
     if differences:
-        raise ValueError(f"plan.fixed={path} is of other calls: {differences[0]}; the step's are {', '.join(names)}")
+        raise ValueError(f"plan.fixed={path} is of other calls: {differences[0]} the step's are {', '.join(names)}")
     last = max(call.rank_range.end for call in file.calls.values())
     has_speeds = bool(file.speeds or file.generation_speeds)
     if last > machine.size or (has_speeds and file.ranks != machine.size):

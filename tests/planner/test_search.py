@@ -239,6 +239,7 @@ def test_time_that_is_up_leaves_a_plan_and_its_bound(ranks: int, ahead: int, lim
     result = exact.search(problem, limit=limit)
     assert simulate(problem, result.plan).fits
     assert 0 < result.lower_bound <= result.seconds * (1 + 1e-9)
+    assert result.timed and not exact.search(random_problem(3, ahead)).timed
     if limit:
         assert result.seconds / result.lower_bound - 1 < 0.5
     else:
@@ -376,3 +377,12 @@ def test_a_step_on_1024_ranks_is_planned_with_proof() -> None:
     assert result.seconds == pytest.approx(simulate(problem, result.plan).seconds)
     assert result.evaluations < 20_000
     assert result.seconds <= enumerate_roles.search(problem).seconds
+
+
+def test_of_two_calls_at_home_the_first_does_not_decide() -> None:
+    """A home's options come in the order of its first call. One that is too slow in the second call ends nothing."""
+    seconds = ((1, 100), (2, 90), (3, 4))
+    first, second = (tuple(one(1, each[call]) for each in seconds) for call in (0, 1))
+    tied = CallNode("b", "r", frozenset({0}), second, home=False, shares_home=True)
+    result = exact.search(Problem((call("a", set(), *first, role="r"), tied), 1, (10.0,), {"r": 0.0}, 1.0, 1.0))
+    assert result.optimal and result.seconds == 7

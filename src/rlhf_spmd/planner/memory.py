@@ -97,12 +97,10 @@ class GenerationMemory(NamedTuple):
     """Bytes of a generating call beside the weights.
 
     - parts: the call's work, and the smallest cache that suffices
-    - row_bytes: keys, values and states of the longest row
-    - all_rows_bytes: those of all rows in flight
+    - all_rows_bytes: keys, values and states of all rows in flight
     """
 
     parts: Parts
-    row_bytes: Numbers
     all_rows_bytes: Numbers
 
 
@@ -312,7 +310,7 @@ class RankMemory:
         states = TEMPORARY_STATES * 4 * in_flight * shape.row_state / settings.tp
         work_bytes = np.maximum(role.itemsize * batch_tokens * numbers, states) + logits + texts
         cache = least_cache(work_bytes, row, all_rows, config, role.on_host)
-        return GenerationMemory({"work": work_bytes, "cache": cache}, row, all_rows)
+        return GenerationMemory({"work": work_bytes, "cache": cache}, all_rows)
 
     def layer_activations(self) -> Numbers:
         """Return the numbers that the operations of a layer keep for a token's backward pass, see ``docs/parallelism.md``."""

@@ -29,6 +29,7 @@ class ModelCall:
     - captures: on replicas of one rank, decode steps can be CUDA graphs
     - home, shares_home: as in :class:`~rlhf_spmd.planner.problem.CallNode`
     - cp: as configured; it is not searched
+    - versions: of the weights that it keeps on other ranks than its home's, of which it uses one
     """
 
     name: str
@@ -47,6 +48,7 @@ class ModelCall:
     home: bool = False
     shares_home: bool = False
     cp: int = 1
+    versions: int = 1
 
     @property
     def expert_ranks(self) -> list[int]:

@@ -43,13 +43,12 @@ class OptionBuilder:
     """Builds the options of *tied calls*: a role's home and the calls that share it, or a single movable call.
 
     Tied calls have the same ranks and settings, so their options of the same index belong together. ``budget``: tokens of a
-    micro-batch. ``ahead``: steps that generation runs ahead of training.
+    micro-batch.
     """
 
     machine: Machine
     times: DeviceTimes
     budget: int
-    ahead: int = 0
 
     def searched_options(self, tied_calls: Sequence[ModelCall]) -> list[list[Option]]:
         """Return the options of each call that a search may choose from. Raises ValueError if there are none."""
@@ -284,7 +283,7 @@ class OptionBuilder:
                     in_place=call.kind == "infer",
                     expert_parallel_generation=call.shares_experts,
                     cache=float(estimate.cache[index]),
-                    copies=1 + self.ahead * (generates and call.settings.trained),
+                    copies=call.versions,
                     devices=extent if self.machine.kinds else (),
                     settings=placed,
                 )

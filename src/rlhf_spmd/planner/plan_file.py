@@ -177,7 +177,7 @@ def read_plan(path: str, key: str = "plan") -> PlanFile:
         ) from error
     if not isinstance(raw, dict) or not isinstance(raw.get("calls"), dict) or not raw["calls"]:
         raise ConfigError(f"{key}={path} is not a plan: it must have 'calls', as `rlhf-spmd plan` writes them")
-    calls = {str(name): _read_call(f"{key}={path}: calls.{name}", str(name), call) for name, call in raw["calls"].items()}
+    calls = {str(name): _read_call(f"{key}={path}", str(name), call) for name, call in raw["calls"].items()}
     for role in {name.split(".")[0] for name in calls}:
         num_homes = sum(call.home for name, call in calls.items() if name.split(".")[0] == role)
         if num_homes != 1:
@@ -208,11 +208,14 @@ def _read_speeds(raw: Mapping[str, object], key: str, size: int, where: str) -> 
     speeds: list[float] = []
     for ranks, speed in by_range.items() if isinstance(by_range, dict) else ():
         if not (re.fullmatch(RANKS, str(ranks)) and read_ranks(str(ranks)).first == len(speeds) and _is_speed(speed)):
-            speeds = []
+            fault = f"the entry '{ranks}: {speed}' is wrong where rank {len(speeds)} comes next"
             break
         speeds += [float(speed)] * read_ranks(str(ranks)).count
-    if len(speeds) != size:
-        raise ConfigError(f"{where}: {key} must have a number above 0 for all {size} ranks in order, as 0-7: 1.0")
+    else:
+        if len(speeds) == size:
+            return tuple(speeds)
+        fault = f"they end with rank {len(speeds) - 1}" if speeds else "there are none"
+    raise ConfigError(f"{where}: {key} must have a number above 0 for all {size} ranks in order, as 0-7: 1.0; {fault}")
     return tuple(speeds)
 
 
@@ -220,7 +223,9 @@ def _is_speed(speed: object) -> bool:
     return isinstance(speed, (int, float)) and not isinstance(speed, bool) and 0 < speed < math.inf
 
 
-def _read_call(where: str, name: str, settings: object) -> PlacedCall:
+def _read_call(file: str, name: str, settings: object) -> PlacedCall:
+    """Return a call of the plan. Raises ConfigError that begins with ``file``."""
+    where = f"{file}: calls.{name}"
     if name.count(".") != 1 or not isinstance(settings, dict) or "ranks" not in settings:
         raise ConfigError(f"{where} must be a call as role.method, with its ranks")
     if not re.fullmatch(RANKS, str(settings["ranks"])):
@@ -229,7 +234,10 @@ def _read_call(where: str, name: str, settings: object) -> PlacedCall:
         call = read_section(PlacedCall, settings)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    check_section(call, where)
+    try:
+        check_section(call, f"calls.{name}")
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from error
     return call
 
 

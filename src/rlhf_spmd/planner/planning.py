@@ -73,7 +73,7 @@ class ProblemBuilder:
                     "it out"
                 )
         machine = self.machine
-        builder = OptionBuilder(machine, DeviceTimes(self.times, self.speeds), self.budget, self.ahead)
+        builder = OptionBuilder(machine, DeviceTimes(self.times, self.speeds), self.budget)
         call_nodes: dict[int, CallNode] = {}
         for index, call in enumerate(self.calls):
             if call.shares_home:
@@ -141,6 +141,7 @@ def best_plan(
     plans: list[PlanResult] = []
     refusals: list[str] = []
     lower_bounds: list[float] = []
+    timed = False
     for budget in budgets:
         builder = ProblemBuilder(calls, machine, times, budget, ahead)
         ceiling = min((plan.search.seconds for plan in plans), default=math.inf)
@@ -149,6 +150,7 @@ def best_plan(
             result: SearchResult = search(problem, time_limit_s / len(budgets), seed)
         except NoFasterPlanError as error:
             lower_bounds.append(error.lower_bound)
+            timed |= error.lower_bound < ceiling
             continue
         except NoPlanError as error:
             refusals.append(str(error))
@@ -157,13 +159,14 @@ def best_plan(
         file = to_file(builder, problem, result.plan, simulate(problem, result.plan), algorithm)
         plans.append(PlanResult(file, result))
         lower_bounds.append(result.lower_bound)
+        timed |= result.timed
     if not plans:
         raise ValueError(refusals[-1])
     best = min(plans, key=lambda plan: plan.search.seconds)
     bound = min(*lower_bounds, best.search.seconds)
     optimal = bound == best.search.seconds
     seconds = time.perf_counter() - started
-    return replace(best, search=replace(best.search, lower_bound=bound, optimal=optimal, search_seconds=seconds))
+    return replace(best, search=replace(best.search, lower_bound=bound, optimal=optimal, search_seconds=seconds, timed=timed))
 
 
 def to_file(

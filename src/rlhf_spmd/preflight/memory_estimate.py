@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_spmd.controller import Graph, ResourcePool
+from rlhf_spmd.controller import MICRO_DP, THREE_D, Graph, RankSpeeds, ResourcePool
 from rlhf_spmd.data.prompts import PromptDataset, PromptsConfig
 from rlhf_spmd.parallel.layout import Grid
 from rlhf_spmd.planner.machine import GIB
@@ -31,7 +31,7 @@ HOST_MEMORY_OF_GPU_LIBRARIES = 2 * GIB
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes that ranks need. Ranks with the same stages of the same models are one kind.
+    """Bytes that ranks need. Ranks with the same stages of the same models, and as many rows, are one kind.
 
     - ranks: the ranks of each kind, ascending
     - resident: ``role part`` -> bytes [kinds] between calls
@@ -92,8 +92,8 @@ def estimate_memory(role_plans: RolePlans, step: StepFacts) -> MemoryReport:
         places[Place(role)] = role_plan.pool, role_plan.shape.layout
         places[Place(role, generates=True)] = role_plan.pool, role_plan.shape.generating
         places |= {Place(role, method): (call.pool, call.shape.layout) for method, call in role_plan.calls.items()}
-    kinds, stages = _rank_kinds(places)
-    memories = {role: RoleMemory(role, role_plan, step, places, stages) for role, role_plan in models.items()}
+    kinds, stages, row_shares = _rank_kinds(places, step.speeds)
+    memories = {role: RoleMemory(role, role_plan, step, places, stages, row_shares) for role, role_plan in models.items()}
     resident = {name: size for memory in memories.values() for name, size in memory.resident().items()}
     call_bytes: dict[str, Parts] = {}
     for role, memory in memories.items():
@@ -134,18 +134,28 @@ def _add_prefetched(
                 parts.setdefault(f"beside {role} weights", np.zeros(len(kinds)))[kind] = prefetched[role][kind]
 
 
-def _rank_kinds(places: Places) -> tuple[tuple[np.ndarray, ...], dict[Place, np.ndarray]]:
-    """Group ranks with the same stages of the same models.
+def _rank_kinds(
+    places: Places, speeds: RankSpeeds
+) -> tuple[tuple[np.ndarray, ...], dict[Place, np.ndarray], dict[Place, np.ndarray]]:
+    """Group ranks with the same stages of the same models, and with as many rows.
 
-    Return the ranks of each kind, and for each place the stage of each kind, -1 outside of the place.
+    Return the ranks of each kind, and for each place two numbers of each kind: its stage, -1 outside of the place, and the rows of
+    its replica as a multiple of the mean.
     """
     size = 1 + max((pool.ranks[-1] for pool, _ in places.values()), default=0)
-    table = np.full((len(places), size), -1)
-    for row, (pool, grid) in zip(table, places.values(), strict=True):
-        row[np.asarray(pool.ranks)[grid.ranks]] = np.arange(grid.ranks.shape[0])[:, None, None, None]
-    _, firsts, kind_of = np.unique(table, axis=1, return_index=True, return_inverse=True)
+    stages = np.full((len(places), size), -1)
+    shares = np.ones((len(places), size))
+    for index, (place, (pool, grid)) in enumerate(places.items()):
+        ranks = np.asarray(pool.ranks)[grid.ranks]  # [pp, dp, cp, tp]
+        stages[index, ranks] = np.arange(len(ranks))[:, None, None, None]
+        generates = place.generates or place.method == "generate_sequences"
+        rank_speeds = speeds.of(MICRO_DP if generates else THREE_D)
+        if rank_speeds:
+            slowest = np.asarray(rank_speeds)[ranks].min(axis=(0, 2, 3))
+            shares[index, ranks] = (slowest / slowest.mean())[None, :, None, None]
+    _, firsts, kind_of = np.unique(np.concatenate([stages, shares]), axis=1, return_index=True, return_inverse=True)
     kinds = tuple(np.flatnonzero(kind_of.reshape(-1) == kind) for kind in range(len(firsts)))
-    return kinds, dict(zip(places, table[:, firsts], strict=True))
+    return kinds, dict(zip(places, stages[:, firsts], strict=True)), dict(zip(places, shares[:, firsts], strict=True))
 
 
 def step_facts(run_plan: RunPlan, graph: Graph, device: torch.device) -> StepFacts:
@@ -171,5 +181,5 @@ def facts_of(
     """Return the facts of a step with rows of these lengths. ``prompt``, ``responses``: as of :class:`StepFacts`."""
     changing = [role for role in role_plans if role_plans[role].trained or role in config.algorithm.roles_without_optimizer]
     copied = frozenset(changing if config.run.save_freq and config.run.background_save else ())
-    validates = config.run.test_freq > 0
-    return StepFacts(graph, prompt, responses, config.algorithm.limits, device, config.steps_ahead, validates, copied)
+    speeds = RankSpeeds(config.placement.speeds, config.placement.generation_speeds)
+    return StepFacts(graph, prompt, responses, config.algorithm.limits, device, config.weight_versions, copied, speeds)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from rlhf_spmd.config.load import to_dict
 from rlhf_spmd.config.schema import read_section
-from rlhf_spmd.controller import CallRecord, Graph
+from rlhf_spmd.controller import CallRecord, Graph, RankSpeeds
 from rlhf_spmd.kernels import capabilities, model_device
 from rlhf_spmd.kernels.devices import total_bytes
 from rlhf_spmd.models.layout_rules import check_layout
@@ -46,8 +47,12 @@ ALIGNED = 8  # sizes of experts that are grouped are multiples of it, as in ``ke
 BUDGETS = (2.0, 1.0, 0.5, 0.25)  # token budgets of micro-batches that are tried, as shares of the configuration's
 
 
-def model_calls(graph: Graph, role_plans: RolePlans, work: Workload) -> list[ModelCall]:
-    """Return the calls of roles with a model, in program order. ``work``: the lengths of rows, and the rows per prompt."""
+def model_calls(graph: Graph, role_plans: RolePlans, work: Workload, versions: int = 0) -> list[ModelCall]:
+    """Return the calls of roles with a model, in program order.
+
+    - work: the lengths of rows, and the rows per prompt
+    - versions: of the weights that generation ahead of training keeps; 0: it is not ahead
+    """
     predecessors = waits(graph)
     nodes = [i for i, call in enumerate(graph.nodes) if call.spec.kind in KINDS and role_plans[call.role.name].spec is not None]
     index_of = {node: i for i, node in enumerate(nodes)}
@@ -86,6 +91,7 @@ def model_calls(graph: Graph, role_plans: RolePlans, work: Workload) -> list[Mod
                 # quantized weights are not copied to other ranks
                 shares_home=same_method > 1 or kind == "train" or role_plan.config.lora.bits is not None,
                 cp=1 if kind == "generate" else role_plan.config.layout.cp,
+                versions=max(versions, 1) if kind == "generate" and role_plan.trained else 1,
             )
         )
     for role in dict.fromkeys(call.role for call in calls):
@@ -181,28 +187,31 @@ def checked_plan(
     machine: Machine,
     times: Sequence[CallTimes],
     proved: bool = False,
+    time_limit_s: float = 60.0,
     **search: Any,
 ) -> PlanResult:
-    """Return the best plan that training accepts. ``search``: see :func:`best_plan`.
+    """Return the best plan that training accepts. ``time_limit_s``: of all searches together. ``search``: see :func:`best_plan`.
 
     The planner estimates the fullest rank of each call; training checks each rank with everything that it holds. If training
     would refuse a plan, the search runs again on a machine with less memory, and the plan does not count as proved optimal.
-    Raises ValueError if no plan is accepted, and with ``proved`` if a search ran out of time.
+    Raises ValueError if no plan is accepted, and with ``proved`` if a part of a search ran out of time.
     """
     ahead = config.steps_ahead
+    until = time.perf_counter() + time_limit_s
     budgets, key = token_budgets(step.limits, max(call.work.longest for call in calls))
     reduced_machine = machine
     host_reduction = 0.0  # bytes
     for _ in range(ATTEMPTS):
         try:
-            planned = best_plan(calls, reduced_machine, times, budgets, key, ahead, **search)
+            left = max(until - time.perf_counter(), 0.0)
+            planned = best_plan(calls, reduced_machine, times, budgets, key, ahead, time_limit_s=left, **search)
         except ValueError as error:
             if not (host_reduction and step.copied):
                 raise
             raise ValueError(
                 f"{error}; run.background_save=false needs no copies in host memory while a checkpoint is written"
             ) from error
-        if proved and not planned.search.optimal:
+        if proved and (planned.search.timed or not planned.search.optimal):
             raise ValueError("no plan was proved to be the best in time; search by `rlhf-spmd plan` and give plan=FILE")
         device_excess, host_excess = _excess_bytes(config, planned.file, unplaced_roles, step, machine)
         if device_excess <= 0 and host_excess <= 0:
@@ -227,7 +236,8 @@ def _excess_bytes(
     role_plans = placed_roles(unplaced_roles, file, lambda: step.graph, config.steps_ahead)
     check_batches(config, role_plans)
     budget = next(iter(file.algorithm.values()), step.limits.max_tokens)
-    report = estimate_memory(role_plans, replace(step, limits=replace(step.limits, max_tokens=budget)))
+    speeds = RankSpeeds(file.speeds, file.generation_speeds)
+    report = estimate_memory(role_plans, replace(step, limits=replace(step.limits, max_tokens=budget), speeds=speeds))
     device_memory = report.memory_of_kinds(machine.memory)
     host_bytes = 0.0 if report.host is None else float(report.host.by_host(machine.local_size).max())
     return (max(float(report.peaks[kind]) - memory for kind, memory in device_memory.items()), host_bytes - machine.host_memory)
@@ -263,7 +273,7 @@ def plan_run(config: Any, unplaced_roles: RolePlans, step: StepFacts, work: Work
     memory = device.memory if device.on_host else total_bytes(model_device(), local_size)  # the same on all ranks
     machine = Machine(size, local_size, device, (memory,) * size, ClusterConfig().network_gb_s * 1e9)
     times = ProfileTimes(measured, machine) if measured else FormulaTimes(machine)
-    calls = model_calls(step.graph, unplaced_roles, work)
+    calls = model_calls(step.graph, unplaced_roles, work, step.versions)
     return checked_plan(config, calls, unplaced_roles, step, machine, [times], proved=True).file
 
 

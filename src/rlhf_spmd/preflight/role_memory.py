@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from rlhf_spmd.controller import CallRecord, Graph, ResourcePool
+from rlhf_spmd.controller import CallRecord, Graph, RankSpeeds, ResourcePool
 from rlhf_spmd.kernels import capabilities
 from rlhf_spmd.kernels.batch_invariant import BatchInvariantOps
 from rlhf_spmd.kernels.ops import GPU_CHUNK_LOGITS
@@ -45,9 +45,9 @@ class StepFacts:
     - responses: response lengths at equally likely quantiles, ascending
     - limits: the sizes of micro-batches
     - device: the device of the models
-    - ahead: the number of steps that generation is ahead of training
-    - validates: validation needs the newest weights beside older ones
+    - versions: of the weights that generation ahead of training keeps; 0: it is not ahead
     - copied: roles of which ranks hold a copy in host memory while a checkpoint is written
+    - speeds: of the ranks, by which rows are dealt
     """
 
     graph: Graph
@@ -55,13 +55,14 @@ class StepFacts:
     responses: tuple[float, ...]
     limits: BatchLimits
     device: torch.device
-    ahead: int = 0
-    validates: bool = False
+    versions: int = 0
     copied: frozenset[str] = frozenset()
+    speeds: RankSpeeds = field(default_factory=RankSpeeds)
 
-    def workload(self, call: CallRecord) -> Workload:
-        """Return the number and the lengths of a call's rows."""
-        return Workload(max(call.num_rows, 1), self.prompt, self.responses, max(call.num_mini_batches, 1), max(call.epochs, 1))
+    def workload(self, call: CallRecord, row_share: np.ndarray) -> Workload:
+        """Return the number and the lengths of a call's rows. ``row_share``: of a replica, as a multiple of the mean."""
+        rows = Workload(max(call.num_rows, 1), self.prompt, self.responses, max(call.num_mini_batches, 1), max(call.epochs, 1))
+        return replace(rows, row_share=row_share)
 
     @property
     def longest(self) -> float:
@@ -109,10 +110,17 @@ class RoleMemory:
 
     - places: the ranks of each place
     - stages: the pipeline stage of each kind of ranks at each place; -1 outside of the place
+    - row_shares: the rows of each kind's replica at each place, as a multiple of the mean
     """
 
     def __init__(
-        self, role: str, role_plan: RolePlan, step: StepFacts, places: Places, stages: Mapping[Place, np.ndarray]
+        self,
+        role: str,
+        role_plan: RolePlan,
+        step: StepFacts,
+        places: Places,
+        stages: Mapping[Place, np.ndarray],
+        row_shares: Mapping[Place, np.ndarray],
     ) -> None:
         assert role_plan.spec is not None and issubclass(role_plan.worker, ModelWorker)
         self.role = role
@@ -121,6 +129,7 @@ class RoleMemory:
         self.step = step
         self.places = places
         self.stages = stages
+        self.row_shares = row_shares
         self.home = Place(role)
         self.shape = shape_of(role_plan.spec, role_plan.worker.head)
         self.settings = role_settings(
@@ -178,8 +187,8 @@ class RoleMemory:
 
     def _num_copies(self, method: str) -> int:
         """Return the number of copies of the weights that the other ranks of a method hold between calls."""
-        keeps_older = self.step.ahead and self.settings.trained and method == "generate_sequences"
-        return (1 + self.step.ahead + self.step.validates if keeps_older else 0) + int(self.config.calls[method].delta)
+        keeps_older = self.settings.trained and method == "generate_sequences"
+        return self.step.versions * keeps_older + int(self.config.calls[method].delta)
 
     def pinned(self) -> Parts:
         """Return bytes in host memory that the role holds between calls."""
@@ -194,7 +203,7 @@ class RoleMemory:
     def pinned_by(self, call: CallRecord) -> Parts:
         """Return bytes in host memory that one of the role's calls uses."""
         if call.spec.kind == "train" and self.settings.trained:
-            return self._inside(self.home, self._memory_in(self.home).pinned_activations(self.step.workload(call)))
+            return self._inside(self.home, self._memory_in(self.home).pinned_activations(self._workload(call)))
         if call.spec.kind == "generate" and self.config.generation.kv_cache == "offload":
             return {"pages": self.call_bytes(call)["cache"]}
         return {}
@@ -219,11 +228,17 @@ class RoleMemory:
         generating = self._memory_in(Place(self.role, generates=True))
         return weights_for_generation(self._memory_in(self.home), generating, self.config.generation, keeps_training_shard)
 
+    def _workload(self, call: CallRecord) -> Workload:
+        """Return the rows of a call on each kind of ranks."""
+        elsewhere = call.spec.name in self.role_plan.calls
+        place = Place(self.role, call.spec.name) if elsewhere else Place(self.role, generates=call.spec.kind == "generate")
+        return self.step.workload(call, self.row_shares[place])
+
     def call_bytes(self, call: CallRecord) -> Parts:
         """Return bytes that a call needs in addition to what is resident; {} if it does not use the model."""
         method = call.spec.name
         kind = call.spec.kind
-        workload = self.step.workload(call)
+        workload = self._workload(call)
         elsewhere = method in self.role_plan.calls
         place = Place(self.role, method) if elsewhere else self.home
         rank = self._memory_in(place, self.replica_settings if elsewhere else self.settings)

@@ -204,6 +204,11 @@ class TrainConfig:
         return max((self.rollout.max_staleness or 0) - self.carried_steps, 0)
 
     @property
+    def weight_versions(self) -> int:
+        """How many versions of the weights generation ahead of training keeps, validation's newest among them; 0 if it is not ahead."""
+        return 1 + self.steps_ahead + (self.run.test_freq > 0) if self.steps_ahead else 0
+
+    @property
     def learnt_staleness(self) -> int | None:
         """``rollout.max_staleness`` if tokens may be older, so that some are not learned; else None."""
         return None if self.prompts_in_flight is None else self.rollout.max_staleness

@@ -28,6 +28,7 @@ class SearchResult:
     - optimal: the lower bound is ``seconds``
     - evaluations: schedules that were computed
     - search_seconds: duration of the search
+    - timed: a part of it ran out of time, so another search may end with another plan, also with one of equal seconds
     """
 
     plan: Plan
@@ -36,6 +37,7 @@ class SearchResult:
     optimal: bool
     evaluations: int
     search_seconds: float
+    timed: bool = False
 
 
 class NoPlanError(ValueError):

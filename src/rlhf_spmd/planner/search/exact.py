@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -58,6 +57,7 @@ class _ExactSearch:
         self.phases = [Phase(problem, call_indices, self.ranges, self.budget) for call_indices in phases(problem)]
         self.best = problem.ceiling
         self.plan: Plan | None = None
+        self.timed = False
         self.roles = sorted(problem.homes, key=lambda role: -problem.least_resident[role])
         self.node_numbers = count()
         self.last_tables: dict[Homes, dict[int, Table]] = {}  # of the last homes
@@ -90,12 +90,12 @@ class _ExactSearch:
                         self.push(waiting)
             proved = self.best
         except OutOfTimeError:
-            pass
+            self.timed = True
         proved = min(proved, self.best)
         if self.plan is None:
             raise NoFasterPlanError(proved) if self.is_best_first else no_plan_error(self.problem, "")
         seconds = time.perf_counter() - self.started
-        return SearchResult(self.plan, self.best, proved, proved == self.best, self.budget.evaluations, seconds)
+        return SearchResult(self.plan, self.best, proved, proved == self.best, self.budget.evaluations, seconds, self.timed)
 
     def try_overlapping_plans(self) -> None:
         """Try good plans of steps that overlap, for half of the time."""
@@ -104,9 +104,11 @@ class _ExactSearch:
         for start in starts[:1]:  # the fastest; without a plan the search would not stop in time
             self.take(plans.seconds(start), start)
         self.budget.until = self.started + self.limit / 2
-        with suppress(OutOfTimeError):
+        try:
             for start in starts:
                 self.take(*plans.improve(start))
+        except OutOfTimeError:
+            self.timed = True
         self.budget.until = INFINITE
 
     def take(self, seconds: float, choices: Mapping[int, Choice]) -> None:
@@ -161,16 +163,24 @@ class _ExactSearch:
         for option in self.tables.home_options(role, self.problem.extent(ranks)):
             home_calls = {i: (ranks, self.problem.calls[i].options[option].seconds) for i in tied}
             next_homes = (*homes, Choice(ranks, option))
-            tightened = self.tightened_bounds(bounds, fixed | home_calls, free) if self.fits(next_homes) else None
-            if tightened:
-                tightened = self.tightened_bounds(tightened, fixed | home_calls, self.least_seconds_tables(next_homes))
+            tightened = self.tightened_bounds(bounds, fixed | home_calls, free, tied)
+            if tightened is None and len(tied) == 1:
+                break  # the other options take longer
+            if tightened is None or not self.fits(next_homes):
+                continue
+            tightened = self.tightened_bounds(tightened, fixed | home_calls, self.least_seconds_tables(next_homes))
             if tightened:
                 self.push(_SearchNode(tightened, next_homes, None))
 
-    def tightened_bounds(self, bounds: Bounds, fixed: Fixed, free: Free) -> Bounds | None:
-        """Return the bounds of phases with these calls, or None if they reach the best plan's seconds."""
+    def tightened_bounds(self, bounds: Bounds, fixed: Fixed, free: Free, changed: Sequence[int] = ()) -> Bounds | None:
+        """Return the bounds of phases with these calls, or None if they reach the best plan's seconds.
+
+        ``changed``: the only calls that differ from those of ``bounds``; empty: any may.
+        """
         tightened = list(bounds)
         for index, phase in enumerate(self.phases):
+            if changed and not any(call_index in phase.call_indices for call_index in changed):
+                continue
             ceiling = self.best - (sum(tightened) - tightened[index])
             tightened[index] = phase.bound(fixed, free, tightened[index], ceiling)
             if tightened[index] >= ceiling:
