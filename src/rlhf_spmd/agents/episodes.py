@@ -111,6 +111,7 @@ class Episodes:
     def pause(self) -> None:
         """Stop the time of all episodes. If none is left, end what agents that were given up still do, with their process."""
         self.call, self.deadline = None, math.inf
+        self.waiting = defaultdict(deque, {call: episodes for call, episodes in self.waiting.items() if episodes})
         if self._leftovers and self.has_ended:
             self.close()
 

@@ -216,7 +216,6 @@ def _read_speeds(raw: Mapping[str, object], key: str, size: int, where: str) -> 
             return tuple(speeds)
         fault = f"they end with rank {len(speeds) - 1}" if speeds else "there are none"
     raise ConfigError(f"{where}: {key} must have a number above 0 for all {size} ranks in order, as 0-7: 1.0; {fault}")
-    return tuple(speeds)
 
 
 def _is_speed(speed: object) -> bool:
