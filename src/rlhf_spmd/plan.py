@@ -64,7 +64,8 @@ class SearchConfig:
 
     - search: how plans are searched for: `exact`, `mcmc`, `enumerate`, `grid`, or a module of your own by its dotted name or file
     - fixed: a plan, which is evaluated instead; `config`: the configuration's own placement and layouts
-    - time_limit_s: of the search, seconds
+    - time_limit_s: of the search, seconds, in equal parts for each number of tokens of a micro-batch that is tried; estimates do
+      not count
     - seed: of `mcmc`
     - out: file that the plan is written to; of `plan profile` the profile; null: no file
     - measured: directory of a run that followed the plan: compared with it, call by call

@@ -2,10 +2,10 @@
 
 rlhf-spmd serve --nproc-per-node 2 model.path=runs/quickstart/ppo/export layout.tp=2
 
-It has ``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions``, vLLM's ``/inference/v1/generate`` (token ids in and out),
-all three also as streams, ``/metrics``, ``/health`` and ``/version``. Only this machine can ask, unless ``host`` says otherwise.
-Beside OpenAI's fields a request may have those of ``SamplingParams``, such as ``top_k``, ``min_p``, ``repetition_penalty`` and
-``stop_token_ids``. Unknown fields are refused.
+It has ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/responses``, Anthropic's ``/v1/messages``, vLLM's
+``/inference/v1/generate`` (token ids in and out), all also as streams, ``/metrics``, ``/health`` and ``/version``. Only this machine
+can ask, unless ``host`` says otherwise. Beside OpenAI's fields a request may have those of ``SamplingParams``, such as ``top_k``,
+``min_p``, ``repetition_penalty`` and ``stop_token_ids``. Unknown fields are refused.
 
 A request that comes while others run joins them after a moment, if it differs from them only in lengths and in how a token is drawn
 (temperature, top_p, top_k, min_p, seed). Otherwise, also if it names another adapter, it waits until the responses that have begun

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from test_agent_runs import train
 
+from rlhf_spmd.agents.config import AgentConfig
+from rlhf_spmd.agents.endpoint import AskedTurn
+from rlhf_spmd.generation.config import SamplingConfig
+from rlhf_spmd.generation.scheduler import GenerationStats
+from rlhf_spmd.generation.sequence import Completion, Request
+from rlhf_spmd.workers.agent_rollouts import AgentRollouts, AgentRow
 from tiers import tiers
 
 IN_FLIGHT = ("rollout.in_flight=8", "data.train_batch_size=4", "run.log_samples=100")
@@ -90,3 +100,97 @@ def test_failures_are_counted_in_the_step_that_takes_their_groups(root: Path, tm
         failed[sample["step"]] += sample["score"] is None
     assert [row["agents/failed"] for row in metrics] == [*failed.values()] and sum(failed.values()) > 8
     assert [row["agents/episodes"] for row in metrics] == [8, 8, 8]
+
+
+class News:
+    """A server whose news a test has written."""
+
+    def __init__(self, news: list[dict[str, list[Any]]]) -> None:
+        self.news = news
+
+    def receive(self, wait_s: float) -> dict[str, list[Any]]:
+        return self.news.pop(0)
+
+    def begin(self, *_: object) -> None: ...
+    def pause(self) -> None: ...
+    def send(self, draws: object) -> None: ...
+
+
+class Drawing:
+    """A generator that ends each row at once."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self.stats = GenerationStats()
+        self.decoder = SimpleNamespace(dtype=torch.float32)
+        self.drawn: list[int] = []
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def reserving(self, longest: int) -> Iterator[int]:
+        yield longest
+
+    def drop(self, row_ids: object) -> None: ...
+
+    def generate_until(self, requests: list[Request], *_: object) -> list[Completion]:
+        self.drawn += [request.row_id for request in requests]
+        values = torch.zeros(1), torch.zeros(1)
+        return [Completion(request.row_id, [2], *values, "stop", torch.tensor([1])) for request in requests]
+
+
+def rollouts_with(news: list[dict[str, list[Any]]]) -> AgentRollouts:
+    """Rollouts whose server has these news."""
+    rollouts = object.__new__(AgentRollouts)
+    rollouts.__dict__ |= {"longest": 100, "limit_s": 10.0, "nodes": {}, "in_flight": {}, "_asked": [], "_episode_of": {}}
+    rollouts.__dict__ |= {"_num_episodes": 0, "_num_calls": 0, "generator": Drawing(), "config": AgentConfig()}
+    rollouts.__dict__["dialect"] = SimpleNamespace(first_ids=[1], end_ids={2})
+    rollouts.__dict__["replica"] = SimpleNamespace(rank=0, broadcast_json=lambda message, _: message)
+    rollouts.__dict__["server"] = News(news)
+    return rollouts
+
+
+def asked(number: int, episode: int) -> AskedTurn:
+    return AskedTurn(number, episode, [1, 2], 4, number, 0)
+
+
+def ended(episode: int) -> list[Any]:
+    return [episode, "failed", 0.0, "why", [], 0, 0, 0, 0]
+
+
+def rows(*groups: int) -> dict[int, AgentRow]:
+    return {ROWS_PER_GROUP * group: AgentRow(group, {}) for group in groups}
+
+
+CALL = SamplingConfig(), 1, 1, lambda: None
+
+
+def test_a_request_behind_the_end_of_its_episode_is_nobodys() -> None:
+    """In the step of the end and in the next one."""
+    rollouts = rollouts_with(
+        [
+            {"asked": [asked(1, 1), asked(2, 2)], "ended": [ended(1)]},
+            {"asked": [asked(3, 1)], "ended": []},
+            {"asked": [], "ended": [ended(2)]},
+        ]
+    )
+    first, second = rollouts.run(rows(0, 1), *CALL, 1), rollouts.run(rows(1, 2), *CALL, 1)
+    assert (first.groups, second.groups) == ([0], [1]) and rollouts.generator.drawn == [2]  # type: ignore[attr-defined]
+
+
+def test_a_request_in_a_validation_waits_for_the_step_that_answers() -> None:
+    """Also behind a step that has enough groups as it begins."""
+    rollouts = rollouts_with(
+        [
+            {"asked": [], "ended": [ended(1), ended(2)]},
+            {"asked": [asked(1, 3)], "ended": []},  # validation
+            {"asked": [], "ended": [ended(4)]},
+            {"asked": [], "ended": []},
+            {"asked": [], "ended": [ended(3)]},
+        ]
+    )
+    groups = [rollouts.run(rows(0, 1, 2), *CALL, 1).groups, rollouts.run(rows(9), *CALL).groups]
+    groups += [rollouts.run(rows(1, 2), *CALL, 1).groups, rollouts.run(rows(2, 3), *CALL, 1).groups]
+    assert groups == [[0], [9], [1], [2]] and rollouts.generator.drawn == [1]  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,22 @@ def test_an_agent_that_takes_too_long_is_told_to_stop(tmp_path: Path, kind: str)
     assert [episode.ending for episode in ended] == ["timeout"] and process is not None
     assert runner._process is process and process.process.poll() is None
     runner.close()
+
+
+def test_a_process_that_has_ended_leaves_nothing(tmp_path: Path) -> None:
+    def number() -> tuple[int, int]:
+        return len([*Path("/proc/self/fd").iterdir()]), threading.active_count()
+
+    config = agent(tmp_path, "sleeps")
+    before = number()
+    for _ in range(3):
+        process = agent_process.AgentProcess(config)
+        process.kill()
+    for _ in range(100):
+        if number() == before:
+            break
+        time.sleep(0.05)
+    assert number() == before
 
 
 def test_programs_of_agents_end_with_their_call(tmp_path: Path) -> None:

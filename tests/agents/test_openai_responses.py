@@ -83,6 +83,10 @@ def test_what_cannot_be_is_refused_in_a_line(fields: dict[str, Any], message: st
         chat_of({"input": "hi", **fields})
 
 
+def test_the_default_form_of_text_asks_for_nothing() -> None:
+    assert "response_format" not in chat_of({"input": "hi", "text": {"format": {"type": "text"}}})
+
+
 def chunk(finish_reason: str | None = None, **delta: Any) -> dict[str, Any]:
     return {**HEAD, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
 

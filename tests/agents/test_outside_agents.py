@@ -99,7 +99,7 @@ def train_in_a_hurry(world: World, overrides: list[str]) -> None:
 
 
 def test_a_run_whose_episodes_nobody_fetches_ends_and_says_so(root: Path, tmp_path: Path) -> None:
-    message = "EnvironmentFailure: 8 of 8 .* the first here: no program outside has fetched the episode within 3 s"
+    message = "EnvironmentFailure: 8 of 8 .* 8 of 8 here: no program outside has fetched the episode within 3 s"
     with pytest.raises(Exception, match=message):
         run_ranks(1, train_in_a_hurry, settings(root, tmp_path, 1, f"agent.external={LOOPBACK}"))
 
@@ -253,6 +253,30 @@ def test_a_long_poll_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     listener.socket.detach()
     agents.send({"base_url": "http://127.0.0.1:1/ended/v1", "row": {}})
     assert asyncio.run(agents._next_offer()) is None, "an episode that has ended is offered to nobody"
+
+
+def test_an_episode_without_an_answer_says_why(dialect: Dialect) -> None:
+    with Replica(dialect, 1, attempts=1) as replica:
+        base_url = post(f"{replica.url}/episodes", {}, replica.key)["base_url"]
+        assert refused(f"{base_url}/chat/completions", {"messages": [{"role": "user", "content": "x" * LONGEST}]})[0] == 400
+        post(f"{base_url}/reward", {"reward": 1.0})
+        (episode,) = replica.end()
+    assert episode.ending == "failed" and episode.failure is not None
+    assert episode.failure.startswith(
+        "the agent has no answer of the model's; its last request was refused: the conversation has"
+    )
+
+
+def test_a_program_that_waits_at_the_end_gets_none(dialect: Dialect) -> None:
+    with Replica(dialect, 1) as replica:
+        post(f"{replica.fetch()}/reward", {"reward": 1.0})
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(post(f"{replica.url}/episodes", {}, replica.key)), daemon=True)
+        thread.start()
+        replica.end()
+        time.sleep(1.0)
+    thread.join(10)
+    assert answers == [None]
 
 
 def test_ports_are_counted_by_replica_and_one_that_is_taken_is_refused() -> None:

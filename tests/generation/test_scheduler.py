@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from generators import row_of
+from rlhf_spmd.generation import page_allocator
 from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.generation.page_allocator import SPARE_SLOTS, PageAllocator, PrefixTable
 from rlhf_spmd.generation.scheduler import Scheduler
@@ -380,6 +381,28 @@ def test_free_pages_are_revived_and_evicted_oldest_first() -> None:
     assert manager.find(11) is None and manager.find(10) == a
     with pytest.raises(AssertionError, match="released once too often"):
         manager.release([a])
+
+
+def test_prefixes_that_no_page_holds_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And never get a number that another prefix has had."""
+    monkeypatch.setattr(page_allocator, "MIN_PREFIXES", 8)
+    scheduler = Scheduler(GenerationConfig(page_size=4, num_pages=6, max_num_seqs=1, max_num_batched_tokens=64))
+    table = PrefixTable(4)
+    numbers: set[int] = set()
+    for number in range(50):
+        prompt = [number % 90, *range(8)]
+        row = row_of(number, prompt, 10, prefix_ids=table.prefix_ids(prompt))
+        assert numbers.isdisjoint(row.prefix_ids)
+        numbers |= {*row.prefix_ids}
+        scheduler.add(row)
+        step = scheduler.schedule()
+        row.tokens.append(7)
+        row.stopped = True
+        scheduler.advance(step)
+        end_rows(scheduler, step)
+        table.forget(scheduler.needed_prefixes)
+        assert len(table._ids) <= 14
+    assert table.prefix_ids(prompt)[:2] == row.prefix_ids[:2], "pages hold the last one's"
 
 
 def test_a_row_that_comes_back_computes_the_last_token_of_its_prompt_anew() -> None:

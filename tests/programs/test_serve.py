@@ -112,7 +112,7 @@ def test_a_stream_brings_the_same_text(address: str) -> None:
     _, answer = ask(address, "/chat/completions", body)
     assert answer["choices"][0]["stop_reason"] == body["stop"]
     streamed = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
-    request = urllib.request.Request(f"{address}/chat/completions", streamed, {"Authorization": f"Bearer {KEY}"})
+    request = urllib.request.Request(f"{address}/chat/completions", streamed, {"x-api-key": KEY})
     with urllib.request.urlopen(request, timeout=120) as response:
         *events, end, rest = response.read().decode().split("\n\n")
     assert (end, rest) == ("data: [DONE]", "")

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import tasks
+from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.config.rules import check_rules
 from rlhf_spmd.models.lora import LoraConfig
-from rlhf_spmd.preflight.checks import AGENT_RULES, ROLE_RULES, RoleInRun, RunSettings
+from rlhf_spmd.preflight.checks import AGENT_RULES, ROLE_BATCH_RULES, ROLE_RULES, RoleInRun, RunSettings
 from rlhf_spmd.preflight.prepare import prepare
 from rlhf_spmd.training.train_config import read_config
 from rlhf_spmd.workers.config import RoleConfig
@@ -44,6 +45,23 @@ def other(algorithm: str, *overrides: str) -> Callable[[], Any]:
 SAMPLED = ("data.max_prompt_length=12", "data.max_response_length=12", "reward.function=tasks:even_share")
 REPLAYS = ("algorithm.name=grpo", "data.path=unused", "models.actor.router_replay=R3", "run.dir=unused")
 AGENTS = ("data.max_prompt_length=12", "data.max_response_length=12", "sampling.n=2", "agent.command=true")
+
+
+def outside(*overrides: str, num_hosts: int = 1) -> Callable[[], Any]:
+    """A run whose episodes programs outside fetch."""
+    settings = ["algorithm.name=grpo", "data.path=unused", "run.dir=unused", "agent.external=127.0.0.1:0", *overrides]
+
+    def check() -> None:
+        config, _ = read_config(None, settings)
+        check_rules(AGENT_RULES, RunSettings(config=config, num_hosts=num_hosts))
+
+    return check
+
+
+def agents_that_keep_pages() -> None:
+    run = ppo("rollout.in_flight=16", f"{ACTOR}.kv_cache=keep")()
+    config = replace(run.config, agent=AgentConfig(command="true"))
+    check_rules(ROLE_BATCH_RULES, RoleInRun(config=config, role="actor", role_plan=run.roles["actor"]))
 
 
 def role(role: str, tied: bool = False, calls: tuple[str, ...] = (), **settings: Any) -> Callable[[], Any]:
@@ -137,6 +155,26 @@ CASES = [
     (
         lambda: check_rules(AGENT_RULES, RunSettings(config=read_config(None, [*AGENTS, *REPLAYS])[0])),
         "agent.command=true: episodes do not record experts; take another models.actor.router_replay than R3",
+    ),
+    (
+        outside("rollout.in_flight=128", "run.test_freq=2"),
+        "agent.external=127.0.0.1:0, rollout.in_flight=128, run.test_freq=2: programs that wait for answers of training would fetch no "
+        "episode of a validation; leave one of them out",
+    ),
+    (
+        outside(num_hosts=2),
+        "agent.external=127.0.0.1:0: programs of the other hosts cannot ask there, nor those of this one the replicas of others; take "
+        "0.0.0.0:PORT",
+    ),
+    (
+        other("grpo", *AGENTS, "placement.strategy=auto"),
+        "agent.command=true, placement.strategy=auto: plans count one row for each sample; run `rlhf-spmd plan` without agent, with "
+        "lengths of whole conversations in workload, and give plan=FILE",
+    ),
+    (
+        agents_that_keep_pages,
+        f"{ACTOR}.kv_cache=keep, agent.command=true: pages that are kept would leave no room for conversations of the next call; take "
+        "offload or free",
     ),
     (
         other("grpo", *AGENTS, "agent.timeout_s=500"),

@@ -83,7 +83,7 @@ class AgentProcess:
         self.runs_programs = config.command is not None
         self.is_ready = False
         self.last_sign = time.monotonic()
-        self._outgoing: SimpleQueue[str] = SimpleQueue()
+        self._outgoing: SimpleQueue[str | None] = SimpleQueue()
         Thread(target=self._read, args=(reader,), daemon=True).start()
         Thread(target=self._write, daemon=True).start()
 
@@ -102,6 +102,7 @@ class AgentProcess:
 
     def kill(self) -> int:
         """End the process and the programs of its agents. Returns its exit code."""
+        self._outgoing.put(None)
         with suppress(ProcessLookupError):
             if self.runs_programs:
                 os.killpg(self.process.pid, signal.SIGTERM)  # for the programs alone: the process has a handler
@@ -118,7 +119,7 @@ class AgentProcess:
 
     def _write(self) -> None:
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError, ValueError):
-            while True:
-                self.process.stdin.write(self._outgoing.get() + "\n")
-                self.process.stdin.flush()
+        with suppress(BrokenPipeError), self.process.stdin as stdin:
+            while (line := self._outgoing.get()) is not None:
+                stdin.write(line + "\n")
+                stdin.flush()

@@ -94,7 +94,7 @@ class AgentConfig:
 def read_address(address: str, where: str) -> tuple[str, int]:
     """Return host and port of ``HOST:PORT``. Raises ValueError."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not host or set(address) & {"/", " "} or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{where}={address!r} must be HOST:PORT, such as 127.0.0.1:0, where only this machine can ask")
     return host.strip("[]"), int(port)
 

@@ -152,9 +152,13 @@ class AgentEndpoint:
             if episode is None:
                 raise HttpError(403, "there is no such episode, or it has ended", "invalid_api_key")
             forest = episode.forest  # a later attempt has another one
-            chat = read_chat_request(form.chat_of(body))
-            retries = int(request.headers.get(RETRIES, "0") or 0) > 0
-            turns, prompt_ids = self._turns(forest, chat, retries)
+            try:
+                chat = read_chat_request(form.chat_of(body))
+                retries = int(request.headers.get(RETRIES, "0") or 0) > 0
+                turns, prompt_ids = self._turns(forest, chat, retries)
+            except ValueError as error:
+                forest.refusal = str(error)
+                raise
             await self._generated(request, forest, turns, prompt_ids, chat)
             completion = completion_body(NAME, turns[0].key, turns, chat, prompt_ids, self.dialect.tokenizer)
         except ClientDisconnect:

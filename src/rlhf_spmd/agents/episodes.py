@@ -150,7 +150,7 @@ class Episodes:
 
     def close(self) -> None:
         """End the agents' process; what still runs there is lost."""
-        process, self._process = self._process, None
+        process, self._process = self._process or self.outside, None
         self._leftovers.clear()
         self.by_secret.clear()
         if process is not None:

@@ -129,6 +129,7 @@ class Forest:
     - turns: by key, in the order in which they were asked for
     - is_closed: the attempt has ended: what still comes is not learned
     - num_ignored: requests with settings that the trainer decides
+    - refusal: of the last request that was refused; "" if none was
     """
 
     key: str
@@ -136,6 +137,7 @@ class Forest:
     turns: dict[str, Turn] = field(default_factory=dict)
     is_closed: bool = False
     num_ignored: int = 0
+    refusal: str = ""
     _by_conversation: dict[str, Turn] = field(default_factory=dict)  # digest of a conversation with its answer -> the turn
     _asked: dict[str, list[Turn]] = field(default_factory=dict)  # digest of a request -> the turns that answer it
 

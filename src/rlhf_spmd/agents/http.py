@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from ipaddress import ip_address
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -21,6 +22,14 @@ class HttpError(ValueError):
         super().__init__(message)
         self.status = status
         self.code = code
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for an address of this machine alone; False for a name."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:

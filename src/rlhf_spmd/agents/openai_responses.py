@@ -58,6 +58,8 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     if format.get("type") == "json_schema":
         schema = {key: format[key] for key in ("name", "schema", "strict", "description") if key in format}
         format = {"type": "json_schema", "json_schema": schema}
+    if format == {"type": "text"}:  # the default, which clients may spell out
+        format = {}
     more = {"response_format": format or None, "verbosity": text.get("verbosity"), "reasoning_effort": reasoning.get("effort")}
     if fields.get("stream"):
         more["stream_options"] = {"include_usage": True}

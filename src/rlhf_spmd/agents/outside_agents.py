@@ -57,6 +57,7 @@ class OutsideAgents:
             Route("/episodes", self._episodes, methods=["POST"]),
             Route("/{secret}/v1/reward", self._reward, methods=["POST"]),
         ]
+        self._has_closed = False
         self._offers: deque[Mapping[str, Any]] = deque()
         self._posted: dict[str, dict[str, Any]] = {}  # by secret
 
@@ -65,7 +66,8 @@ class OutsideAgents:
         self._offers.append(episode)
 
     def kill(self) -> int:
-        """Withdraw what is offered. Returns 0: no process has ended."""
+        """Withdraw what is offered, and offer nothing more. Returns 0: no process has ended."""
+        self._has_closed = True
         self._offers.clear()
         return 0
 
@@ -87,7 +89,7 @@ class OutsideAgents:
     async def _next_offer(self) -> Mapping[str, Any] | None:
         """Return the first offered episode, whose time begins; None if there is none for a while."""
         end = time.monotonic() + LONG_POLL_S
-        while time.monotonic() < end:
+        while time.monotonic() < end and not self._has_closed:
             await asyncio.sleep(LOOK_S)  # a client that has gone already is noticed meanwhile
             while self._offers:
                 offer = self._offers.popleft()

@@ -248,7 +248,9 @@ def _ended_episode(episode: Episode, max_rows: int) -> EndedEpisode:
     counts = sum(row.num_turns for row in rows), max(forest.num_roots - 1, 0), max(episode.attempt - 1, 0), forest.num_ignored
     failure = episode.failure
     if failure is None and not rows:
-        failure = "the agent has asked the model nothing"
+        failure = "the agent has no answer of the model's"
+        if forest.refusal:
+            failure += f"; its last request was refused: {forest.refusal}"
     if len(rows) > max_rows:
         failure = f"the episode has {len(rows)} conversations, and agent.max_rows={max_rows}"
     if failure is None:

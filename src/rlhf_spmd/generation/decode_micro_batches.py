@@ -81,6 +81,7 @@ class DecodeMicroBatch:
 
     def enter(self, rows: Sequence[SequenceState], call: GenerationCall, channels: PipelineChannels) -> None:
         """Begin a call on ``rows``. Those that are new here wait in the scheduler's queue."""
+        self.prefix_table.forget(self.scheduler.needed_prefixes)
         for buffer_line, row in enumerate(rows):
             row.buffer_line = buffer_line
             if row.request.row_id not in self.rows:

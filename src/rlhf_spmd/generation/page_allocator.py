@@ -14,8 +14,9 @@ This module does not import torch.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
+MIN_PREFIXES = 1 << 14  # of a table, below which none is forgotten
 SPARE_SLOTS = 2  # rows start in the order in which they come, so few prompts have rows on both sides
 
 
@@ -45,6 +46,11 @@ class PageAllocator:
 
     def references(self, page: int) -> int:
         return self._references[page]
+
+    @property
+    def prefixes(self) -> Collection[int]:
+        """Return the prefixes whose end some page holds."""
+        return self._page_of.keys()
 
     def find(self, prefix_id: int) -> int | None:
         """Return the page that holds the end of this prefix, in use or free."""
@@ -101,14 +107,25 @@ class PrefixTable:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self._ids: dict[tuple[int | str | None, tuple[int, ...]], int] = {}
+        self._num_ids = 0  # so far
+        self._most = MIN_PREFIXES  # of which more are looked through
+
+    def forget(self, needed: Callable[[], Collection[int]]) -> None:
+        """Forget all prefixes but those ``needed`` returns, when they have become twice as many as after the last time.
+
+        Rows with a prefix that comes again then compute it again.
+        """
+        if len(self._ids) > self._most:
+            kept = needed()
+            self._ids = {key: number for key, number in self._ids.items() if number in kept}
+            self._most = max(2 * len(self._ids), MIN_PREFIXES)
 
     def prefix_ids(self, prompt_ids: Sequence[int], salt: str | None = None) -> tuple[int, ...]:
         """Return the id of the prefix that ends with each page of the prompt. Only prompts with equal ``salt`` share ids."""
         parent: int | str | None = salt
         prefix_ids = []
         for start in range(0, len(prompt_ids), self.page_size):
-            key = (parent, tuple(prompt_ids[start : start + self.page_size]))
-            parent = self._ids.setdefault(key, len(self._ids))
+            parent = self._id(parent, prompt_ids[start : start + self.page_size])
             prefix_ids.append(parent)
         return tuple(prefix_ids)
 
@@ -117,8 +134,12 @@ class PrefixTable:
         number, rest = divmod(length, self.page_size)
         if not rest:
             return None
-        key = (prefix_ids[number - 1] if number else salt, tuple(prompt_ids[length - rest : length]))
-        return self._ids.setdefault(key, len(self._ids))
+        return self._id(prefix_ids[number - 1] if number else salt, prompt_ids[length - rest : length])
+
+    def _id(self, parent: int | str | None, page: Sequence[int]) -> int:
+        number = self._ids.setdefault((parent, tuple(page)), self._num_ids)
+        self._num_ids += number == self._num_ids
+        return number
 
 
 class PromptStates:

@@ -211,6 +211,15 @@ class Scheduler:
         row.pages.extend(self.pages.allocate() for _ in range(missing))
         return True
 
+    def needed_prefixes(self) -> set[int]:
+        """Return the prefixes that pages hold, and those of rows."""
+        prefixes = {*self.pages.prefixes, *self._pending_prefixes}
+        for row in (*self.paused, *self.running, *self.waiting):
+            prefixes.update(row.prefix_ids)
+            if row.continued_id is not None:
+                prefixes.add(row.continued_id)
+        return prefixes
+
     def forget_prefixes(self) -> None:
         """Let rows that start from now on share no page with rows that run."""
         self.pages.forget_prefixes()

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from ipaddress import ip_address
 from itertools import count
 from threading import Thread
 from typing import Any
@@ -34,7 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rlhf_spmd.agents.forms import CHAT, TRANSLATED, AnswerForm, Form
-from rlhf_spmd.agents.http import HttpError, error_answer, read_body, read_bytes, unless_gone
+from rlhf_spmd.agents.http import HttpError, error_answer, is_loopback, read_body, read_bytes, unless_gone
 from rlhf_spmd.inference.openai_forms import Dialect
 from rlhf_spmd.inference.service import Part, Service
 
@@ -77,18 +76,10 @@ class AccessRules:
             raise HttpError(403, f"Origin: {origin!r} is not among allowed_origins={[*self.origins]}")
 
     def check_token(self, headers: Mapping[str, str]) -> None:
-        """Raise HttpError for a missing or wrong bearer token."""
-        header = headers.get("authorization", "")
+        """Raise HttpError for a missing or wrong bearer token. Clients of Anthropic's may send it as ``x-api-key``."""
+        header = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
         if self.token is not None and not hmac.compare_digest(header.encode(), f"Bearer {self.token}".encode()):
             raise HttpError(401, "the bearer token is missing or wrong", "invalid_api_key")
-
-
-def is_loopback(host: str) -> bool:
-    """Return True for an address of this machine alone; False for a name."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Endpoint:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from rlhf_spmd.agents.config import CALL_SHARE
+from rlhf_spmd.agents.config import CALL_SHARE, read_address
 from rlhf_spmd.agents.dialect import Dialect
+from rlhf_spmd.agents.http import is_loopback
 from rlhf_spmd.config.rules import Rule, Rules, check_rules
 from rlhf_spmd.data.dataset import DatasetConfig
 from rlhf_spmd.data.prompts import DataConfig, PromptsConfig
@@ -27,11 +28,13 @@ from rlhf_spmd.workers.role_plan import RolePlan, RolePlans
 class RunSettings:
     """The subject of rules about a run: sections of the configuration, and values computed from them.
 
-    ``can_validate``: the algorithm has a function ``validate``.
+    - can_validate: the algorithm has a function ``validate``
+    - num_hosts: of the run
     """
 
     config: TrainConfig
     can_validate: bool = True
+    num_hosts: int = 1
     run = property(attrgetter("config.run"))
     algorithm = property(attrgetter("config.algorithm"))
     data = property(attrgetter("config.data"))
@@ -51,6 +54,11 @@ class RunSettings:
     def compares_episodes(self) -> bool:
         """True if advantages compare the rewards of a prompt's episodes."""
         return self.agent.is_on and self.algorithm.takes_agents and not self.algorithm.advantages_by_token
+
+    @property
+    def listens_on_loopback(self) -> bool:
+        """True if programs outside ask where only their own host can."""
+        return self.agent.external is not None and is_loopback(read_address(self.agent.external, "agent.external")[0])
 
     agent_key = property(attrgetter("agent.key"))
 
@@ -155,6 +163,18 @@ AGENT_RULES: Rules = (
         "take another models.actor.router_replay than R3",
     ),
     Rule(
+        ("agent.external", "rollout.in_flight", "run.test_freq"),
+        lambda s: s.agent.external is not None and s.prompts_in_flight is not None and s.run.test_freq,
+        "programs that wait for answers of training would fetch no episode of a validation",
+        "leave one of them out",
+    ),
+    Rule(
+        ("agent.external",),
+        lambda s: s.num_hosts > 1 and s.listens_on_loopback,
+        "programs of the other hosts cannot ask there, nor those of this one the replicas of others",
+        "take 0.0.0.0:PORT",
+    ),
+    Rule(
         ("agent.timeout_s", "run.timeout_s"),
         lambda s: s.agent.is_on and s.agent.timeout_s >= CALL_SHARE * s.run.timeout_s,
         "other ranks wait for the episodes of a step, which end within {s.call_share:.0%} of the second",
@@ -253,6 +273,12 @@ ROLE_BATCH_RULES: Rules = (
         "set rollout.in_flight above data.train_batch_size={s.data.train_batch_size}, or leave the first out",
     ),
     Rule(
+        ("models.{s.role}.generation.kv_cache", "agent.{s.agent_key}"),
+        lambda s: s.replicas and s.agent.is_on and s.role_plan.config.generation.kv_cache == "keep",
+        "pages that are kept would leave no room for conversations of the next call",
+        "take offload or free",
+    ),
+    Rule(
         ("data.train_batch_size", "rollout.in_flight"),
         lambda s: (
             s.samples and s.replicas and (s.data.train_batch_size % s.replicas or (s.prompts_in_flight or 0) % s.replicas)
@@ -322,7 +348,8 @@ def check_settings(run_plan: RunPlan) -> RunPlan:
     config = run_plan.config
     for name, environment in run_plan.environments.items() if run_plan.generating else ():
         environment.check_together(environment_key(name), config.run.timeout_s, config.prompts_in_flight is not None)
-    check_rules(AGENT_RULES, RunSettings(config=config))
+    num_hosts = -(-run_plan.num_ranks // run_plan.ranks_per_host)
+    check_rules(AGENT_RULES, RunSettings(config=config, num_hosts=num_hosts))
     if config.agent.is_on:
         Dialect(run_plan.tokenizer, config.data, ())  # raises for a tokenizer without a chat template
     check_rules(VALIDATION_RULES, RunSettings(config=config, can_validate=hasattr(run_plan.algorithm, "validate")))

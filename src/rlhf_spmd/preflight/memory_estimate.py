@@ -182,4 +182,6 @@ def facts_of(
     changing = [role for role in role_plans if role_plans[role].trained or role in config.algorithm.roles_without_optimizer]
     copied = frozenset(changing if config.run.save_freq and config.run.background_save else ())
     speeds = RankSpeeds(config.placement.speeds, config.placement.generation_speeds)
-    return StepFacts(graph, prompt, responses, config.algorithm.limits, device, config.weight_versions, copied, speeds)
+    limits, versions = config.algorithm.limits, config.weight_versions
+    rows_per_episode = config.agent.max_rows if config.agent.is_on else 1
+    return StepFacts(graph, prompt, responses, limits, device, versions, copied, speeds, rows_per_episode)

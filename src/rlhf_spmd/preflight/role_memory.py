@@ -48,6 +48,7 @@ class StepFacts:
     - versions: of the weights that generation ahead of training keeps; 0: it is not ahead
     - copied: roles of which ranks hold a copy in host memory while a checkpoint is written
     - speeds: of the ranks, by which rows are dealt
+    - rows_per_episode: row ids of an episode of agents, which is generated as one row
     """
 
     graph: Graph
@@ -58,10 +59,12 @@ class StepFacts:
     versions: int = 0
     copied: frozenset[str] = frozenset()
     speeds: RankSpeeds = field(default_factory=RankSpeeds)
+    rows_per_episode: int = 1
 
     def workload(self, call: CallRecord, row_share: np.ndarray) -> Workload:
         """Return the number and the lengths of a call's rows. ``row_share``: of a replica, as a multiple of the mean."""
-        rows = Workload(max(call.num_rows, 1), self.prompt, self.responses, max(call.num_mini_batches, 1), max(call.epochs, 1))
+        num_rows = call.num_rows // (self.rows_per_episode if call.spec.kind == "generate" else 1)
+        rows = Workload(max(num_rows, 1), self.prompt, self.responses, max(call.num_mini_batches, 1), max(call.epochs, 1))
         return replace(rows, row_share=row_share)
 
     @property

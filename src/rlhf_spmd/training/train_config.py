@@ -29,7 +29,7 @@ from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.models.lora import with_stored_settings
 from rlhf_spmd.models.stored import ADAPTER_CONFIG, read_json
 from rlhf_spmd.parallel.device_setup import MOST_THREADS
-from rlhf_spmd.planner.placement import PlacementConfig
+from rlhf_spmd.planner.placement import AUTO, PlacementConfig
 from rlhf_spmd.planner.plan_file import PlanFile, apply_plan, read_plan
 from rlhf_spmd.rewards.config import RewardConfig
 from rlhf_spmd.telemetry import run_dir
@@ -156,6 +156,12 @@ class TrainConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     plan: Any = None
     rules: ClassVar[Rules] = (
+        Rule(
+            ("agent.{s.agent.key}", "placement.strategy"),
+            lambda config: config.agent.is_on and config.placement.strategy == AUTO,
+            "plans count one row for each sample",
+            "run `rlhf-spmd plan` without agent, with lengths of whole conversations in workload, and give plan=FILE",
+        ),
         Rule(
             ("run.steps", "data.epochs"),
             lambda config: config.run.steps is not None and config.epochs is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -189,8 +190,9 @@ class ActorWorker(ModelWorker):
         num_failed, num_rows = self.mesh.pool.all_reduce(sums, "control").tolist()
         if num_failed > config.max_failure_rate * num_rows:
             limit = f"more than agent.max_failure_rate={config.max_failure_rate}"
-            first = f"; the first here: {failures[0]}" if failures else ""
-            raise EnvironmentFailure(f"{num_failed} of {num_rows} episodes failed, {limit}{first}")
+            reasons = Counter(failures).most_common(1)
+            most = "".join(f"; {number} of {len(failures)} here: {reason}" for reason, number in reasons)
+            raise EnvironmentFailure(f"{num_failed} of {num_rows} episodes failed, {limit}{most}")
         if num_failed and not self.warned:
             self._warn_of_failures("agent", "agents/failed, agents/timeouts", failures)
         metrics = {f"agents/{name}": [number] for name, number in ended.counts.items()}

@@ -139,9 +139,10 @@ class AgentRollouts:
 
         Collective over the replica: every rank of it must call, in program order, with the same arguments.
         """
-        if not rows:
-            return EndedGroups([], [], [])
         generator = self.generator
+        if not rows:
+            generator.stats = GenerationStats()
+            return EndedGroups([], [], [])
         is_training = num_groups is not None
         episodes = self.in_flight if is_training else {}
         wanted = len({row.group_id for row in rows.values()}) if num_groups is None else num_groups
@@ -151,13 +152,11 @@ class AgentRollouts:
         totals: dict[str, Any] = {}  # of the runs of the generator
         with nullcontext() if is_training else generator.aside(), generator.reserving(self.longest) as longest:
             self._begin(call, rows, episodes, f"{sampling.seed}.{global_step}", longest)
-            asked: list[AskedTurn] = []
-            if is_training:
-                asked, self._asked = self._asked, []
             while len(groups := _ended_groups(episodes.values())) < wanted:
-                asked += self._receive(episodes, version)
+                asked = self._receive(episodes, version)
+                if is_training:
+                    asked, self._asked = self._asked + asked, []
                 requests = [_request(turn, sampling.seed) for turn in asked if turn.number in self._episode_of]
-                asked = []
                 self._drop_ended()
                 if requests or generator.kept:
                     limits = GenerationLimits(steps=RUN_STEPS, fraction=ENDED_SHARE)
@@ -188,14 +187,18 @@ class AgentRollouts:
     def _receive(self, episodes: Mapping[int, EpisodeInFlight], version: int) -> list[AskedTurn]:
         """Return the turns of ``episodes`` that have come, and note which episodes have ended, on every rank.
 
-        Wait a moment if nothing is generated. Turns of other episodes are kept for their call.
+        Wait a moment if nothing is generated. Turns of other episodes are kept for their call. Some come behind the end of their
+        episode: nobody waits for those.
         """
         wait_s = 0.0 if self.generator.kept else WAIT_S
         message = self.replica.broadcast_json(None if self.server is None else self.server.receive(wait_s), "agents:news")
-        turns = sorted((AskedTurn(*turn) for turn in message["asked"]), key=lambda turn: turn.draw_number)
-        self._episode_of |= {turn.number: turn.episode for turn in turns}
+        in_flight = self.in_flight | {**episodes}
         for ended in map(EndedEpisode.of, message["ended"]):
-            self._end((self.in_flight | {**episodes})[ended.number], ended, version)
+            self._end(in_flight[ended.number], ended, version)
+        live = {number for number, episode in in_flight.items() if episode.ended is None}
+        turns = [AskedTurn(*turn) for turn in message["asked"]]
+        turns = sorted((turn for turn in turns if turn.episode in live), key=lambda turn: turn.draw_number)
+        self._episode_of |= {turn.number: turn.episode for turn in turns}
         self._asked += [turn for turn in turns if turn.episode not in episodes]
         return [turn for turn in turns if turn.episode in episodes]
 
