@@ -268,13 +268,13 @@ def test_an_episode_without_an_answer_says_why(dialect: Dialect) -> None:
 
 
 def test_a_program_that_waits_at_the_end_gets_none(dialect: Dialect) -> None:
-    with Replica(dialect, 1) as replica:
-        post(f"{replica.fetch()}/reward", {"reward": 1.0})
+    """Also if no episode has begun."""
+    with Replica(dialect, 0) as replica:
         answers: list[Any] = []
         thread = threading.Thread(target=lambda: answers.append(post(f"{replica.url}/episodes", {}, replica.key)), daemon=True)
         thread.start()
-        replica.end()
-        time.sleep(1.0)
+        assert refused(f"{replica.url}/episodes", {})[0] == 401  # when it has started
+        time.sleep(0.5)
     thread.join(10)
     assert answers == [None]
 

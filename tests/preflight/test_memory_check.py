@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import tasks
 from known_models import KEYS, MODELS
 from ranks import Program, run_ranks
+from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.controller import RankSpeeds
 from rlhf_spmd.kernels.devices import container_bytes, total_bytes
 from rlhf_spmd.models.activations import keep_layer, recompute_layer, recompute_part
@@ -300,6 +302,19 @@ def test_rows_count_as_they_are_dealt(root: Path) -> None:
         part["actor.generate_sequences"] for part in alike
     ]
     assert generates_alike[0]["actor.update"] == fast["actor.update"]
+
+
+def test_an_episode_of_agents_is_generated_as_one_row(tmp_path: Path) -> None:
+    ready = prepare(SMALL, tasks.settings(tmp_path, 2), 1)
+    graph = trace(ready)
+    agents = replace(ready, config=replace(ready.config, agent=AgentConfig(command="true", max_rows=4)))
+
+    def num_rows(plan: RunPlan, kind: str) -> float:
+        (call,) = (call for call in graph.nodes if call.spec.kind == kind and call.role.name == "actor")
+        return step_facts(plan, graph, torch.device("cpu")).workload(call, np.ones(1)).rows
+
+    assert num_rows(ready, "generate") == 4 * num_rows(agents, "generate") > 4
+    assert num_rows(ready, "train") == num_rows(agents, "train")
 
 
 def test_weights_that_come_early_lie_beside_the_call_before(root: Path) -> None:
