@@ -299,13 +299,13 @@ def test_generation_needs_logits_texts_and_pages() -> None:
     """256 rows of 2,048 tokens on one rank: logits 4 bytes * 152,064 * 2, and a cache of at least what is left to it. A page is
     2 * 28 layers * 512 * 2 bytes for each of its 64 tokens."""
     ways, config = call_settings([(1, 1, 1), (1, 4, 1)]), GenerationConfig()
-    parts, row, most = rank_of(ways).generate(WORK, config)
-    assert row[0] == 32 * 64 * 2 * 28 * 512 * 2 and most[0] == 256 * row[0]
-    assert row[1] == row[0] / 4
+    parts, most = rank_of(ways).generate(WORK, config)
+    row = 32 * 64 * 2 * 28 * 512 * 2  # bytes of the longest
+    assert most[0] == 256 * row and most[1] == most[0] / 4
     assert parts["work"][0] > 2 * 4 * 256 * 152064
-    assert parts["cache"][0] == row[0]
-    on_host, _, _ = rank_of(ways, replace(ROLE, on_host=True)).generate(WORK, config)
-    assert on_host["cache"][0] == pytest.approx(max(float(parts["work"][0]), row[0]))
+    assert parts["cache"][0] == row
+    on_host, _ = rank_of(ways, replace(ROLE, on_host=True)).generate(WORK, config)
+    assert on_host["cache"][0] == pytest.approx(max(float(parts["work"][0]), row))
 
 
 def test_what_is_offloaded_lies_in_host_memory() -> None:
