@@ -168,7 +168,7 @@ CASES = [
     ),
     (
         other("grpo", *AGENTS, "placement.strategy=auto"),
-        "agent.command=true, placement.strategy=auto: plans count one row for each sample; run `rlhf-spmd plan` without agent, with "
+        "placement.strategy=auto, agent.command=true: plans count one row for each sample; run `rlhf-spmd plan` without agent, with "
         "lengths of whole conversations in workload, and give plan=FILE",
     ),
     (

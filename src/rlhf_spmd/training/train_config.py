@@ -157,7 +157,7 @@ class TrainConfig:
     plan: Any = None
     rules: ClassVar[Rules] = (
         Rule(
-            ("agent.{s.agent.key}", "placement.strategy"),
+            ("placement.strategy", "agent.{s.agent.key}"),
             lambda config: config.agent.is_on and config.placement.strategy == AUTO,
             "plans count one row for each sample",
             "run `rlhf-spmd plan` without agent, with lengths of whole conversations in workload, and give plan=FILE",
