@@ -98,7 +98,9 @@ def test_failures_are_counted_in_the_step_that_takes_their_groups(root: Path, tm
     failed = dict.fromkeys((1, 2, 3), 0)
     for sample in samples(tmp_path):
         failed[sample["step"]] += sample["score"] is None
-    assert [row["agents/failed"] for row in metrics] == [*failed.values()] and sum(failed.values()) > 8
+    assert [row["agents/failed"] for row in metrics] == [*failed.values()] and sum(failed.values()) >= 8, (
+        "8 groups of 16 fail, 12 are taken"
+    )
     assert [row["agents/episodes"] for row in metrics] == [8, 8, 8]
 
 
