@@ -73,7 +73,7 @@ def test_settings_have_a_chat_s_names(fields: dict[str, Any], expected: tuple[An
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, r"tools\[0\] has the type 'bash_20250124'; only 'custom'"),
         ({"tools": "add"}, "tools must be a list"),
         ({"tool_choice": "any"}, "tool_choice='any' must be an object"),
-        ({"system": [3]}, "system has a block of the type 'int'"),
+        ({"system": [3]}, "system has a part of the type 'int'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(fields: dict[str, Any], message: str) -> None:

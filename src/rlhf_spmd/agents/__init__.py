@@ -6,7 +6,7 @@ Floor F3. Nothing here knows of generators: ``workers/agent_rollouts.py`` genera
 - ``forest``: an episode's turns, and the rows that they become; pure
 - ``answer_calls``: the calls of tools in a response, also of ``serve``
 - ``dialect``: between a chat's messages and token ids
-- ``openai_responses``, ``anthropic_messages``: other forms of chats; pure
+- ``request_parts``, ``openai_responses``, ``anthropic_messages``: other forms of chats; pure
 - ``forms``: all forms, also those of ``serve``
 - ``run_episodes``: the program of the process in which agents run
 - ``agent_process``: that process, as the one that answers agents sees it

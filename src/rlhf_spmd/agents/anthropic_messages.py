@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlhf_spmd.agents.request_parts import chat_tools, joined_text, kind_of
 from rlhf_spmd.config.words import check_keys, listed
 
 # fields that a chat has under the same name
@@ -15,6 +16,8 @@ OTHER = ("messages", "system", "tools", "tool_choice", "stop_sequences")
 NO_EFFECT = ("metadata", "service_tier", "thinking", "cache_control", "context_management", "output_config", "inference_geo")
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+TOOL_FIELDS = {"name": "name", "description": "description", "input_schema": "parameters"}
+TEXTS = ("text",)
 THOUGHTS = ("thinking", "redacted_thinking")
 
 
@@ -23,16 +26,14 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     fields = {key: value for key, value in body.items() if value is not None and key not in NO_EFFECT}
     check_keys(fields, [*SAME, *OTHER, *NO_EFFECT], "")
     system = fields.get("system") or ""
-    messages = [{"role": "system", "content": _text(system, "system")}] if system else []
+    messages = [{"role": "system", "content": joined_text(system, TEXTS, "system")}] if system else []
     if not isinstance(fields.get("messages"), list):
         raise ValueError("messages must be a list of objects with 'role' and 'content'")
     for number, message in enumerate(fields["messages"]):
         messages += _messages(message, f"messages[{number}]")
     chat: dict[str, Any] = {"messages": messages} | {key: fields[key] for key in SAME if key in fields}
     if tools := fields.get("tools"):
-        if not isinstance(tools, list):
-            raise ValueError("tools must be a list of tools with 'name' and 'input_schema'")
-        chat["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+        chat["tools"] = chat_tools(tools, "custom", TOOL_FIELDS)
     choice = fields.get("tool_choice") or {"type": "auto"}
     if not isinstance(choice, dict) or choice.get("type") not in (*CHOICES, "tool"):
         raise ValueError(f"tool_choice={choice!r} must be an object of the type {listed([*CHOICES, 'tool'])}")
@@ -46,14 +47,6 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
-    kind = tool.get("type", "custom") if isinstance(tool, dict) else type(tool).__name__
-    if kind != "custom":
-        raise ValueError(f"{where} has the type {kind!r}; only 'custom' is supported: the server has no tools of its own")
-    names = {"name": "name", "description": "description", "input_schema": "parameters"}
-    return {"type": "function", "function": {names[key]: tool[key] for key in names if tool.get(key)}}
-
-
 def _messages(message: Any, where: str) -> list[dict[str, Any]]:
     """Return the messages of a chat that a message stands for: results of tools are messages of their own."""
     role = message.get("role") if isinstance(message, dict) else None
@@ -65,9 +58,9 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
         raise ValueError(f"{where}.content must be text or a list of blocks")
     texts, thoughts, calls, results = [], [], [], []
     for number, block in enumerate(blocks):
-        kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+        kind = kind_of(block)
         if kind == "text":
-            texts.append(_text([block], f"{where}.content[{number}]"))
+            texts.append(joined_text([block], TEXTS, f"{where}.content[{number}]"))
         elif kind in THOUGHTS and role == "assistant":
             thoughts.append(str(block.get("thinking") or ""))
         elif kind == "tool_use" and role == "assistant":
@@ -76,7 +69,7 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
                 {"id": block.get("id"), "type": "function", "function": {"name": block.get("name"), "arguments": arguments}}
             )
         elif kind == "tool_result" and role == "user":
-            result = _text(block.get("content") or "", f"{where}.content[{number}]")
+            result = joined_text(block.get("content") or "", TEXTS, f"{where}.content[{number}]")
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         else:
             raise ValueError(
@@ -88,19 +81,6 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
     if calls:
         answer["tool_calls"] = calls
     return [*results, answer] if texts or calls or not results else results
-
-
-def _text(content: Any, where: str) -> str:
-    """Return text, or the texts of a list of blocks as one."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValueError(f"{where} must be text or a list of texts, not {content!r}")
-    for block in content:
-        kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-        if kind != "text" or not isinstance(block.get("text"), str):
-            raise ValueError(f"{where} has a block of the type {kind!r}; only text is supported")
-    return "".join(block["text"] for block in content)
 
 
 class MessageAnswer:

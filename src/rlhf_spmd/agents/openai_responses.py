@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_spmd.agents.dialect import NO_EFFECT, SAMPLING
+from rlhf_spmd.agents.request_parts import chat_tools, joined_text, kind_of
 from rlhf_spmd.config.words import check_keys, listed
 
 # fields that a chat has under the same name
@@ -30,6 +31,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 OTHER = ("input", "instructions", "tools", "tool_choice", "max_output_tokens", "text", "reasoning", "stream_options")
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+TOOL_FIELDS = {"name": "name", "description": "description", "parameters": "parameters"}
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")  # types of parts
 
 
@@ -47,9 +49,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     if "max_output_tokens" in fields:
         chat["max_completion_tokens"] = fields["max_output_tokens"]
     if tools := fields.get("tools"):
-        if not isinstance(tools, list):
-            raise ValueError("tools must be a list of functions")
-        chat["tools"] = [_chat_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+        chat["tools"] = chat_tools(tools, "function", TOOL_FIELDS)
     choice = fields.get("tool_choice", "auto")
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -73,13 +73,6 @@ def _object(fields: Mapping[str, Any], key: str, where: str = "") -> dict[str, A
     return value
 
 
-def _chat_tool(tool: Any, where: str) -> dict[str, Any]:
-    kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
-    if kind != "function":
-        raise ValueError(f"{where} has the type {kind!r}; only 'function' is supported: the server has no tools of its own")
-    return {"type": "function", "function": {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key)}}
-
-
 def _messages(items: Any) -> list[dict[str, Any]]:
     """Return the messages of a chat. Thoughts go to the assistant's next message, calls to the one that they follow."""
     if isinstance(items, str):
@@ -90,14 +83,14 @@ def _messages(items: Any) -> list[dict[str, Any]]:
     thoughts = ""
     for number, item in enumerate(items):
         where = f"input[{number}]"
-        kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
+        kind = kind_of(item, "message")
         if kind == "reasoning":
-            thoughts += _text(item.get("content") or item.get("summary") or "", where)
+            thoughts += joined_text(item.get("content") or item.get("summary") or "", TEXTS, where)
         elif kind == "function_call_output":
-            content = _text(item.get("output"), where)
+            content = joined_text(item.get("output"), TEXTS, where)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         elif kind == "message":
-            messages.append({"role": item.get("role"), "content": _text(item.get("content"), where)})
+            messages.append({"role": item.get("role"), "content": joined_text(item.get("content"), TEXTS, where)})
         elif kind == "function_call":
             if thoughts or not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -109,19 +102,6 @@ def _messages(items: Any) -> list[dict[str, Any]]:
         if thoughts and messages and kind in ("message", "function_call") and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"], thoughts = thoughts, ""
     return messages
-
-
-def _text(content: Any, where: str) -> str:
-    """Return text, or the texts of a list of parts as one."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValueError(f"{where}: the content must be text or a list of texts, not {content!r}")
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in TEXTS or not isinstance(part.get("text"), str):
-            raise ValueError(f"{where} has a part of the type {kind!r}; only text is supported")
-    return "".join(part["text"] for part in content)
 
 
 class ResponseAnswer:

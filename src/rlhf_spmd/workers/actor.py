@@ -191,8 +191,8 @@ class ActorWorker(ModelWorker):
         if num_failed > config.max_failure_rate * num_rows:
             limit = f"more than agent.max_failure_rate={config.max_failure_rate}"
             reasons = Counter(failures).most_common(1)
-            most = "".join(f"; {number} of {len(failures)} here: {reason}" for reason, number in reasons)
-            raise EnvironmentFailure(f"{num_failed} of {num_rows} episodes failed, {limit}{most}")
+            main_reason = "".join(f"; {number} of {len(failures)} here: {reason}" for reason, number in reasons)
+            raise EnvironmentFailure(f"{num_failed} of {num_rows} episodes failed, {limit}{main_reason}")
         if num_failed and not self.warned:
             self._warn_of_failures("agent", "agents/failed, agents/timeouts", failures)
         metrics = {f"agents/{name}": [number] for name, number in ended.counts.items()}

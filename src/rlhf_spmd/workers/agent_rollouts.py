@@ -233,10 +233,10 @@ class AgentRollouts:
     def _take(self, episodes: dict[int, EpisodeInFlight], groups: Sequence[int]) -> EndedGroups:
         """Return the episodes of these groups, which are no longer among ``episodes``."""
         numbers = [number for number, episode in episodes.items() if episode.group_id in groups]
-        taken = sorted((episodes.pop(number) for number in numbers), key=lambda episode: episode.row_id)
-        self.nodes = {row_id: node for episode in taken for row_id, node in episode.nodes.items()}
-        rows = [row for episode in taken for row in episode.rows]
-        return EndedGroups([*groups], rows, [episode.ended for episode in taken if episode.ended is not None])
+        ended = sorted((episodes.pop(number) for number in numbers), key=lambda episode: episode.row_id)
+        self.nodes = {row_id: node for episode in ended for row_id, node in episode.nodes.items()}
+        rows = [row for episode in ended for row in episode.rows]
+        return EndedGroups([*groups], rows, [episode.ended for episode in ended if episode.ended is not None])
 
     def _completion(
         self,
