@@ -572,7 +572,10 @@ def test_text_of_a_yaml_stays_what_was_written(tmp_path: Path, monkeypatch: pyte
 # -- scripts/results/convert_scripts.py
 
 
-HEAD = "set -xeuo pipefail\nMODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}\nACTOR=(actor_rollout_ref.model.path=$MODEL_PATH MORE)\n"
+HEAD = (
+    "set -xeuo pipefail\nMODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}\n"
+    "ACTOR=(actor_rollout_ref.model.path=$MODEL_PATH actor_rollout_ref.rollout.n=8 MORE)\n"
+)
 RL = HEAD + 'python3 -m verl.trainer.main_ppo algorithm.adv_estimator=ESTIMATOR data.train_files=/d.parquet "${ACTOR[@]}"\n'
 SFT = "torchrun -m verl.trainer.sft_trainer data.train_files=/d.parquet model.path=/m data.messages_key=messages MORE\n"
 SCRIPTS = {  # name: text, estimator, further settings
