@@ -26,6 +26,7 @@ from rlhf_spmd.config.constraints import PositiveInt, Range
 from rlhf_spmd.data.messages import check_variables, unread_variables
 from rlhf_spmd.data.tokenizer import Decoding
 from rlhf_spmd.environments.tool_calls import check_format
+from rlhf_spmd.inference.conversations import Conversations
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.inference_program import inference_program, read_config, say_warnings
 from rlhf_spmd.inference.loaded_model import CheckedModel
@@ -51,6 +52,8 @@ class ServeConfig(EngineConfig):
     - reasoning_tags: the opening and the closing tag
     - tool_call_parser: the form of the model's calls of tools, by vLLM's name, such as `hermes` or `llama3_json`; null: that of
       the chat template
+    - keep_conversations: a chat goes on from the tokens that the model drew for its earlier answers, as agents' do in training; else
+      the chat template writes the whole chat anew, without thoughts if it leaves them out
     - adapters: LoRA adapters of the model by the names that requests have for them, as `{poet: PATH}`: PEFT's directories, such as
       the exports of runs
     - logprobs_mode: log-probs of responses are at temperature 1 (`raw_logprobs`), or at the temperature of the request
@@ -75,6 +78,7 @@ class ServeConfig(EngineConfig):
     separate_reasoning: bool = False
     reasoning_tags: list[str] = field(default_factory=lambda: list(REASONING_TAGS))
     tool_call_parser: str | None = None
+    keep_conversations: bool = False
     token_env: str | None = None
     allowed_origins: list[str] = field(default_factory=list)
     max_body_bytes: PositiveInt = 1 << 23
@@ -128,6 +132,7 @@ def serve(loaded: CheckedModel[ServeConfig], world: World, board: Board) -> None
         while service.turn():
             pass
         return
+    service.conversations = Conversations() if config.keep_conversations else None
     token = None if config.token_env is None else os.environ[config.token_env]
     limits = config.max_body_bytes, config.max_queued_requests
     endpoint = Endpoint(config.port, AccessRules(config.host, token, config.allowed_origins, *limits), service)

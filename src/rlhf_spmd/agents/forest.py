@@ -146,9 +146,7 @@ class Forest:
 
         ``options``: what else decides the text of a conversation, such as its tools.
         """
-        digests = [_digest(options)]
-        for message in messages:
-            digests.append(_digest(digests[-1], canonical(message)))
+        digests = conversation_digests(messages, options)
         for number in range(len(messages) - 1, 0, -1):
             if (turn := self._by_conversation.get(digests[number])) is not None:
                 return turn, list(messages[number:])
@@ -180,12 +178,10 @@ class Forest:
     def finish(self, turn: Turn, draws: Draws, answer: Message, options: Mapping[str, Any]) -> None:
         """Note what a turn drew, and the message that the agent gets for it."""
         turn.draws, turn.answer = draws, answer
-        digest = _digest(options)
-        for message in self.conversation(turn):
-            digest = _digest(digest, canonical(message))
-        known = self._by_conversation.setdefault(digest, turn)
+        name = conversation_digests(self.conversation(turn), options)[-1]
+        known = self._by_conversation.setdefault(name, turn)
         if turn.key < known.key:  # equal answers of siblings: one of them goes on, whichever came first
-            self._by_conversation[digest] = turn
+            self._by_conversation[name] = turn
 
     def conversation(self, turn: Turn) -> list[Message]:
         """Return all messages up to the turn's answer."""
@@ -207,7 +203,7 @@ class Forest:
         return sum(turn.parent is None and turn.was_delivered for turn in self.turns.values())
 
     def _request(self, parent: Turn | None, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        return _digest(self.key, parent.key if parent else "", options, *map(canonical, messages))
+        return digest(self.key, parent.key if parent else "", options, *map(canonical, messages))
 
 
 def canonical(message: Message) -> list[Any]:
@@ -223,7 +219,19 @@ def canonical(message: Message) -> list[Any]:
     return [message["role"], message.get("content") or "", calls, message.get("name"), message.get("tool_call_id")]
 
 
-def _digest(*parts: Any) -> str:
+def conversation_digests(messages: Sequence[Message], options: Any) -> list[str]:
+    """Return a digest of each beginning of a conversation: of no message, of one, and so on.
+
+    ``options``: what decides the text of a conversation beside its messages, as values that JSON can have.
+    """
+    digests = [digest(options)]
+    for message in messages:
+        digests.append(digest(digests[-1], canonical(message)))
+    return digests
+
+
+def digest(*parts: Any) -> str:
+    """Return 32 hexadecimal digits that name values which JSON can have."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -10,6 +10,7 @@ from math import isnan, nan
 from typing import Any
 
 from rlhf_spmd.agents.answer_calls import AnswerCalls, ForcedCalls, text_parameters
+from rlhf_spmd.data.messages import Message
 from rlhf_spmd.data.reasoning import begins_reasoning, split_reasoning
 from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, prompt_texts, token_bytes
 from rlhf_spmd.generation import Completion, NotFinite
@@ -98,6 +99,7 @@ class ClientAnswer:
     - call_format: the form of calls in a chat's answer; None: they are not read
     - responses: those that have ended, by row id; progress: what was streamed of each, by row id
     - prompt_logprobs: of the prompts' tokens, by number of the prompt, once they are computed
+    - conversation: digest of a chat that later requests may go on from; None: its tokens are not kept
     - rows: by row id of each response, the number of its prompt
     """
 
@@ -109,6 +111,7 @@ class ClientAnswer:
     model: str
     reasoning_tags: Sequence[str] | None
     call_format: str | None
+    conversation: str | None = None
     responses: dict[int, CompletionOutput] = field(default_factory=dict)
     progress: dict[int, ResponseProgress] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[Entry]] = field(default_factory=dict)
@@ -165,6 +168,17 @@ class ClientAnswer:
             for index, row in enumerate(self.rows)
         ]
         return self._body(choices, usage=usage)
+
+    def messages(self) -> Iterator[tuple[Message, list[int]]]:
+        """Yield the message of each response of a chat, and the tokens of the conversation up to its end. All have ended.
+
+        A response that a stop text ended is left out: its message does not have all that was drawn.
+        """
+        for row, response in self.responses.items():
+            if not isinstance(response.stop_reason, str):
+                delta = self._new_progress(row).advance(self._text_so_far(row, None), response.token_ids, None, response)
+                ids = [*self.prompt_requests[self.rows[row]].prompt_ids, *response.token_ids]
+                yield choice_of(0, delta, "chat", None)["message"], ids
 
     def _ids_so_far(self, row: int, state: SequenceState | None) -> Sequence[int]:
         if row in self.responses:

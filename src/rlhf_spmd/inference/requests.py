@@ -13,7 +13,7 @@ from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
 from rlhf_spmd.data.files import named_row
 from rlhf_spmd.data.messages import ChatOptions
 from rlhf_spmd.data.reasoning import begins_reasoning
-from rlhf_spmd.data.tokenizer import encode_continued, load_tokenizer, longest_token
+from rlhf_spmd.data.tokenizer import decode, encode_continued, load_tokenizer, longest_token
 from rlhf_spmd.generation import Request, SamplingConfig
 from rlhf_spmd.generation.stopping import StopCriteria, build_stop_criteria
 from rlhf_spmd.inference.inference_engine import GeneratingConfig, InferenceEngine, read_generating_model
@@ -144,6 +144,19 @@ class RequestProcessor:
                 check_ids(encoded[i][0], self.spec.vocab_size, "prompt_token_ids")
             check_room(len(encoded[i][0]), name)
         return [encoded[i] for i in range(len(inputs))]
+
+    def encode_behind(
+        self, ids: list[int], messages: Sequence[Any], variables: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+    ) -> Prompt:
+        """Return the prompt of a chat that goes on from the tokens ``ids``, the last of which ends an answer, with ``messages``.
+
+        Local; any thread may call. Raises ValueError or DataError, one line.
+        """
+        encoder = PromptEncoder(self.tokenizer, EncodingConfig(chat_template_kwargs=dict(variables)), "")
+        options = ChatOptions([*tools] or None)
+        behind = encoder.ids_between_turns(ids[-1], messages, self.engine.generator.eos_ids, options)
+        ((prompt_ids, _),) = self.encode([[*ids, *behind]])
+        return prompt_ids, decode(self.tokenizer, [prompt_ids], skip_special_tokens=False)[0]
 
     def compile_grammar(self, params: SamplingParams) -> LLMatcher | None:
         """Return the compiled ``structured_outputs``; None without. Local; any thread may call. Raises ValueError, one line."""

@@ -19,10 +19,12 @@ import torch
 from rlhf_spmd.agents.answer_calls import forced_text
 from rlhf_spmd.agents.http import HttpError, error_answer, read_body
 from rlhf_spmd.config.words import counted
+from rlhf_spmd.data.messages import Message, check_messages
 from rlhf_spmd.environments.tool_calls import detect_format
 from rlhf_spmd.generation import Completion, GenerationLimits, NotFinite, Request, SamplingConfig
 from rlhf_spmd.generation.sequence import SequenceState
 from rlhf_spmd.inference.answers import ClientAnswer
+from rlhf_spmd.inference.conversations import Conversations
 from rlhf_spmd.inference.openai_forms import (
     OTHER,
     Dialect,
@@ -93,6 +95,7 @@ class Service:
     - call_format: the form of the model's calls of tools; None: that of the chat template
     - adapters: that requests may name; None: there are none
     - logprobs_mode: of responses. names_by_id: log-probs of all answers name tokens by their ids
+    - conversations: whose tokens are kept, on rank 0; None: each chat is rendered anew
     - waiting: requests with rows that have not started, in the order of their turns
     - running: requests with rows in flight, or prompts that are scored, by number
     - sampling, adapter: of the rows in flight
@@ -111,6 +114,7 @@ class Service:
     adapters: ServedAdapters | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
     names_by_id: bool = False
+    conversations: Conversations | None = None
     arrivals: Queue[Arrival] = field(default_factory=Queue)
     replies: dict[int, Callable[[Part], Any]] = field(default_factory=dict)
     waiting: deque[ServedRequest] = field(default_factory=deque)
@@ -159,11 +163,18 @@ class Service:
             num_ids = self.engine.generator.num_drawable
             check_characters(forced_text(tools), self.processor.tokenizer, num_ids, f"tool_choice={format.tool_choice!r}")
         variables = {**self.variables, **format.variables}
-        encoded = self.processor.encode(prompts, variables=variables, generates=format.generates, tools=format.tools)
+        conversation, ids, messages = None, list[int](), list[Message]()
+        if dialect == "chat" and self.conversations is not None:
+            options = [model, format.cache_salt, format.tools, variables]
+            conversation, ids, messages = self.conversations.attach(check_messages(prompts[0]), options)
+        if ids and messages[-1]["role"] != "assistant":  # which is continued, as the template writes it
+            encoded = [self.processor.encode_behind(ids, messages, variables, format.tools)]
+        else:
+            encoded = self.processor.encode(prompts, variables=variables, generates=format.generates, tools=format.tools)
         fields = {key: value for key, value in body.items() if key not in OTHER}
         if self.names_by_id:
             fields["return_tokens_as_token_ids"] = True
-        return {"dialect": dialect, "body": fields, "prompts": encoded, "model": model}
+        return {"dialect": dialect, "body": fields, "prompts": encoded, "model": model, "conversation": conversation}
 
     def metrics(self) -> str:
         """Return counts in Prometheus' text format, with vLLM's names. Any thread may call."""
@@ -249,7 +260,13 @@ class Service:
             self.running[number] = request
 
     def _admitted_request(
-        self, number: int, dialect: Dialect, body: Mapping[str, Any], prompts: Sequence[Prompt], model: str
+        self,
+        number: int,
+        dialect: Dialect,
+        body: Mapping[str, Any],
+        prompts: Sequence[Prompt],
+        model: str,
+        conversation: str | None,
     ) -> ServedRequest:
         """Return the request with its rows, none of which has started. Raises ValueError."""
         format, params = read_request(body, dialect)
@@ -266,7 +283,7 @@ class Service:
         call_format = None
         if format.reads_calls:
             call_format = self.call_format or detect_format(self.processor.tokenizer.chat_template)
-        forms = model, tags, call_format
+        forms = model, tags, call_format, conversation
         answer = ClientAnswer(number, dialect, format, prompt_requests, self.output_builder, *forms)
         if not format.generates:
             empty = CompletionOutput(0, "", [], 0.0, None if params.logprobs is None else [], "length", None)
@@ -419,6 +436,9 @@ class Service:
         if len(answer.responses) < len(answer.rows):
             return
         del self.running[request.number]
+        if self.conversations is not None and answer.conversation is not None:
+            for message, ids in answer.messages():
+                self.conversations.add(answer.conversation, message, ids)
         if (last_chunk := answer.last_chunk()) is not None:
             self._put(request.number, (200, last_chunk))
         self._put(request.number, None)
