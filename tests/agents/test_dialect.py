@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from rlhf_spmd.agents.dialect import Dialect, read_chat_request
 from rlhf_spmd.agents.forest import Draws, Forest, Turn
+from rlhf_spmd.agents.forms import TRANSLATED, Form
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from tool_models import CALL, END, HEAD, OPEN, TEXT, TOOL, write_tool_model
 
 USER = {"role": "user", "content": "2 and 3?"}
+OPENAI, ANTHROPIC = TRANSLATED
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["marks are text", "marks are special"])
@@ -91,3 +94,17 @@ def test_what_the_trainer_decides_is_counted() -> None:
     assert read_chat_request({"messages": [USER], "temperature": 0.1}).ignores
     fields = {"temperature": None, "max_completion_tokens": 3, "top_logprobs": 0, "prompt_cache_key": "a", "user": "b"}
     assert not read_chat_request({"messages": [USER], **fields}).ignores
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "name"),
+    [
+        (OPENAI, {"input": "hi", "reasoning": {"effort": "low"}}, "reasoning.effort='low'"),
+        (OPENAI, {"input": "hi", "text": {"verbosity": "low"}}, "text.verbosity='low'"),
+        (OPENAI, {"input": "hi", "text": {"format": {"type": "json_object"}}}, "text.format={'type': 'json_object'}"),
+        (ANTHROPIC, {"messages": [{"role": "user", "content": "hi"}], "stop_sequences": ["x"]}, "stop_sequences=['x']"),
+    ],
+)
+def test_a_refusal_names_the_field_that_the_client_sent(form: Form, fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(name)} is not supported in training; leave it out$"):
+        read_chat_request(form.chat_of(fields), form.names)

@@ -14,6 +14,7 @@ SAME = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k", "chat_
 OTHER = ("messages", "system", "tools", "tool_choice", "stop_sequences")
 # fields that clients send and that change nothing here
 NO_EFFECT = ("metadata", "service_tier", "thinking", "cache_control", "context_management", "output_config", "inference_geo")
+NAMES = {"stop": "stop_sequences"}  # of fields of a chat that have others here
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TOOL_FIELDS = {"name": "name", "description": "description", "input_schema": "parameters"}

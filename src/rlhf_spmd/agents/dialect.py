@@ -84,9 +84,12 @@ class ChatRequest:
         return {"tools": self.options.tools, "variables": dict(self.options.variables)}
 
 
-def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
-    """Return what a request asks for. Raises ValueError or DataError, one line."""
+def read_chat_request(body: Mapping[str, Any], names: Mapping[str, str] | None = None) -> ChatRequest:
+    """Return what a request asks for. ``names``: the client's, of fields of a chat. Raises ValueError or DataError, one line."""
     values = {key: value for key, value in body.items() if value is not None and key not in NO_EFFECT}
+    for key, name in (names or {}).items():
+        if key in values:
+            raise ValueError(f"{name}={values[key]!r:.200} is not supported in training; leave it out")
     if (choice := values.get("tool_choice", "auto")) not in ("auto", "none"):
         raise ValueError(
             f"tool_choice={choice!r}: no call can be forced, since the trainer decides what is drawn; allowed: auto, none"

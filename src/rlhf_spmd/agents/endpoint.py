@@ -153,7 +153,7 @@ class AgentEndpoint:
                 raise HttpError(403, "there is no such episode, or it has ended", "invalid_api_key")
             forest = episode.forest  # a later attempt has another one
             try:
-                chat = read_chat_request(form.chat_of(body))
+                chat = read_chat_request(form.chat_of(body), form.names)
                 retries = int(request.headers.get(RETRIES, "0") or 0) > 0
                 turns, prompt_ids = self._turns(forest, chat, retries)
             except ValueError as error:

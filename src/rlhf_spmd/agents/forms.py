@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlhf_spmd.agents import anthropic_messages, openai_responses
@@ -49,15 +49,17 @@ class Form:
     - path: behind the address of the API
     - chat_of: returns the request for a chat that a request stands for; raises ValueError
     - answer: returns the answer to a request, before its parts have come
+    - names: a client's names of fields of a chat, where they are others
     """
 
     path: str
     chat_of: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     answer: Callable[[Mapping[str, Any]], AnswerForm]
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 CHAT = Form("chat/completions", lambda body: body, ChatAnswer)
 TRANSLATED = (
-    Form("responses", openai_responses.chat_of, openai_responses.ResponseAnswer),
-    Form("messages", anthropic_messages.chat_of, anthropic_messages.MessageAnswer),
+    Form("responses", openai_responses.chat_of, openai_responses.ResponseAnswer, openai_responses.NAMES),
+    Form("messages", anthropic_messages.chat_of, anthropic_messages.MessageAnswer, anthropic_messages.NAMES),
 )

@@ -31,6 +31,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 OTHER = ("input", "instructions", "tools", "tool_choice", "max_output_tokens", "text", "reasoning", "stream_options")
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+# fields of a chat that have other names here
+NAMES = {"response_format": "text.format", "verbosity": "text.verbosity", "reasoning_effort": "reasoning.effort"}
 TOOL_FIELDS = {"name": "name", "description": "description", "parameters": "parameters"}
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")  # types of parts
 
