@@ -17,6 +17,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import pytest
+from starlette.requests import Request as StarletteRequest
 from test_agent_runs import AGENTS, EXACT, settings
 from test_server import LONGEST, drawn
 
@@ -26,6 +27,7 @@ from ranks import Program, run_ranks
 from rlhf_spmd.agents import outside_agents, server
 from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.dialect import Dialect
+from rlhf_spmd.agents.episodes import Episode, Episodes
 from rlhf_spmd.agents.listener import LISTENER, Listener
 from rlhf_spmd.agents.server import AgentServer, EndedEpisode
 from rlhf_spmd.parallel.world import World
@@ -253,6 +255,40 @@ def test_a_long_poll_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     listener.socket.detach()
     agents.send({"base_url": "http://127.0.0.1:1/ended/v1", "row": {}})
     assert asyncio.run(agents._next_offer()) is None, "an episode that has ended is offered to nobody"
+
+
+def test_a_reward_that_is_taken_counts_however_late_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two episodes run out of time together, and the second one's reward comes while the first one ends."""
+    listener = Listener(LOOPBACK, 0)
+    monkeypatch.setenv(LISTENER, listener.environment[LISTENER])
+    outside = outside_agents.OutsideAgents()
+    listener.socket.detach()
+    statuses: list[int] = []
+
+    def status_of_post(episode: Episode) -> int:
+        messages = [{"type": "http.request", "body": b'{"reward": 1}', "more_body": False}]
+        scope = {"type": "http", "headers": [], "path_params": {"secret": episode.secret}}
+
+        async def receive() -> Any:
+            return messages.pop(0)
+
+        return asyncio.run(outside._reward(StarletteRequest(scope, receive))).status_code
+
+    def post_second(forest: object) -> None:
+        if not statuses:
+            statuses.append(status_of_post(second))
+
+    runner = Episodes(AgentConfig(external=LOOPBACK, attempts=1, timeout_s=0.001), str, post_second, outside)
+    outside.by_secret = runner.by_secret
+    first, second = (Episode(i, f"e{i}", {}) for i in range(2))
+    runner.begin("call", [first, second], 60.0)
+    first.has_begun = second.has_begun = True
+    time.sleep(0.01)
+    ended = [*runner.advance(), *runner.advance()]
+    assert statuses == [200] and ended == [first, second]
+    assert (first.ending, second.ending, second.reward) == ("timeout", "done", 1.0)
+    assert status_of_post(first) == 403 and status_of_post(second) == 200, "the second one again"
+    outside.socket.close()
 
 
 def test_an_episode_without_an_answer_says_why(dialect: Dialect) -> None:

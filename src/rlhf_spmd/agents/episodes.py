@@ -202,7 +202,9 @@ class Episodes:
             self.waiting[episode.call].appendleft(episode)
 
     def _give_up(self, number: int, reason: str, ending: str = "timeout") -> None:
-        """End a running attempt that takes too long. Its agent is told to stop."""
+        """End a running attempt that takes too long, unless its reward has just been taken. Its agent is told to stop."""
+        if self.by_secret.pop(self.running[number].secret, None) is None:
+            return  # how it ended is among the results
         episode = self.running.pop(number)
         if self._process is not None and self.outside is None:
             self._leftovers.add(number)

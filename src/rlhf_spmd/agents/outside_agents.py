@@ -41,7 +41,7 @@ MAX_POSTED = 1 << 16  # results that may be sent again: the latest
 class OutsideAgents:
     """What :class:`AgentProcess` is for agents that the trainer starts. One thread answers requests, another one has the rest.
 
-    ``by_secret``: the episodes that are offered or run.
+    ``by_secret``: the episodes that are offered or run. Whoever takes one out of it decides how its attempt ends.
     """
 
     is_ready = False  # the time of an episode begins when it is fetched
@@ -51,7 +51,7 @@ class OutsideAgents:
     def __init__(self) -> None:
         fd, self._key = os.environ.pop(LISTENER).split()
         self.socket = socket.socket(fileno=int(fd))
-        self.by_secret: Mapping[str, Episode] = {}
+        self.by_secret: dict[str, Episode] = {}
         self.results: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self.routes = [
             Route("/episodes", self._episodes, methods=["POST"]),
@@ -105,7 +105,7 @@ class OutsideAgents:
             if (posted := self._posted.get(secret, result)) != result:
                 raise HttpError(409, f"the episode has ended with {json.dumps(posted)}")
             if secret not in self._posted:
-                if (episode := self.by_secret.get(secret)) is None:
+                if (episode := self.by_secret.pop(secret, None)) is None:  # from now on the episode does not time out
                     raise HttpError(403, "there is no such episode, or it has ended", "invalid_api_key")
                 self._posted[secret] = result
                 self.results.put({"number": episode.attempt_number, **result})
