@@ -183,6 +183,15 @@ def agent(tmp_path: Path, name: str, **settings: Any) -> AgentConfig:
     return AgentConfig(run=f"{tmp_path / 'several.py'}:{name}", **settings)
 
 
+def test_agents_see_no_gpu_unless_they_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    program = tmp_path / "agent.sh"
+    program.write_text("echo ${#CUDA_VISIBLE_DEVICES}\n")
+    for command, length in ((f"sh {program}", 0), (f"env CUDA_VISIBLE_DEVICES=10 sh {program}", 2)):
+        (episode,) = run(AgentConfig(command=command), limit_s=30.0, number=1)
+        assert episode.reward == length
+
+
 def test_programs_of_agents_do_not_read_other_episodes(tmp_path: Path) -> None:
     episodes = run(agent(tmp_path, "reads", timeout_s=20.0), limit_s=30.0, number=8)
     assert [(episode.ending, episode.reward) for episode in episodes] == [("done", 0.0)] * 8

@@ -66,6 +66,7 @@ class AgentProcess:
         reader, writer = os.pipe()
         no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
         more = {RESULTS_FD: str(writer), "NO_PROXY": no_proxy, "no_proxy": no_proxy, "PYTHONHASHSEED": "0"}
+        more["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs are the trainer's
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)  # until it has its handlers
         try:
             self.process = subprocess.Popen(
