@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +25,7 @@ from test_server import LONGEST, drawn
 import tasks
 import toy_agents
 from ranks import Program, run_ranks
-from rlhf_spmd.agents import outside_agents, server
+from rlhf_spmd.agents import endpoint, http, outside_agents, server
 from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.agents.dialect import Dialect
 from rlhf_spmd.agents.episodes import Episode, Episodes
@@ -289,6 +290,38 @@ def test_a_reward_that_is_taken_counts_however_late_it_comes(monkeypatch: pytest
     assert (first.ending, second.ending, second.reward) == ("timeout", "done", 1.0)
     assert status_of_post(first) == 403 and status_of_post(second) == 200, "the second one again"
     outside.socket.close()
+
+
+def test_connections_are_bounded_and_those_that_ask_nothing_end(dialect: Dialect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "CONNECTIONS", 4)
+    monkeypatch.setattr(http, "REQUEST_S", 2.0)
+    listener = Listener(LOOPBACK, 0)
+    monkeypatch.setenv(LISTENER, listener.environment[LISTENER])
+    outside = outside_agents.OutsideAgents()
+    listener.socket.detach()
+    config = AgentConfig(external=LOOPBACK, concurrency=2)
+    served = endpoint.AgentEndpoint(config, dialect, 200, lambda turn: None, outside)
+    address = "127.0.0.1", served.port
+    early = HTTPConnection(*address, timeout=30)
+
+    def status() -> int:
+        early.request("POST", "/episodes")
+        response = early.getresponse()
+        response.read()
+        return response.status
+
+    try:
+        assert status() == 401
+        silent = [socket.create_connection(address, 30) for _ in range(4 + 8 * 2)]
+        silent[0].sendall(b"POST /episodes HTTP/1.1\r\n")
+        answers = [connection.recv(12) for connection in silent]
+        assert answers.count(b"HTTP/1.1 503") == 2 and answers.count(b"") == 18, "refused, and ended"
+        assert status() == 401 and refused(f"{listener.url}/episodes", {})[0] == 401
+        with socket.create_connection(address, 30) as slow:
+            slow.sendall(b"POST /no/v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+            assert slow.recv(12) == b"HTTP/1.1 403", "the body is not waited for"
+    finally:
+        served.close()
 
 
 def test_an_episode_without_an_answer_says_why(dialect: Dialect) -> None:

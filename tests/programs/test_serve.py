@@ -26,10 +26,10 @@ from generate_runs import arguments, read_output, write_rows
 from generate_runs import model as model  # a fixture
 from generators import transformers_greedy
 from rlhf_spmd import score, serve
+from rlhf_spmd.agents import http as agents_http
 from rlhf_spmd.agents.http import error_answer
 from rlhf_spmd.data.tokenizer import decode, load_tokenizer
 from rlhf_spmd.generation import Request
-from rlhf_spmd.inference import endpoint as endpoints
 from rlhf_spmd.inference import service as services
 from rlhf_spmd.inference.endpoint import AccessRules, Endpoint
 from rlhf_spmd.inference.openai_forms import Dialect
@@ -547,7 +547,7 @@ def test_a_client_that_does_not_wait_or_does_not_read_frees_its_place(
         service.turn()
         assert not service.running and not service.engine.generator.kept
 
-    monkeypatch.setattr(endpoints, "UNREAD_S", 0.5)
+    monkeypatch.setattr(agents_http, "UNREAD_S", 0.5)
     with socket.create_connection((endpoint.bound, endpoint.port)) as client:
         post(client, stream=True)
         while not service.running:
@@ -618,7 +618,7 @@ def test_pages_from_elsewhere_are_not_answered(endpoint: Endpoint) -> None:
 def test_connections_that_ask_for_nothing_cost_no_thread_and_end(
     service: services.Service, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoints, "SILENT_S", 2.0)
+    monkeypatch.setattr(agents_http, "REQUEST_S", 2.0)
     threads = threading.active_count()
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection((endpoint.bound, endpoint.port), 30)) for _ in range(100)]

@@ -25,12 +25,13 @@ from rlhf_spmd.agents.dialect import ChatRequest, Dialect, completion_body, read
 from rlhf_spmd.agents.episodes import Episode
 from rlhf_spmd.agents.forest import Draws, Forest, Turn
 from rlhf_spmd.agents.forms import CHAT, TRANSLATED, AnswerForm, Form
-from rlhf_spmd.agents.http import HttpError, error_answer, read_body, read_bytes, unless_gone
+from rlhf_spmd.agents.http import HttpError, ServedConnection, error_answer, read_body, read_bytes, unless_gone
 from rlhf_spmd.agents.outside_agents import OutsideAgents
 
 MAX_BODY_BYTES = 1 << 23
 NAME = "actor"  # of the model
 RETRIES = "x-stainless-retry-count"  # of OpenAI's clients: above 0 if a request is sent again
+CONNECTIONS, CONNECTIONS_OF_EPISODE = 256, 8  # of programs outside: together, and more for each of agent.concurrency
 CLOSE_S = 2.0
 SILENT_S = 300  # a connection stays open while its agent uses a tool
 
@@ -89,6 +90,8 @@ class AgentEndpoint:
         app = Starlette(routes=routes)
         settings = uvicorn.Config(
             app,
+            http=ServedConnection if outside else "auto",
+            limit_concurrency=CONNECTIONS + CONNECTIONS_OF_EPISODE * config.concurrency if outside else None,
             loop="asyncio",
             lifespan="off",
             ws="none",
@@ -147,11 +150,9 @@ class AgentEndpoint:
 
     async def _answer(self, form: Form, request: Request) -> Response:
         try:
+            self._forest(request)  # who knows no secret sends no bytes
             body = read_body(await read_bytes(request, MAX_BODY_BYTES, "bytes of a request"))
-            episode = self.by_secret.get(request.path_params["secret"])
-            if episode is None:
-                raise HttpError(403, "there is no such episode, or it has ended", "invalid_api_key")
-            forest = episode.forest  # a later attempt has another one
+            forest = self._forest(request)
             try:
                 chat = read_chat_request(form.chat_of(body), form.names)
                 retries = int(request.headers.get(RETRIES, "0") or 0) > 0
@@ -173,6 +174,13 @@ class AgentEndpoint:
             else JSONResponse(answer.whole(completion))
         )
         return DeliveredResponse(response, forest, turns)
+
+    def _forest(self, request: Request) -> Forest:
+        """Return the forest of the attempt that asks. Raises HttpError."""
+        episode = self.by_secret.get(request.path_params["secret"])
+        if episode is None:
+            raise HttpError(403, "there is no such episode, or it has ended", "invalid_api_key")
+        return episode.forest
 
     def _turns(self, forest: Forest, chat: ChatRequest, retries: bool) -> tuple[list[Turn], list[int]]:
         """Return the turns that answer a request, new ones if it has not come before, and the conversation's tokens.

@@ -1,4 +1,7 @@
-"""What every endpoint does with a request and an error: reads a body within limits, waits while its client is there, answers errors."""
+"""What every endpoint does with a connection, a request and an error.
+
+It reads a body within limits, waits while the client is there, answers errors, and ends connections that would only take a place.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ from ipaddress import ip_address
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_DEPTH = 100  # of nested lists and objects in a request's JSON
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells half a character
-BODY_S = 60.0  # within which a request must arrive whole
+REQUEST_S = 60.0  # within which the head of a connection's first request must arrive, and the body of each
+UNREAD_S = 60.0  # after which a client that does not read its answer is cut off
+BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class HttpError(ValueError):
@@ -74,13 +80,13 @@ async def read_bytes(request: Request, max_bytes: int, key: str) -> bytes:
     if int(request.headers.get("content-length", "0")) > max_bytes:  # h11 has seen that it is a number
         raise too_long
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(REQUEST_S):
             async for part in request.stream():
                 body += part
                 if len(body) > max_bytes:
                     raise too_long
     except TimeoutError as error:
-        raise HttpError(408, f"the request has not come within {BODY_S:.0f} s") from error
+        raise HttpError(408, f"the request has not come within {REQUEST_S:.0f} s") from error
     return bytes(body)
 
 
@@ -100,3 +106,42 @@ async def unless_gone(request: Request, awaited: Any) -> Any:
     finally:
         reply.cancel()
         disconnected.cancel()
+
+
+class ServedConnection(H11Protocol):
+    """A connection that is closed if the client sends no request in time or does not read for ``UNREAD_S``, or if there are too many.
+
+    uvicorn's own would wait without end for the first request, for the rest of a request, and for a client that reads nothing. With
+    ``limit_concurrency`` connections it would refuse requests on all of them; here there are fewer, since further ones are refused.
+    """
+
+    cut_off: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self.limit_concurrency is not None and len(self.connections) + 1 >= self.limit_concurrency:
+            self.transport = transport
+            transport.write(BUSY)
+            transport.close()
+            return
+        super().connection_made(transport)
+        self._await_request(self.loop.time() + REQUEST_S)
+
+    def data_received(self, data: bytes) -> None:
+        due = self.timeout_keep_alive_task
+        when = None if due is None or due.cancelled() else due.when()
+        super().data_received(data)
+        if self.timeout_keep_alive_task is None:
+            self._await_request(self.loop.time() + self.timeout_keep_alive if when is None else when)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.cut_off = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.cut_off is not None:
+            self.cut_off.cancel()
+
+    def _await_request(self, when: float) -> None:
+        if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_at(when, self.timeout_keep_alive_handler)

@@ -30,18 +30,24 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rlhf_spmd.agents.forms import CHAT, TRANSLATED, AnswerForm, Form
-from rlhf_spmd.agents.http import HttpError, error_answer, is_loopback, read_body, read_bytes, unless_gone
+from rlhf_spmd.agents.http import (
+    HttpError,
+    ServedConnection,
+    error_answer,
+    is_loopback,
+    read_body,
+    read_bytes,
+    unless_gone,
+)
 from rlhf_spmd.inference.openai_forms import Dialect
 from rlhf_spmd.inference.service import Part, Service
 
-MAX_CONNECTIONS = 1024  # requests on further connections are refused
+MAX_CONNECTIONS = 1024  # further ones are refused
 READERS = 2  # threads that tokenise long requests, and as many for short ones, which so wait for no long one
 LONG_BYTES = 1 << 16  # of a long request
-SILENT_S = 75.0  # after which a connection without a request is closed
-UNREAD_S = 60.0  # after which a client that does not read its answer is cut off
+SILENT_S = 75.0  # after which a connection without a further request is closed
 CLOSE_S = 2.0  # for clients to read their answers when the service has ended
 
 
@@ -268,40 +274,6 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.leave()
-
-
-class ServedConnection(H11Protocol):
-    """A connection that is closed if the client is silent for ``SILENT_S`` or does not read for ``UNREAD_S``.
-
-    uvicorn's own would wait without end for the first request, for the rest of a request, and for a client that reads nothing.
-    """
-
-    cut_off: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._await_request()
-
-    def data_received(self, data: bytes) -> None:
-        due = self.timeout_keep_alive_task
-        when = None if due is None or due.cancelled() else due.when()
-        super().data_received(data)
-        if self.timeout_keep_alive_task is None:
-            self._await_request(when)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self.cut_off = self.loop.call_later(UNREAD_S, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self.cut_off is not None:
-            self.cut_off.cancel()
-
-    def _await_request(self, when: float | None = None) -> None:
-        if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
-            due = self.loop.time() + SILENT_S if when is None else when
-            self.timeout_keep_alive_task = self.loop.call_at(due, self.timeout_keep_alive_handler)
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
