@@ -130,7 +130,7 @@ def test_why_a_message_ended() -> None:
         message = MessageAnswer({}).whole({**HEAD, "choices": [choice], "usage": USAGE})
         return message["stop_reason"], message["stop_sequence"]
 
-    assert stop("stop") == ("end_turn", None) and stop("length") == ("max_tokens", None)
+    assert stop("stop") == ("end_turn", None) and stop("length") == stop("error") == ("max_tokens", None)
     assert stop("stop", stop_reason="END") == ("stop_sequence", "END") and stop("stop", stop_reason=7) == ("end_turn", None)
     (event,) = MessageAnswer({}).events({"error": {"message": "the server has ended"}})
     assert event.startswith("event: error\n")

@@ -133,6 +133,15 @@ def test_a_stream_s_events_build_the_whole_response() -> None:
 
 
 def test_a_response_that_was_cut_is_incomplete() -> None:
+def test_a_response_that_no_token_goes_on_with_has_failed() -> None:
+    answer = ResponseAnswer({"stream": True})
+    *_, last = [event for part in (chunk("error", content='{"a'), CHUNKS[-1]) for event in answer.events(part)]
+    response = json.loads(last.partition("data: ")[2])["response"]
+    assert last.startswith("event: response.failed\n") and response["error"]["code"] == "server_error"
+    assert (response["status"], response["output"][0]["status"]) == ("failed", "incomplete")
+    assert response["output"][0]["content"][0]["text"] == '{"a'
+
+
     choice = {"index": 0, "message": {"role": "assistant", "content": ""}, "finish_reason": "length"}
     response = ResponseAnswer({}).whole({**HEAD, "choices": [choice], "usage": USAGE})
     assert response["status"] == "incomplete" and response["incomplete_details"] == {"reason": "max_output_tokens"}

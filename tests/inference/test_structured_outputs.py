@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +21,6 @@ from ranks import run_ranks
 from rlhf_spmd import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from rlhf_spmd.data.tokenizer import decode, decoding, encode, load_tokenizer
 from rlhf_spmd.generation import GenerationConfig, GenerationLimits, Generator, Request, SamplingConfig
-from rlhf_spmd.generation.sequence import NotFinite
 from rlhf_spmd.inference.structured_outputs import GrammarMask, TokenTable, compile_grammar
 from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.parallel.mesh import build_mesh
@@ -220,7 +218,9 @@ def test_a_mask_depends_on_the_tokens_alone(model: Path) -> None:
     for scores, token in zip(in_order, ids, strict=False):
         allowed = scores.isfinite()
         assert allowed[token] and not allowed[98:].any() and torch.equal(scores[allowed], logits[allowed])
-    assert mask([*ids[:3], EOS], logits).isnan().all()  # tokens that the grammar does not allow
+    wrong = mask([*ids[:3], EOS], logits)  # the grammar does not allow the last one
+    assert wrong.isfinite().nonzero().flatten().tolist() == [EOS]
+    assert mask.allows([*ids, EOS]) and mask.allows(ids[:3]) and not mask.allows([*ids[:3], EOS])
 
 
 @needs_llguidance
@@ -262,6 +262,7 @@ def test_tokens_of_parts_of_characters_spell_them() -> None:
         ({"grammar": "start: nothing"}, {}, "structured_outputs: "),
         ({"regex": "a" * 70_000}, {}, "structured_outputs: the grammar has 70"),
         ({"regex": "\u00e9|\n"}, {}, "structured_outputs: no token of the model begins such a text"),
+        ({"choice": ["yes", "n\u00e9"]}, {}, "structured_outputs.choice: no token of the model has the character 'é'"),
         ({"regex": "a"}, {"ignore_eos": True}, "sampling_params.structured_outputs: no token could end the response"),
     ],
 )
@@ -275,11 +276,16 @@ def test_a_grammar_that_cannot_be_is_refused_in_one_line(
 
 
 @needs_llguidance
-def test_a_text_that_no_token_goes_on_with_fails_its_row(llm: LLM, model: Path) -> None:
-    with pytest.raises(NotFinite, match="structured_outputs"):
-        llm.generate("abc", SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]{2}(\u00e9|\n)")))
-    mask = GrammarMask(compile_grammar(StructuredOutputsParams(regex="a\u00e9"), load_tokenizer(model), 98), 98, [EOS])
-    assert not math.isfinite(float(mask([ord("a") - 29], torch.zeros(200)).amax()))
+@pytest.mark.parametrize("more", [{}, {"min_tokens": 5}, {"stop_token_ids": [95], "n": 2}])
+def test_a_response_that_no_token_goes_on_with_ends_as_it_is(llm: LLM, more: dict[str, Any]) -> None:
+    """Beside a row that draws what it draws alone."""
+    blind = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]{2}(\u00e9|\n)"), **more)
+    plain = SamplingParams(max_tokens=20, seed=5, stop_token_ids=more.get("stop_token_ids"))
+    ended, beside = llm.generate(["abc", "x"], [blind, plain])
+    for completion in ended.outputs:
+        assert re.fullmatch("[ab]{2}", completion.text) and len(completion.token_ids) == 3
+        assert (completion.finish_reason, completion.stop_reason) == ("error", None)
+    assert beside.outputs == llm.generate("x", plain)[0].outputs
 
 
 @pytest.mark.parametrize(

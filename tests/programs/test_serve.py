@@ -141,6 +141,7 @@ def test_answers_follow_a_grammar(address: str) -> None:
         ("/completions", {"prompt": "abc", "structured_outputs": {"regex": "[0-9]{3}-x"}, "seed": 3}),
         ("/completions", {"prompt": "abc", "structured_outputs": {"regex": "[0-9]{9}"}, "max_tokens": 5}),
     ]
+        ("/completions", {"prompt": "abc", "structured_outputs": {"regex": "ab(\u00e9|\n)"}, "max_tokens": 5}),
     plain_alone = ask(address, "/completions", plain)[1]["choices"]
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = list(pool.map(lambda body: ask(address, *body), asked))
@@ -154,6 +155,7 @@ def test_answers_follow_a_grammar(address: str) -> None:
     assert texts[0][0]["text"] in ("yes", "no") and re.fullmatch("[0-9]{3}-x", texts[1][0]["text"])
     assert re.fullmatch("[0-9]{5}", texts[2][0]["text"]) and texts[2][0]["finish_reason"] == "length"
     for refused, message in (
+    assert (texts[3][0]["text"], texts[3][0]["finish_reason"]) == ("ab", "error"), "no token has what must follow"
         ({"guided_regex": "(a"}, "structured_outputs: at 1(8): invalid regex"),
         ({"guided_json": {"uniqueItems": True, "type": "array"}}, "structured_outputs: Unimplemented keys"),
         ({"guided_regex": "a" * 70_000}, "structured_outputs: the grammar has 70"),

@@ -15,7 +15,8 @@ OTHER = ("messages", "system", "tools", "tool_choice", "stop_sequences")
 # fields that clients send and that change nothing here
 NO_EFFECT = ("metadata", "service_tier", "thinking", "cache_control", "context_management", "output_config", "inference_geo")
 NAMES = {"stop": "stop_sequences"}  # of fields of a chat that have others here
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+# there is no word for a call that no token goes on with; clients take "max_tokens" as an answer that was cut
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "error": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TOOL_FIELDS = {"name": "name", "description": "description", "input_schema": "parameters"}
 TEXTS = ("text",)

@@ -34,6 +34,8 @@ ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 # fields of a chat that have other names here
 NAMES = {"response_format": "text.format", "verbosity": "text.verbosity", "reasoning_effort": "reasoning.effort"}
 TOOL_FIELDS = {"name": "name", "description": "description", "parameters": "parameters"}
+STATUSES = {"length": "incomplete", "error": "failed"}  # by why a chat ended; else it is completed
+DEAD_END = {"code": "server_error", "message": "no token of the model goes on with a text of text.format, or with a call"}
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")  # types of parts
 
 
@@ -156,8 +158,8 @@ class ResponseAnswer:
             return
         if not self.output:
             yield from self._open(number, "message")
-        self.status = "incomplete" if finish_reason == "length" else "completed"
-        yield from self._close(self.status)
+        self.status = STATUSES.get(finish_reason, "completed")
+        yield from self._close("completed" if self.status == "completed" else "incomplete")
 
     def _text(self, number: str, kind: str, text: str) -> Iterator[str]:
         if not self._is_open or self.output[-1]["type"] != kind:
@@ -231,7 +233,7 @@ class ResponseAnswer:
             "object": "response",
             "created_at": chat["created"],
             "status": self.status,
-            "error": None,
+            "error": DEAD_END if self.status == "failed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "model": chat["model"],
             "output": self.output,

@@ -22,8 +22,8 @@ class NotFinite(FloatingPointError):
 
     def __init__(self, row_id: int) -> None:
         super().__init__(
-            f"row {row_id}: the log-prob of a drawn token is not finite; look at the weights, at logits_processors and at "
-            "structured_outputs, or compute in float32"
+            f"row {row_id}: the log-prob of a drawn token is not finite; look at the weights and at "
+            "logits_processors, or compute in float32"
         )
         self.row_id = row_id
 

@@ -195,7 +195,7 @@ class ClientAnswer:
         if (response := self.responses.get(row)) is not None:
             if not reads_calls:
                 return response.text
-            stopped = response.finish_reason == "stop"
+            stopped = response.finish_reason != "length"
             return self.output_builder.text_and_stop(prompt_request, response.token_ids, stopped, shows_special=True)[0]
         ids = self._ids_so_far(row, state)
         text, _ = self.output_builder.text_and_stop(prompt_request, ids, stopped=False, shows_special=reads_calls)

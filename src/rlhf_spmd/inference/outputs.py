@@ -14,6 +14,7 @@ from rlhf_spmd.generation.stopping import special_stops
 from rlhf_spmd.inference.inference_engine import Entries
 from rlhf_spmd.inference.requests import PromptRequest
 from rlhf_spmd.inference.sampling_params import CompletionOutput, Logprob, RequestOutput
+from rlhf_spmd.inference.structured_outputs import GrammarMask
 
 # log-probs of responses: at temperature 1, or at the temperature at which they were drawn; vLLM's names
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -38,8 +39,13 @@ class OutputBuilder:
         }
         if request.params.logprobs is not None:
             record["logprobs"] = self.response_entries(request, completion.token_ids, *log_probs, completion.top_log_probs)
-        text, stop_reason = self.text_and_stop(request, completion.token_ids, completion.finish_reason == "stop")
-        return {**record, "text": text, "finish_reason": completion.finish_reason, "stop_reason": stop_reason}
+        finish_reason: str = completion.finish_reason
+        text, stop_reason = self.text_and_stop(request, completion.token_ids, finish_reason == "stop")
+        if finish_reason == "stop":
+            processors = request.rows[completion.row_id - request.rows[0].row_id].processors
+            if not all(mask.allows(completion.token_ids) for mask in processors if isinstance(mask, GrammarMask)):
+                finish_reason, stop_reason = "error", None
+        return {**record, "text": text, "finish_reason": finish_reason, "stop_reason": stop_reason}
 
     def output(
         self, request: PromptRequest, records: Sequence[dict[str, Any]], prompt_entries: Entries | None = None

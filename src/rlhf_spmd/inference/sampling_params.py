@@ -106,7 +106,7 @@ class CompletionOutput:
 
     - token_ids: with the token that ended it
     - cumulative_logprob: the sum over all tokens, at temperature 1
-    - finish_reason: "stop" or "length"
+    - finish_reason: "stop" or "length"; "error" where ``structured_outputs`` let no token of the model go on, as in vLLM
     - stop_reason: the stop string or stop token that ended it; None for the model's end-of-text token
     """
 

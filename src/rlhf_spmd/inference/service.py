@@ -125,7 +125,7 @@ class Service:
     num_admitted: int = 0
     num_prompt_tokens: int = 0
     num_drawn: int = 0
-    num_ended: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0})
+    num_ended: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "error": 0})
     state: str = "on"
     end_by: float = 0.0
 
@@ -428,7 +428,7 @@ class Service:
         answer = request.answer
         for row in answer.rows.keys() & completions.keys():
             answer.add_response(completions[row])
-            self.num_ended[completions[row].finish_reason] += 1
+            self.num_ended[answer.responses[row].finish_reason] += 1
         if request.unscored:
             return
         for chunk in answer.new_chunks(states):

@@ -15,7 +15,6 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rlhf_spmd.config.words import listed, printable
@@ -143,6 +142,7 @@ def compile_grammar(params: StructuredOutputsParams, tokenizer: Any, num_ids: in
     Local; any thread may call. Raises ValueError, one line.
     """
     check_available(tokenizer)
+    check_characters("".join(params.choice or ()), tokenizer, num_ids, "structured_outputs.choice")
     try:
         text = params.text
     except (TypeError, ValueError) as error:
@@ -158,7 +158,7 @@ def check_characters(text: str, tokenizer: Any, num_ids: int, where: str) -> Non
     check_available(tokenizer)
     known = token_table(tokenizer, num_ids).bytes_of_tokens
     if absent := next((character for character in text if not known.issuperset(character.encode())), None):
-        raise ValueError(f"{where}: no token of the model has the character {absent!r}, which a call needs")
+        raise ValueError(f"{where}: no token of the model has the character {absent!r}, which the response needs")
 
 
 class GrammarMask:
@@ -180,10 +180,32 @@ class GrammarMask:
         self.token_ids: list[int] = []
 
     def __call__(self, token_ids: list[int], logits: Tensor) -> Tensor:
-        """Return ``logits`` with minus infinity for tokens that may not come next, or all NaN if llguidance gave up."""
+        """Return ``logits`` with minus infinity for tokens that may not come next. Where none may, the response ends."""
+        bits = self._allowed(token_ids)
+        if bits is None:
+            return logits
+        allowed = np.zeros(len(logits), np.bool_)
+        allowed[: self.num_ids] = bits[:-1]
+        masked = logits.where(on_device(allowed, logits.device), -math.inf)
+        if bits[-1]:
+            masked[self.stop_ids] = logits[self.stop_ids]
+        if masked.amax() == -math.inf:  # no token goes on, or other rules, as ``min_tokens``, keep out all that may follow
+            masked[self.stop_ids] = 0.0
+        return masked
+
+    def allows(self, token_ids: list[int]) -> bool:
+        """Return False if the last of these tokens ended a response that the grammar does not let end there."""
+        bits = self._allowed(token_ids[:-1])
+        return bits is None or bool(bits[-1] or bits[token_ids[-1]])
+
+    def _allowed(self, token_ids: list[int]) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+        """Return for each id whether it may come next, and last whether the response may end: nothing, if llguidance gave up.
+
+        None: the grammar has not begun.
+        """
         if self.thoughts_end is not None:
             if self.thoughts_end not in token_ids:
-                return logits
+                return None
             token_ids = token_ids[token_ids.index(self.thoughts_end) + 1 :]
         num_read = len(self.token_ids)
         if self.matcher is None or token_ids[:num_read] != self.token_ids:
@@ -193,13 +215,5 @@ class GrammarMask:
         self.token_ids = [*token_ids]
         packed = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
         if self.matcher.is_error():
-            return torch.full_like(logits, math.nan)
-        bits = np.unpackbits(packed, count=self.num_ids + 1, bitorder="little").view(np.bool_)
-        allowed = np.zeros(len(logits), np.bool_)
-        allowed[: self.num_ids] = bits[:-1]
-        masked = logits.where(on_device(allowed, logits.device), -math.inf)
-        if bits[-1]:
-            masked[self.stop_ids] = logits[self.stop_ids]
-            if masked.amax() == -math.inf:  # other rules, as ``min_tokens``, keep out all that may follow: the response ends
-                masked[self.stop_ids] = 0.0
-        return masked
+            return np.zeros(self.num_ids + 1, np.bool_)
+        return np.unpackbits(packed, count=self.num_ids + 1, bitorder="little").view(np.bool_)
