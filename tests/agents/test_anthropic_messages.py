@@ -13,7 +13,7 @@ TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"
 CALL = {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 2}}
 CHAT_CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 HEAD = {"id": "chatcmpl-7", "created": 5, "model": "small"}
-USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 2}}
 
 
 def text(value: str) -> dict[str, Any]:
@@ -121,7 +121,11 @@ def test_a_stream_s_events_build_the_whole_message() -> None:
     end = {"stop_reason": "tool_use", "stop_sequence": None}
     assert (events[-2]["delta"], events[-2]["usage"], events[-1]) == (end, whole["usage"], {"type": "message_stop"})
     assert events[0]["message"] | {"content": content, "usage": whole["usage"]} | end == whole
-    assert whole["usage"]["input_tokens"] == 3 and whole["usage"]["output_tokens"] == 4
+    assert (whole["usage"]["input_tokens"], whole["usage"]["cache_read_input_tokens"], whole["usage"]["output_tokens"]) == (
+        1,
+        2,
+        4,
+    )
 
 
 def test_why_a_message_ended() -> None:

@@ -13,7 +13,7 @@ ADD = {"type": "function", "name": "add", "description": "Adds.", "parameters": 
 CALL = {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "add", "arguments": '{"a": 2}', "status": "completed"}
 CHAT_CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 HEAD = {"id": "chatcmpl-7", "created": 5, "model": "small"}
-USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 2}}
 
 
 def test_a_conversation_with_a_call_is_a_chat() -> None:
@@ -129,10 +129,10 @@ def test_a_stream_s_events_build_the_whole_response() -> None:
     assert ResponseAnswer(request).whole({**HEAD, "choices": [choice], "usage": USAGE}) == response
     assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call"]
     assert response["output"][2] == {**CALL, "id": "fc_7_2"} and response["usage"]["total_tokens"] == 7
+    assert response["usage"]["input_tokens"] == 3 and response["usage"]["input_tokens_details"] == {"cached_tokens": 2}
     assert (response["id"], response["created_at"], response["tools"]) == ("resp_7", 5, [ADD])
 
 
-def test_a_response_that_was_cut_is_incomplete() -> None:
 def test_a_response_that_no_token_goes_on_with_has_failed() -> None:
     answer = ResponseAnswer({"stream": True})
     *_, last = [event for part in (chunk("error", content='{"a'), CHUNKS[-1]) for event in answer.events(part)]
@@ -142,6 +142,7 @@ def test_a_response_that_no_token_goes_on_with_has_failed() -> None:
     assert response["output"][0]["content"][0]["text"] == '{"a'
 
 
+def test_a_response_that_was_cut_is_incomplete() -> None:
     choice = {"index": 0, "message": {"role": "assistant", "content": ""}, "finish_reason": "length"}
     response = ResponseAnswer({}).whole({**HEAD, "choices": [choice], "usage": USAGE})
     assert response["status"] == "incomplete" and response["incomplete_details"] == {"reason": "max_output_tokens"}

@@ -68,6 +68,7 @@ def test_completions_and_chats_are_answered_in_openai_s_form(address: str, model
     log_probs = answer["choices"][0]["logprobs"]
     assert {len(values) for values in log_probs.values()} == {12} and log_probs["text_offset"][0] == 0
     assert max(log_probs["top_logprobs"][0].values()) == log_probs["token_logprobs"][0] < 0
+    del answer["usage"]["prompt_tokens_details"]
     assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 48, "total_tokens": 54}
 
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "bd"}]}]
@@ -140,8 +141,8 @@ def test_answers_follow_a_grammar(address: str) -> None:
         ("/completions", {"prompt": "abc", "guided_choice": ["yes", "no"], "temperature": 0}),
         ("/completions", {"prompt": "abc", "structured_outputs": {"regex": "[0-9]{3}-x"}, "seed": 3}),
         ("/completions", {"prompt": "abc", "structured_outputs": {"regex": "[0-9]{9}"}, "max_tokens": 5}),
-    ]
         ("/completions", {"prompt": "abc", "structured_outputs": {"regex": "ab(\u00e9|\n)"}, "max_tokens": 5}),
+    ]
     plain_alone = ask(address, "/completions", plain)[1]["choices"]
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = list(pool.map(lambda body: ask(address, *body), asked))
@@ -154,8 +155,8 @@ def test_answers_follow_a_grammar(address: str) -> None:
     assert beside == plain_alone
     assert texts[0][0]["text"] in ("yes", "no") and re.fullmatch("[0-9]{3}-x", texts[1][0]["text"])
     assert re.fullmatch("[0-9]{5}", texts[2][0]["text"]) and texts[2][0]["finish_reason"] == "length"
-    for refused, message in (
     assert (texts[3][0]["text"], texts[3][0]["finish_reason"]) == ("ab", "error"), "no token has what must follow"
+    for refused, message in (
         ({"guided_regex": "(a"}, "structured_outputs: at 1(8): invalid regex"),
         ({"guided_json": {"uniqueItems": True, "type": "array"}}, "structured_outputs: Unimplemented keys"),
         ({"guided_regex": "a" * 70_000}, "structured_outputs: the grammar has 70"),
@@ -447,6 +448,22 @@ def test_a_cache_is_made_anew_after_so_many_requests(service: services.Service, 
         service.turn()
         turn_until_idle(service)
     assert times == [6, 12]
+
+
+def test_usage_counts_the_tokens_of_prompts_that_were_cached(service: services.Service) -> None:
+    prompts = ["abcdefghijklmnopqrst", "x y"]
+
+    def num_cached(number: int, **fields: Any) -> int:
+        reply = arrive(service, number, prompt=prompts, n=2, max_tokens=2, **fields)
+        service.turn()
+        turn_until_idle(service)
+        answer = reply.get_nowait()
+        assert answer is not None and answer[1]["usage"]["prompt_tokens"] == 23
+        return int(answer[1]["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert num_cached(0) == 0, "though the second response to each has what the first one computed"
+    assert num_cached(1) == 19 + 2, "all but the last token of each"
+    assert num_cached(2, cache_salt="other") == 0
 
 
 def test_requests_that_are_sampled_alike_run_together(service: services.Service) -> None:

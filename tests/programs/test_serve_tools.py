@@ -169,7 +169,9 @@ def test_messages_of_anthropic_are_chats(address: str) -> None:
     messages = [{"role": "system", "content": "Add."}, *body["messages"]]
     _, chat = ask(address, "/chat/completions", {**body, "messages": messages})
     assert status == 200 and "".join(block["text"] for block in message["content"]) == chat["choices"][0]["message"]["content"]
-    assert message["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
+    usage = message["usage"]
+    assert usage["output_tokens"] == chat["usage"]["completion_tokens"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
     raw = json.dumps({**body, "system": "Add.", "stream": True}).encode()
     with urllib.request.urlopen(urllib.request.Request(f"{address}/messages", raw), timeout=60) as answer:
         events = [json.loads(event.split("data: ")[1]) for event in answer.read().decode().strip().split("\n\n")]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlhf_spmd.agents.dialect import usage_of
 from rlhf_spmd.agents.request_parts import chat_tools, joined_text, kind_of
 from rlhf_spmd.config.words import check_keys, listed
 
@@ -179,13 +180,14 @@ class MessageAnswer:
 
 
 def _usage(chat: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers of tokens; 0 while they are not known. Cached ones are not counted apart."""
-    counts = chat.get("usage") or {"prompt_tokens": 0, "completion_tokens": 0}
+    """Return the numbers of tokens; 0 while they are not known. Those that were in the cache are counted apart."""
+    counts = chat.get("usage") or usage_of(0, 0, 0)
+    num_cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
-        "input_tokens": counts["prompt_tokens"],
+        "input_tokens": counts["prompt_tokens"] - num_cached,
         "output_tokens": counts["completion_tokens"],
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
+        "cache_read_input_tokens": num_cached,
     }
 
 

@@ -165,6 +165,12 @@ def first_ids(encoder: PromptEncoder) -> list[int]:
     return encoded[0][:1]
 
 
+def usage_of(num_prompt: int, num_drawn: int, num_cached: int) -> dict[str, Any]:
+    """Return OpenAI's numbers of tokens. ``num_cached``: of the prompt, which were in the cache."""
+    total = {"prompt_tokens": num_prompt, "completion_tokens": num_drawn, "total_tokens": num_prompt + num_drawn}
+    return total | {"prompt_tokens_details": {"cached_tokens": num_cached}}
+
+
 def completion_body(
     name: str, number: str, turns: Sequence[Turn], request: ChatRequest, prompt_ids: Sequence[int], tokenizer: Any
 ) -> Mapping[str, Any]:
@@ -184,13 +190,13 @@ def completion_body(
             choice["token_ids"] = turn.draws.ids
         choices.append(choice)
     num_drawn = sum(len(turn.draws.ids) for turn in turns if turn.draws)
-    usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": num_drawn, "total_tokens": len(prompt_ids) + num_drawn}
+    num_cached = min(turn.draws.num_cached for turn in turns if turn.draws)
     body = {
         "id": f"chatcmpl-{number}",
         "object": "chat.completion",
         "created": 0,
         "model": name,
         "choices": choices,
-        "usage": usage,
+        "usage": usage_of(len(prompt_ids), num_drawn, num_cached),
     }
     return body | ({"prompt_token_ids": [*prompt_ids]} if request.fields.return_token_ids else {})

@@ -19,12 +19,16 @@ DRAW_BYTES = 7  # of a digest that key the draws of a turn: torch takes numbers 
 
 
 class Draws(NamedTuple):
-    """What the model drew in a turn. The lists have an entry for each token."""
+    """What the model drew in a turn. The lists have an entry for each token.
+
+    ``num_cached``: tokens of what it read whose pages were there.
+    """
 
     ids: list[int]
     log_probs: list[float]
     versions: list[int]
     finish_reason: str
+    num_cached: int = 0
 
 
 @dataclass(eq=False)
@@ -112,7 +116,7 @@ def row_tokens(turns: Sequence[PathTurn], draws: Mapping[int, Draws]) -> RowToke
     """Return the tokens of a row's turns, of which there is one at least. ``draws``: by the turns' numbers."""
     row = RowTokens([], [], [], [], draws[turns[-1].number].finish_reason)
     for read_ids, number, is_new in turns:
-        ids, log_probs, versions, _ = draws[number]
+        ids, log_probs, versions, *_ = draws[number]
         row.ids.extend((*read_ids, *ids))
         row.mask.extend([False] * len(read_ids) + [is_new] * len(ids))
         row.log_probs.extend([0.0] * len(read_ids) + (log_probs if is_new else [0.0] * len(ids)))

@@ -277,6 +277,7 @@ class Scheduler:
                 assert source is not None, "pages are shared without their state"
                 step.state_copies.append((source, row.state_slot))
             row.num_computed = start
+            row.num_cached = start if row.num_cached is None else row.num_cached
             row.pending_prefixes = pending
             self._pending_prefixes.update(pending)
             self.stats.prompt_tokens += row.prompt_length

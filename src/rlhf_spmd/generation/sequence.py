@@ -90,6 +90,7 @@ class Completion:
     - observations: the messages that stand for each run of the environment's tokens; a text is one of the role ``tool``
     - failure: why the environment failed. It ended the row, whose reward is nan then. None: it has not failed
     - retries: how often the row was begun again because the environment had failed
+    - num_cached: tokens of the prompt that were in the cache when the row first started
     - experts: if they are recorded, those that each token of prompt and response took, [tokens, mixtures, experts of a token]
     """
 
@@ -107,6 +108,7 @@ class Completion:
     experts: Tensor | None = None
     failure: str | None = None
     retries: int = 0
+    num_cached: int = 0
 
 
 @dataclass(eq=False)
@@ -117,6 +119,7 @@ class SequenceState:
     - response: the tokens that the response begins with
     - logprob_parts: the log-probs of the tokens that each of the earlier calls drew
     - mask, reward, num_turns, observations, failure, retries: see :class:`Completion`
+    - num_cached: see :class:`Completion`; None before the row first started
     - stopped: a stop token or stop string ended the row
     - ended: the row stopped or reached its limit
     - experts: if recorded, the experts of the tokens that earlier calls computed
@@ -145,6 +148,7 @@ class SequenceState:
     observations: list[list[dict[str, Any]]] = field(default_factory=list)
     failure: str | None = None
     retries: int = 0
+    num_cached: int | None = None
     stopped: bool = False
     ended: bool = False
     experts: Tensor | None = None
@@ -230,6 +234,7 @@ class SequenceState:
             self.experts if experts is None else experts,
             self.failure,
             self.retries,
+            self.num_cached or 0,
         )
 
 

@@ -10,6 +10,7 @@ from math import isnan, nan
 from typing import Any
 
 from rlhf_spmd.agents.answer_calls import AnswerCalls, ForcedCalls, text_parameters
+from rlhf_spmd.agents.dialect import usage_of
 from rlhf_spmd.data.messages import Message
 from rlhf_spmd.data.reasoning import begins_reasoning, split_reasoning
 from rlhf_spmd.data.tokenizer import UNFINISHED, added_ids, prompt_texts, token_bytes
@@ -100,6 +101,7 @@ class ClientAnswer:
     - responses: those that have ended, by row id; progress: what was streamed of each, by row id
     - prompt_logprobs: of the prompts' tokens, by number of the prompt, once they are computed
     - conversation: digest of a chat that later requests may go on from; None: its tokens are not kept
+    - num_cached: tokens of each prompt that no response to it had to compute, by its number
     - rows: by row id of each response, the number of its prompt
     """
 
@@ -115,6 +117,7 @@ class ClientAnswer:
     responses: dict[int, CompletionOutput] = field(default_factory=dict)
     progress: dict[int, ResponseProgress] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[Entry]] = field(default_factory=dict)
+    num_cached: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rows = {
@@ -126,7 +129,9 @@ class ClientAnswer:
 
     def add_response(self, completion: Completion) -> None:
         """Keep a response that has ended."""
-        prompt_request = self.prompt_requests[self.rows[completion.row_id]]
+        number = self.rows[completion.row_id]
+        self.num_cached[number] = min(self.num_cached.get(number, completion.num_cached), completion.num_cached)
+        prompt_request = self.prompt_requests[number]
         record = self.output_builder.record(prompt_request, completion)
         self.responses[completion.row_id] = self.output_builder.output(prompt_request, [record]).outputs[0]
 
@@ -160,7 +165,7 @@ class ClientAnswer:
         """Return the whole answer, or the end of a stream if it counts tokens, else None. All responses have ended."""
         num_prompt = sum(len(prompt_request.prompt_ids) for prompt_request in self.prompt_requests)
         num_drawn = sum(len(response.token_ids) for response in self.responses.values())
-        usage = {"prompt_tokens": num_prompt, "completion_tokens": num_drawn, "total_tokens": num_prompt + num_drawn}
+        usage = usage_of(num_prompt, num_drawn, sum(self.num_cached.values()))
         if self.format.stream:
             return self._body([], usage=usage) if self.format.stream_options.include_usage else None
         choices = [

@@ -289,4 +289,4 @@ def _request(turn: AskedTurn, seed: int) -> Request:
 
 def _draws(completion: Completion) -> Draws:
     c = completion
-    return Draws(c.token_ids, c.log_probs.tolist(), c.versions.tolist(), c.finish_reason)
+    return Draws(c.token_ids, c.log_probs.tolist(), c.versions.tolist(), c.finish_reason, c.num_cached)
