@@ -19,7 +19,7 @@ import pytest
 import tasks
 from generators import alone
 from rlhf_spmd import serve
-from rlhf_spmd.agents.http import error_answer
+from rlhf_spmd.agents.http import error_answer, read_body
 from rlhf_spmd.inference import service as services
 from rlhf_spmd.inference.openai_forms import Dialect
 from rlhf_spmd.inference.requests import RequestProcessor
@@ -82,7 +82,7 @@ def arrive_raw(service: services.Service, number: int, raw: bytes, dialect: Dial
     reply: Queue[services.Part] = Queue()
     service.replies[number] = reply.put
     try:
-        service.arrivals.put((number, service.read(raw, dialect)))
+        service.arrivals.put((number, service.read(read_body(raw), dialect)))
     except ValueError as error:
         reply.put(error_answer(error))
     return reply

@@ -311,7 +311,7 @@ def test_variables_of_the_template_are_the_requests_or_the_servers(service: serv
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ending }}{{ more }}"
     service.processor.tokenizer.chat_template, service.variables = template, {"ending": "!", "more": "?"}
     bodies = ({"messages": TALK, **more} for more in ({}, {"chat_template_kwargs": {"ending": "#"}}))
-    requests = [service.read(json.dumps(body).encode(), "chat") for body in bodies]
+    requests = [service.read(body, "chat") for body in bodies]
     assert [request["prompts"][0][1] for request in requests] == ["abd!?", "abd#?"]
 
 

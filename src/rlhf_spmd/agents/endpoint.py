@@ -25,7 +25,7 @@ from rlhf_spmd.agents.dialect import ChatRequest, Dialect, completion_body, read
 from rlhf_spmd.agents.episodes import Episode
 from rlhf_spmd.agents.forest import Draws, Forest, Turn
 from rlhf_spmd.agents.forms import CHAT, TRANSLATED, AnswerForm, Form
-from rlhf_spmd.agents.http import HttpError, ServedConnection, error_answer, read_body, read_bytes, unless_gone
+from rlhf_spmd.agents.http import HANDLERS, HttpError, ServedConnection, read_body, read_bytes, unless_gone
 from rlhf_spmd.agents.outside_agents import OutsideAgents
 
 MAX_BODY_BYTES = 1 << 23
@@ -87,7 +87,7 @@ class AgentEndpoint:
             Route("/{secret}/v1/models", self._models),
             *(outside.routes if outside else ()),
         ]
-        app = Starlette(routes=routes)
+        app = Starlette(routes=routes, exception_handlers=HANDLERS)
         settings = uvicorn.Config(
             app,
             http=ServedConnection if outside else "auto",
@@ -149,24 +149,18 @@ class AgentEndpoint:
         )
 
     async def _answer(self, form: Form, request: Request) -> Response:
+        self._forest(request)  # who knows no secret sends no bytes
+        body = read_body(await read_bytes(request, MAX_BODY_BYTES, "bytes of a request"))
+        forest = self._forest(request)
         try:
-            self._forest(request)  # who knows no secret sends no bytes
-            body = read_body(await read_bytes(request, MAX_BODY_BYTES, "bytes of a request"))
-            forest = self._forest(request)
-            try:
-                chat = read_chat_request(form.chat_of(body), form.names)
-                retries = int(request.headers.get(RETRIES, "0") or 0) > 0
-                turns, prompt_ids = self._turns(forest, chat, retries)
-            except ValueError as error:
-                forest.refusal = str(error)
-                raise
-            await self._generated(request, forest, turns, prompt_ids, chat)
-            completion = completion_body(NAME, turns[0].key, turns, chat, prompt_ids, self.dialect.tokenizer)
-        except ClientDisconnect:
-            return Response(status_code=499)  # nginx's code for a client that has closed the connection
+            chat = read_chat_request(form.chat_of(body), form.names)
+            retries = int(request.headers.get(RETRIES, "0") or 0) > 0
+            turns, prompt_ids = self._turns(forest, chat, retries)
         except ValueError as error:
-            status, content = error_answer(error)
-            return JSONResponse(content, status)
+            forest.refusal = str(error)
+            raise
+        await self._generated(request, forest, turns, prompt_ids, chat)
+        completion = completion_body(NAME, turns[0].key, turns, chat, prompt_ids, self.dialect.tokenizer)
         answer = form.answer(body)
         response = (
             StreamingResponse(_events(answer, completion, chat.gives_usage), media_type="text/event-stream")

@@ -12,6 +12,8 @@ from ipaddress import ip_address
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ExceptionHandler
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_DEPTH = 100  # of nested lists and objects in a request's JSON
@@ -45,6 +47,17 @@ def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
     return status, {"error": {"message": str(error), "type": kind, "param": None, "code": getattr(error, "code", None)}}
 
 
+def answer_error(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that failed with ``error``. Starlette calls it."""
+    status, content = error_answer(error)
+    return JSONResponse(content, status, {"WWW-Authenticate": "Bearer"} if status == 401 else None)
+
+
+def answer_nobody(request: Request, error: Exception) -> Response:
+    """Return what is logged of a request whose client has gone away. Starlette calls it."""
+    return Response(status_code=499)  # nginx's code for a client that has closed the connection
+
+
 def read_body(raw: bytes) -> dict[str, Any]:
     """Return a request's JSON object. Raises ValueError if it is none, too deep, or has text that is not Unicode.
 
@@ -71,6 +84,12 @@ def read_body(raw: bytes) -> dict[str, Any]:
     if not isinstance(extra, dict):
         raise ValueError("extra_body must be an object")
     return extra | body
+
+
+HANDLERS: dict[Any, ExceptionHandler] = {
+    ValueError: answer_error,
+    ClientDisconnect: answer_nobody,
+}  # of a Starlette application
 
 
 async def read_bytes(request: Request, max_bytes: int, key: str) -> bytes:

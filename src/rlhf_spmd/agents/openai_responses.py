@@ -103,7 +103,7 @@ def _messages(items: Any) -> list[dict[str, Any]]:
             messages[-1].setdefault("tool_calls", []).append(call)
         else:
             raise ValueError(f"{where} has the type {kind!r}; allowed: {listed(ITEMS)}")
-        if thoughts and messages and kind in ("message", "function_call") and messages[-1]["role"] == "assistant":
+        if thoughts and kind in ("message", "function_call") and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"], thoughts = thoughts, ""
     return messages
 

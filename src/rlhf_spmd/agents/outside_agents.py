@@ -22,12 +22,12 @@ from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlhf_spmd.agents.episodes import Episode
-from rlhf_spmd.agents.http import HttpError, error_answer, read_body, read_bytes, unless_gone
+from rlhf_spmd.agents.http import HttpError, read_body, read_bytes, unless_gone
 from rlhf_spmd.agents.listener import ADDRESSES_FILE, LISTENER
 from rlhf_spmd.agents.run_episodes import read_reward
 
@@ -74,13 +74,8 @@ class OutsideAgents:
     async def _episodes(self, request: Request) -> Response:
         header = request.headers.get("authorization", "")
         if not hmac.compare_digest(header.encode(), f"Bearer {self._key}".encode()):
-            return _refusal(
-                HttpError(401, f"the key is missing or wrong; the run's {ADDRESSES_FILE} has it", "invalid_api_key")
-            )
-        try:
-            offer = await unless_gone(request, self._next_offer())
-        except ClientDisconnect:
-            return Response(status_code=499)
+            raise HttpError(401, f"the key is missing or wrong; the run's {ADDRESSES_FILE} has it", "invalid_api_key")
+        offer = await unless_gone(request, self._next_offer())
         if offer is None:
             return Response(status_code=204)
         path = urlsplit(offer["base_url"]).path
@@ -100,31 +95,21 @@ class OutsideAgents:
 
     async def _reward(self, request: Request) -> Response:
         secret = request.path_params["secret"]
-        try:
-            result = _read_result(read_body(await read_bytes(request, MAX_REWARD_BYTES, "bytes of a reward")))
-            if (posted := self._posted.get(secret, result)) != result:
-                raise HttpError(409, f"the episode has ended with {json.dumps(posted)}")
-            if secret not in self._posted:
-                if (episode := self.by_secret.pop(secret, None)) is None:  # from now on the episode does not time out
-                    raise HttpError(403, "there is no such episode, or it has ended", "invalid_api_key")
-                self._posted[secret] = result
-                self.results.put({"number": episode.attempt_number, **result})
-                if len(self._posted) > MAX_POSTED:
-                    del self._posted[next(iter(self._posted))]
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except ValueError as error:
-            return _refusal(error)
+        result = _read_result(read_body(await read_bytes(request, MAX_REWARD_BYTES, "bytes of a reward")))
+        if (posted := self._posted.get(secret, result)) != result:
+            raise HttpError(409, f"the episode has ended with {json.dumps(posted)}")
+        if secret not in self._posted:
+            if (episode := self.by_secret.pop(secret, None)) is None:  # from now on the episode does not time out
+                raise HttpError(403, "there is no such episode, or it has ended", "invalid_api_key")
+            self._posted[secret] = result
+            self.results.put({"number": episode.attempt_number, **result})
+            if len(self._posted) > MAX_POSTED:
+                del self._posted[next(iter(self._posted))]
         return JSONResponse(result)
 
 
 def _secret(base_url: str) -> str:
     return urlsplit(base_url).path.split("/")[1]
-
-
-def _refusal(error: ValueError) -> Response:
-    status, content = error_answer(error)
-    return JSONResponse(content, status)
 
 
 def _read_result(body: Mapping[str, Any]) -> dict[str, Any]:

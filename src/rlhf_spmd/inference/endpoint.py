@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import re
 import socket
 import sys
@@ -26,16 +25,17 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhf_spmd.agents.forms import CHAT, TRANSLATED, AnswerForm, Form
 from rlhf_spmd.agents.http import (
+    HANDLERS,
     HttpError,
     ServedConnection,
-    error_answer,
+    answer_error,
     is_loopback,
     read_body,
     read_bytes,
@@ -144,12 +144,7 @@ class Endpoint:
             Route("/version", self._version),
         ]
         cors = Middleware(CORSMiddleware, allow_origins=self.access.origins, allow_methods=["*"], allow_headers=["*"])
-        handlers = {
-            ValueError: _answer_error,
-            HTTPException: _answer_http_error,
-            ClientDisconnect: _answer_nobody,
-            Exception: _answer_error,
-        }
+        handlers = {**HANDLERS, HTTPException: _answer_http_error, Exception: answer_error}
         app = Starlette(routes=routes, middleware=[cors] if self.access.origins else [], exception_handlers=handlers)
         return partial(self._gate, app)
 
@@ -169,7 +164,7 @@ class Endpoint:
             self.access.check_source(request.headers, self.bound)
             await app(scope, receive, send_and_note_status)
         except HttpError as error:
-            await _answer_error(request, error)(scope, receive, send_and_note_status)
+            await answer_error(request, error)(scope, receive, send_and_note_status)
         finally:
             client = f"{request.client.host}:{request.client.port}" if request.client else "-"
             line = f"{request.method} {scope['raw_path'].decode('ascii', 'replace')}"
@@ -204,10 +199,8 @@ class Endpoint:
 
     def _read(self, raw: bytes, dialect: Dialect, form: Form) -> tuple[dict[str, Any], AnswerForm]:
         """Return a request as the service takes it, and the form of its answer. Raises ValueError."""
-        if form is CHAT:
-            return self.service.read(raw, dialect), form.answer({})
         body = read_body(raw)
-        return self.service.read(json.dumps(form.chat_of(body), ensure_ascii=False).encode(), dialect), form.answer(body)
+        return self.service.read(form.chat_of(body), dialect), form.answer(body)
 
     async def _answer(self, dialect: Dialect, request: Request, form: Form = CHAT) -> Response:
         """Answer a request. Raises ValueError, or ClientDisconnect if the client goes away.
@@ -276,21 +269,11 @@ class EventStream(StreamingResponse):
             self.leave()
 
 
-def _answer_error(request: Request, error: Exception) -> Response:
-    """Return the answer to a request that failed with ``error``."""
-    status, content = error_answer(error)
-    return JSONResponse(content, status, {"WWW-Authenticate": "Bearer"} if status == 401 else None)
-
-
 def _answer_http_error(request: Request, error: Exception) -> Response:
     """Return the answer to a request for an unknown path or method."""
     assert isinstance(error, HTTPException), "registered for it"
     path = request.url.path
     text = f"{path} takes no {request.method}" if error.status_code == 405 else f"there is nothing at {path}"
-    response = _answer_error(request, HttpError(error.status_code, text))
+    response = answer_error(request, HttpError(error.status_code, text))
     response.headers.update(error.headers or {})
     return response
-
-
-def _answer_nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nginx's code for a client that has closed the connection

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from rlhf_spmd.agents.answer_calls import forced_text
-from rlhf_spmd.agents.http import HttpError, error_answer, read_body
+from rlhf_spmd.agents.http import HttpError, error_answer
 from rlhf_spmd.config.words import counted
 from rlhf_spmd.data.messages import Message, check_messages
 from rlhf_spmd.environments.tool_calls import detect_format
@@ -143,12 +143,11 @@ class Service:
         """Return the names that a request may give as its model: the model's, then those of the adapters."""
         return [self.name, *(self.adapters.settings if self.adapters else ())]
 
-    def read(self, raw: bytes, dialect: Dialect) -> dict[str, Any]:
-        """Return a request with its prompts as token ids, as JSON. Raises ValueError or DataError.
+    def read(self, body: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+        """Return a client's request with its prompts as token ids, as JSON. Raises ValueError or DataError.
 
         Local; any thread may call, so that no other request waits while a long text is tokenised or a grammar compiled.
         """
-        body = read_body(raw)
         if dialect == "generate":
             body = with_sampling_fields(body)
         if (model := body.get("model", self.name)) not in self.names:
