@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_spmd.agents.dialect import Dialect, read_chat_request
+from rlhf_spmd.agents.dialect import Dialect, completion_body, read_chat_request
 from rlhf_spmd.agents.forest import Draws, Forest, Turn
 from rlhf_spmd.agents.forms import TRANSLATED, Form
 from rlhf_spmd.data.encoding import EncodingConfig
@@ -108,3 +108,13 @@ def test_what_the_trainer_decides_is_counted() -> None:
 def test_a_refusal_names_the_field_that_the_client_sent(form: Form, fields: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(name)} is not supported in training; leave it out$"):
         read_chat_request(form.chat_of(fields), form.names)
+
+
+def test_usage_counts_what_every_answer_found_in_the_cache(dialect: Dialect) -> None:
+    request = read_chat_request({"messages": [USER], "n": 2})
+    turns = [ask(dialect, Forest("e"), [TEXT, END], messages=[USER])[0] for _ in range(2)]
+    for turn, num_cached in zip(turns, (9, 4), strict=True):
+        assert turn.draws is not None
+        turn.draws, turn.answer = turn.draws._replace(num_cached=num_cached), {"role": "assistant", "content": ""}
+    usage = completion_body("actor", "1", turns, request, range(12), dialect.tokenizer)["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 4} and usage["total_tokens"] == 12 + 4

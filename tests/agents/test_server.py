@@ -77,7 +77,7 @@ def test_each_learned_token_was_drawn_and_is_learned_once(dialect: Dialect, numb
             tokens = row_tokens(row.turns, draws)
             position = 0
             for turn in row.turns:
-                ids, log_probs, versions, _ = draws[turn.number]
+                ids, log_probs, versions, *_ = draws[turn.number]
                 begin = position + len(turn.read_ids)
                 position = begin + len(ids)
                 assert tokens.ids[:begin] == prompts[turn.number], "the model read what the row has"
