@@ -39,7 +39,7 @@ def answer_call(
     server: AgentServer, episodes: range, draws: dict[int, Draws], prompts: dict[int, list[int]]
 ) -> list[EndedEpisode]:
     """Answer a call's turns to its end, some of them late. The episodes in order."""
-    server.begin(str(episodes), [(i, f"7.1.{i}", {"prompt": f"{i} what", "seed": i}) for i in episodes], LONGEST, 60.0)
+    server.begin(str(episodes), [(i, f"7.1.{i}", {"prompt": f"{i} what", "seed": i}) for i in episodes], LONGEST, 600.0)
     waiting: list[Any] = []
     ended: list[Any] = []
     while len(ended) < len(episodes):

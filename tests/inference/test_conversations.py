@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def service(model: Path, monkeypatch: pytest.MonkeyPatch) -> services.Service:
 
 def chat(service: services.Service, **body: Any) -> tuple[list[int], dict[str, Any]]:
     """The prompt's ids and the choice of a whole answer."""
-    reply = service.read(json.dumps({"temperature": 0, **body}).encode(), "chat")
+    reply = service.read({"temperature": 0, **body}, "chat")
     (choice,) = choices_of(service, "chat", **body)
     return reply["prompts"][0][0], choice
 
@@ -106,16 +105,12 @@ def test_streams_thoughts_and_branches(service: services.Service) -> None:
     body = {**ASKED, "messages": TALK, "stream": True, **forced(THINK, TEXT, THOUGHT, ANSWER, END)}
     parts = choices_of(service, "chat", **body)
     content = "".join(part["delta"].get("content") or "" for part in parts)
-    prompt = service.read(b'{"messages": [{"role": "user", "content": "2 and 3?"}], "tools": ' + tools() + b"}", "chat")
+    prompt = service.read({"messages": TALK, "tools": [TOOL]}, "chat")
     talk = [*TALK, {"role": "assistant", "content": content}, *TALK]  # without the thoughts
     ids = [*prompt["prompts"][0][0], THINK, TEXT, THOUGHT, ANSWER, END]
     for question in ("a", "b"):
         branch = chat(service, **ASKED, messages=[*talk, {"role": "user", "content": question}], **forced(ANSWER, END))[0]
         assert branch[: len(ids)] == ids
-
-
-def tools() -> bytes:
-    return json.dumps([TOOL]).encode()
 
 
 def test_an_answer_that_a_stop_text_cut_is_not_kept(service: services.Service) -> None:
