@@ -98,29 +98,18 @@ class Recipients(NamedTuple):
     fields: tuple[str, ...]
 
 
-class EarlyCall(NamedTuple):
-    """A traced call of ``role`` that starts on rows of the current generate call.
-
-    ``inputs(rows)``: what the call takes of these rows. ``num_ranks``: how many ranks of the generating replica share them.
-    """
-
-    role: Role
-    inputs: Callable[[Batch], Batch]
-    num_ranks: int
-
-
 @dataclass
 class RolloutStreamer:
     """Sends a replica's rows from a generating rank, in ``num_chunks`` messages to each recipient.
 
-    Empty chunks are sent too, because recipients expect that many. ``early``: calls that start on these rows on this rank.
+    Empty chunks are sent too, because recipients expect that many. ``early``: functions that start calls on rows of this rank.
     """
 
     transport: Transport
     seq: int
     num_chunks: int
     recipients: Sequence[Recipients]
-    early: Sequence[EarlyCall]
+    early: Sequence[Callable[[Batch], None]]
     _num_sent: int = 0
     _sent_row_ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
@@ -138,8 +127,8 @@ class RolloutStreamer:
 
     def begin(self, rows: Batch) -> None:
         """Start the early calls on whole groups that have ended."""
-        for call in self.early:
-            call.role.start_early(call.inputs(rows), call.num_ranks)
+        for start in self.early:
+            start(rows)
 
     def finish(self, rows: Batch | None) -> None:
         """Send the remaining chunks. The first of them has the call's ``rows`` that were not sent yet."""
@@ -185,19 +174,21 @@ class Streaming:
             return None
         return RolloutStreamer(self.router.transport, call.seq, self.router.num_chunks if recipients else 1, recipients, early)
 
-    def _early(self, call: CallRecord) -> list[EarlyCall]:
-        rank = self.router.rank
-        index = call.members.part_sent_by(rank)
+    def _early(self, call: CallRecord) -> list[Callable[[Batch], None]]:
+        """Return functions that start the traced calls on rows of a generate call; note that these start early."""
+        index = call.members.part_sent_by(self.router.rank)
         if index is None:
             return []
-        calls = []
+        starts: list[Callable[[Batch], None]] = []
         for consumer in self.router.traced_consumers(call):
             if consumer.inputs[0].partition_spec.follows is not None and consumer.role not in self._early_on:
                 self._early_on[consumer.role] = call
-                inputs = partial(self._gather, consumer, consumer.members.part_of[rank])
-                ranks = {*call.members.workers(index)} & {*consumer.role.pool.ranks}
-                calls.append(EarlyCall(consumer.role, inputs, len(ranks)))
-        return calls
+                ranks = {*call.members.workers(index)} & {*consumer.role.pool.ranks}  # which share the rows
+                starts.append(partial(self._start_early, consumer, len(ranks)))
+        return starts
+
+    def _start_early(self, call: CallRecord, num_ranks: int, rows: Batch) -> None:
+        call.role.start_early(self._gather(call, call.members.part_of[self.router.rank], rows), num_ranks)
 
     def drop_stale(self, call: CallRecord) -> None:
         """Drop what was started for another call of this call's role. Runs before each call, on every rank."""
