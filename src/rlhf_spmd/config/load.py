@@ -15,8 +15,9 @@ import json
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import yaml
 from omegaconf import OmegaConf
@@ -32,18 +33,8 @@ from rlhf_spmd.config.schema import ConfigError, is_inline, leaves, read_section
 from rlhf_spmd.config.words import dotted, first_line
 
 T = TypeVar("T")
+Merge = Callable[[Mapping[str, Any]], dict[str, Any]]
 SHORT_SECTIONS = {"environment": "cls"}  # a text in place of the section is the value of this key
-
-
-class Revision(NamedTuple):
-    """What ``revise`` of :func:`load` returns.
-
-    - values: the values to use in place of the file's
-    - overrides_apply: False if ``values`` has the overrides already
-    """
-
-    values: dict[str, Any]
-    overrides_apply: bool = True
 
 
 def load(
@@ -51,21 +42,20 @@ def load(
     path: str | Path | Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
     sections: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw_values: {},
-    revise: Callable[[dict[str, Any], Mapping[str, Any]], Revision] = lambda file, merged: Revision(file),
+    revise: Callable[[dict[str, Any], Merge], dict[str, Any]] = lambda file, merge: merge(file),
 ) -> T:
     """Return a ``schema`` instance from a YAML file and overrides such as ``data.train_batch_size=64``.
 
     - path: the file, a mapping in its place, or None for overrides alone
     - sections: takes what was read, before interpolation. It returns the dataclasses of top-level keys that ``schema`` leaves open
       (``Any``), and None for a section that may exist and does not
-    - revise: takes the file's values, and those merged with the overrides
+    - revise: takes the file's values, and a function that returns values with the overrides. It returns the values to use
 
     Raises ConfigError, one line, for a file that cannot be read, an unknown key, a wrong type or a missing required key.
     """
     file = _read_source(path)
     try:
-        revision = revise(file, _merge_overrides(file, overrides))
-        raw_values = _merge_overrides(revision.values, overrides if revision.overrides_apply else ())
+        raw_values = _merge_overrides(revise(file, partial(_merge_overrides, overrides=overrides)), ())
         section_types = sections(raw_values)
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -18,7 +18,7 @@ from rlhf_spmd.algorithms.base import AlgorithmConfig
 from rlhf_spmd.checkpoint.directory import checkpoints_of, named_checkpoint
 from rlhf_spmd.config.constraints import NonNegativeInt, NumRows, PositiveInt, Range, Seconds, Seed
 from rlhf_spmd.config.interpolation import select
-from rlhf_spmd.config.load import Revision, check_tree, load, read_tree
+from rlhf_spmd.config.load import Merge, check_tree, load, read_tree
 from rlhf_spmd.config.registry import find
 from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.config.schema import ConfigError, is_inline, section_keys, type_hints
@@ -271,10 +271,11 @@ def read_config(
         data = {s.key: None if s.optional and raw.get(s.key) is None else s.config for s in config.streams.values()}
         return {"algorithm": config, **data, **more}
 
-    def revise(file: dict[str, Any], merged: Mapping[str, Any]) -> Revision:
+    def revise(file: dict[str, Any], merge: Merge) -> dict[str, Any]:
+        merged = merge(file)
         if planned is not None:
-            return Revision(apply_plan(dict(merged), planned), overrides_apply=False)
-        return Revision(file if more or merged.get("plan") is None else apply_plan(file, read_plan(str(merged["plan"]))))
+            return apply_plan(merged, planned)
+        return merged if more or merged.get("plan") is None else merge(apply_plan(file, read_plan(str(merged["plan"]))))
 
     config = with_library(load(TrainConfig, path, overrides, sections, revise))
     run = config.run
