@@ -35,17 +35,8 @@ from rlhf_spmd.workers import ActorWorker, ComputeWorker, ModelWorker
 from rlhf_spmd.workers.weight_sync import AsyncWeightReplica
 
 ROWS_IN_FLIGHT = "rows_in_flight"  # a checkpoint's name for the rows that generation goes on with
-STATE_TYPES = {
-    "step": int,
-    "stopped": bool,
-    "optimizer_steps": dict,
-    "skipped_steps": dict,
-    "data": dict,
-    "roles": dict,
-    "kept": list,
-    "versions": dict,
-    "environment": dict,
-}
+STATE_TYPES = {"step": int, "stopped": bool, "kept": list}
+STATE_TYPES |= dict.fromkeys(("optimizer_steps", "skipped_steps", "data", "roles", "versions", "environment"), dict)
 
 
 class CheckpointWriter:

@@ -14,7 +14,7 @@ from rlhf_spmd.data.dataset import TokenDataset
 from rlhf_spmd.data.loader import validation_batches
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.rewards.eval_metrics import measure_sets
-from rlhf_spmd.rewards.results import RewardError
+from rlhf_spmd.rewards.results import RewardError, merge_sums
 from rlhf_spmd.training.agent_rows import AgentRows
 
 
@@ -120,10 +120,5 @@ class Validation:
 
 def mean_extras(reports: list[dict[str, Any]]) -> dict[str, float]:
     """Return means, over all rows, of the numbers that reward functions returned beside the score."""
-    sums: dict[str, list[float]] = {}
-    for report in reports:
-        for name, (total, count) in report.get("extras", {}).items():
-            sum_and_count = sums.setdefault(name, [0.0, 0.0])
-            sum_and_count[0] += total
-            sum_and_count[1] += count
+    sums = merge_sums(report.get("extras", {}) for report in reports)
     return {name: total / count for name, (total, count) in sums.items()}
