@@ -20,6 +20,7 @@ from known_models import KEYS, MODELS
 from ranks import Program, run_ranks
 from rlhf_spmd.agents.config import AgentConfig
 from rlhf_spmd.controller import RankSpeeds
+from rlhf_spmd.generation.kv_cache import room_on_device
 from rlhf_spmd.kernels.devices import container_bytes, total_bytes
 from rlhf_spmd.models.activations import keep_layer, recompute_layer, recompute_part
 from rlhf_spmd.parallel.world import World
@@ -238,6 +239,51 @@ def test_generation_leaves_its_share_of_a_gpu_free(root: Path) -> None:
         check_memory(*judged(case, root), float(usual.peaks[0]) + 1, 8)
     fixed = estimate_memory(*judged(replace(case, more=("models.actor.generation.num_pages=40",)), root))
     assert fixed.memory_limits == {}, "so many pages as are asked for"
+
+
+IN_FLIGHT = (
+    *everyone("grpo", zero=3),
+    "rollout.in_flight=256",
+    "data.max_response_length=8192",
+    "models.actor.activation_checkpointing=selective",
+)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_pages_that_stay_while_training_runs_count(root: Path, device: str, share: float) -> None:
+    """A call's need is the least memory with which it fits beside the cache that the generator takes there."""
+    settings = ("models.actor.generation.kv_cache=keep", f"models.actor.generation.gpu_memory_utilization={share}")
+    ready, facts = Fit("grpo", "qwen2.5_0.5b", 8, H100, (*IN_FLIGHT, *settings), 0.0).checked(root)
+    report = estimate_memory(ready.roles, replace(facts, device=torch.device(device)))
+    resident = sum(float(size[0]) for size in report.resident.values())
+    calls = {call: {part: float(size[0]) for part, size in parts.items()} for call, parts in report.call_bytes.items()}
+    generating = calls.pop("actor.generate_sequences")
+    # 256 rows of 144 pages of 64 tokens; 24 layers, 2 heads of 64 numbers, keys and values
+    largest = 256 * 144 * 64 * 24 * 2 * 64 * 2 * (2 if device == "cuda" else 4)
+
+    def cache(memory: float) -> float:
+        before = resident + generating["weights"]
+        if device == "cuda":
+            room = room_on_device(share, memory, before, memory - before, generating["work"])
+        else:
+            room = share * (memory - report.reserve - before)
+        return min(max(room, generating["cache"]), largest)
+
+    for call, parts in calls.items():
+        others = report.reserve + resident + sum(parts.values()) - parts["pages between steps"]
+        needed = float(report._during(call)[0])
+        assert others + cache(needed) == pytest.approx(needed), call
+        assert parts["pages between steps"] == generating["cache"] or others + cache(0.99 * needed) > 0.99 * needed, call
+
+
+def test_a_run_that_keeps_pages_is_refused_where_training_lacks_them(root: Path) -> None:
+    case = Fit("grpo", "qwen2.5_7b", 8, H100, IN_FLIGHT, 0.0)
+    assert check_memory(*judged(case, root), H100, 8) is None
+    keep, remedy = (f"models.actor.generation.kv_cache={value}" for value in ("keep", "offload"))
+    with pytest.raises(ValueError, match=rf"actor\.update pages between steps .* fit with {remedy}$"):
+        check_memory(*judged(case, root, keep), H100, 8)
+    assert check_memory(*judged(case, root, remedy), H100, 8) is None
 
 
 def test_roles_on_pools_of_their_own(root: Path) -> None:

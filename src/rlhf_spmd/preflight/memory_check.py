@@ -202,11 +202,18 @@ def _remedy(role_plans: RolePlans, step: StepFacts, device_bytes: DeviceBytes, l
 
 
 def _default_shares(role_plans: RolePlans, step: StepFacts) -> Remedy:
-    """Return the default ``gpu_memory_utilization`` for roles with a lower one, which would leave memory unused."""
+    """Return the default ``gpu_memory_utilization`` for roles with a lower one, which would leave memory unused.
+
+    Pages that stay while training runs leave it to training.
+    """
     default_share = GenerationConfig().memory_share(on_host=False)
     generating = {} if step.on_host else generating_roles(role_plans)
     configs = {role: role_plan.config.generation for role, role_plan in generating.items()}
-    low = [role for role, config in configs.items() if config.num_pages is None and config.memory_share(False) < default_share]
+    low = [
+        role
+        for role, config in configs.items()
+        if config.num_pages is None and config.memory_share(False) < default_share and config.kv_cache != "keep"
+    ]
     return {(role, "generation.gpu_memory_utilization"): default_share for role in low}
 
 
@@ -233,6 +240,9 @@ def _remedies(role_plans: RolePlans, step: StepFacts, local_size: int) -> list[R
     powers = [2**n for n in range(1, 11)]
     largest = max(len(role_plan.pool.ranks) for role_plan in models.values())
     remedies: list[Remedy] = [{(None, BACKGROUND_SAVE): False}] if step.copied and step.on_host else []
+    pages = "free" if step.on_host else "offload"  # pages that do not stay on the device
+    keeping = [role for role, role_plan in generating_roles(models).items() if role_plan.config.generation.kv_cache != "free"]
+    remedies += [{(role, "generation.kv_cache"): pages for role in keeping}]
     remedies += [raised(trained, "activation_checkpointing", level) for level in CHECKPOINTING[1:]]
     remedies += [{(None, step.limits.where): tokens} for tokens in budgets if step.limits.rows is None]
     remedies += [raised([role for role in split if role in trained], "layout.zero", stage) for stage in (1, 2, 3)]

@@ -102,6 +102,7 @@ def estimate_memory(role_plans: RolePlans, step: StepFacts) -> MemoryReport:
             if call.role.name == role and name not in call_bytes and (parts := memory.call_bytes(call)):
                 call_bytes[name] = parts
     _add_prefetched(memories, kinds, step, call_bytes)
+    _add_kept_pages(memories, resident, step, call_bytes)
     limits = {
         f"{role}.{method}": share for role, memory in memories.items() for method, share in memory.memory_limits().items()
     }
@@ -132,6 +133,35 @@ def _add_prefetched(
             parts = call_bytes.get(f"{call.role.name}.{call.spec.name}")
             if role in prefetched and role != call.role.name and parts is not None:
                 parts.setdefault(f"beside {role} weights", np.zeros(len(kinds)))[kind] = prefetched[role][kind]
+
+
+def _add_kept_pages(
+    memories: Mapping[str, RoleMemory], resident: Parts, step: StepFacts, call_bytes: Mapping[str, Parts]
+) -> None:
+    """Add to each call the pages of rows that go on in the next step, if they stay on the device.
+
+    The generator's cache grows with the memory of the device, up to that of all rows in flight. Counted is the cache on a device
+    that has just enough for both cache and call. A larger device has a larger cache, and still more memory for the call.
+    """
+    held = total(resident)
+    for keeping in step.graph.nodes:
+        role = keeping.role.name
+        if role not in memories or not memories[role].keeps_pages(keeping):
+            continue
+        name = f"{role}.{keeping.spec.name}"
+        generating = call_bytes[name]
+        share = memories[role].config.generation.memory_share(step.on_host)
+        weights = generating.get("weights", 0.0) + generating.get("merged weights", 0.0)
+        for other, parts in call_bytes.items():
+            if other == name:
+                continue
+            needed = total(parts)
+            if step.on_host:  # the cache is this share of what is free beside the weights
+                cache = share * (needed - weights)
+            else:  # all that generation has on the device is this share of it
+                cache = share * (step.reserve + held + needed) - held - weights - generating["work"]
+            cache = np.maximum(cache / max(1 - share, 1e-9), generating["cache"])
+            parts["pages between steps"] = np.minimum(cache, memories[role].largest_cache(keeping))
 
 
 def _rank_kinds(

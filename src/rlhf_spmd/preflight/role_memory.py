@@ -231,11 +231,24 @@ class RoleMemory:
         generating = self._memory_in(Place(self.role, generates=True))
         return weights_for_generation(self._memory_in(self.home), generating, self.config.generation, keeps_training_shard)
 
+    def _place(self, call: CallRecord) -> Place:
+        """Return the place whose layout a call has."""
+        elsewhere = call.spec.name in self.role_plan.calls
+        return Place(self.role, call.spec.name) if elsewhere else Place(self.role, generates=call.spec.kind == "generate")
+
     def _workload(self, call: CallRecord) -> Workload:
         """Return the rows of a call on each kind of ranks."""
-        elsewhere = call.spec.name in self.role_plan.calls
-        place = Place(self.role, call.spec.name) if elsewhere else Place(self.role, generates=call.spec.kind == "generate")
-        return self.step.workload(call, self.row_shares[place])
+        return self.step.workload(call, self.row_shares[self._place(call)])
+
+    def keeps_pages(self, call: CallRecord) -> bool:
+        """Return True if pages of a call stay on the device until the next step. On CPUs they do with ``offload``, too."""
+        return call.spec.kind == "generate" and self.config.generation.kv_cache in ("keep", "offload" * self.step.on_host)
+
+    def largest_cache(self, call: CallRecord) -> np.ndarray:
+        """Return bytes of a generating call's cache if there is memory for all rows in flight."""
+        place = self._place(call)
+        needed = self._memory_in(place).generate(self._workload(call), self.config.generation)
+        return self._inside(place, {"cache": needed.all_rows_bytes})["cache"]
 
     def call_bytes(self, call: CallRecord) -> Parts:
         """Return bytes that a call needs in addition to what is resident; {} if it does not use the model."""
