@@ -28,13 +28,12 @@ from rlhf_spmd.data.files import DataError
 from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.device_times import CallTimes
 from rlhf_spmd.planner.machine import ClusterConfig, Machine, is_file
-from rlhf_spmd.planner.memory import MEMORY_MODEL_ERROR
 from rlhf_spmd.planner.model_call import ModelCall
 from rlhf_spmd.planner.placement import AUTO, check_speeds
 from rlhf_spmd.planner.plan_file import PlanFile, read_plan
 from rlhf_spmd.planner.plan_summary import PlanSummary, comparison, measured_seconds, read_trace, table
 from rlhf_spmd.planner.planning import PlanResult, ProblemBuilder, to_file
-from rlhf_spmd.planner.problem import Choice, Schedule, simulate
+from rlhf_spmd.planner.problem import Choice, simulate
 from rlhf_spmd.planner.profile import ProfileTimes, read_profile, write_profile
 from rlhf_spmd.planner.search import SearchResult
 from rlhf_spmd.planner.shapes import Workload
@@ -45,7 +44,7 @@ from rlhf_spmd.preflight.memory_check import check_memory, decide_checkpointing,
 from rlhf_spmd.preflight.memory_estimate import facts_of
 from rlhf_spmd.preflight.placing import roles_on_pools
 from rlhf_spmd.preflight.plan_profile import profile
-from rlhf_spmd.preflight.plan_roles import checked_plan, model_calls, placed_calls
+from rlhf_spmd.preflight.plan_roles import checked_plan, model_calls, placed_calls, planned_run
 from rlhf_spmd.preflight.prepare import UNKNOWN_STEPS, add_unplaced_roles
 from rlhf_spmd.preflight.role_memory import StepFacts
 from rlhf_spmd.preflight.step_graph import trace
@@ -55,7 +54,7 @@ from rlhf_spmd.train import keys as train_keys
 from rlhf_spmd.training.run_plan import RunPlan
 from rlhf_spmd.training.train_config import TrainConfig, read_config
 from rlhf_spmd.workers import ModelWorker, RoleConfig
-from rlhf_spmd.workers.role_plan import RolePlan, generating_roles
+from rlhf_spmd.workers.role_plan import RolePlan, RolePlans, generating_roles
 
 
 @dataclass(frozen=True)
@@ -258,35 +257,28 @@ def evaluate_configuration(request: PlanRequest) -> PlanResult:
     )
     step = request.step()
     role_plans = with_checkpointing(role_plans, decide_checkpointing(role_plans, step, machine.memory))
+    speeds = (tuple(config.placement.speeds), tuple(config.placement.generation_speeds))
+    file = PlanFile(machine.size, machine.local_size, {}, placed_calls(request.calls, role_plans), 0.0, *speeds)
+    return _evaluate(request, file, role_plans, step)
+
+
+def evaluate_file(request: PlanRequest, path: str) -> PlanResult:
+    """Return the plan in the file ``path``. Raises ValueError if it is not a plan of this step on this cluster."""
+    machine, _ = request.target
+    file = read_plan(path, "plan.fixed")
+    check_calls(file, request.calls, machine, path)
+    return _evaluate(request, file, *planned_run(request.config, file, request.unplaced_roles, request.step()))
+
+
+def _evaluate(request: PlanRequest, file: PlanFile, role_plans: RolePlans, step: StepFacts) -> PlanResult:
+    """Return a plan with its predictions. ``role_plans``, ``step``: of a run that follows it."""
+    machine, _ = request.target
     refusal = warning = None
     try:
         warning = check_memory(role_plans, step, machine.memory, machine.local_size, host_memory=machine.host_memory)
     except ValueError as error:
         refusal = str(error)
-    speeds = (tuple(config.placement.speeds), tuple(config.placement.generation_speeds))
-    file = PlanFile(machine.size, machine.local_size, {}, placed_calls(request.calls, role_plans), 0.0, *speeds)
-    planned, _ = _evaluate(request, file, config.algorithm.limits.max_tokens)
-    return replace(planned, refusal=refusal, warning=warning)
-
-
-def evaluate_file(request: PlanRequest, path: str) -> PlanResult:
-    """Return the plan in the file ``path``. Raises ValueError if it is not a plan of this step on this cluster."""
-    limits = request.config.algorithm.limits
-    machine, _ = request.target
-    file = read_plan(path, "plan.fixed")
-    check_calls(file, request.calls, machine, path)
-    budget = int(file.algorithm.get(limits.where.removeprefix("algorithm."), limits.max_tokens))
-    planned, schedule = _evaluate(request, file, budget)
-    if schedule.fits:
-        return planned
-    excess = f"it needs {schedule.excess:.0%} more memory than a rank has"
-    if schedule.excess <= MEMORY_MODEL_ERROR:  # which training only warns of
-        return replace(planned, warning=f"{excess}; that may be too much")
-    return replace(planned, refusal=excess)
-
-
-def _evaluate(request: PlanRequest, file: PlanFile, budget: int) -> tuple[PlanResult, Schedule]:
-    """Return a plan with its predictions, and its schedule. ``budget``: tokens of a micro-batch."""
+    budget = step.limits.max_tokens
     builder = ProblemBuilder(request.calls, *request.target, budget, request.config.steps_ahead, file)
     problem = builder.problem()
     for call in filter(problem.must_be_apart, problem.calls):
@@ -299,7 +291,7 @@ def _evaluate(request: PlanRequest, file: PlanFile, budget: int) -> tuple[PlanRe
     choices = tuple(Choice(file.calls[call.name].rank_range, 0) for call in problem.calls)
     schedule = simulate(problem, choices)
     result = SearchResult(choices, schedule.seconds, 0.0, False, 1, 0.0)
-    return PlanResult(to_file(builder, problem, choices, schedule, file.algorithm), result), schedule
+    return PlanResult(to_file(builder, problem, choices, schedule, file.algorithm), result, refusal, warning)
 
 
 def check_calls(file: PlanFile, calls: Sequence[ModelCall], machine: Machine, path: str) -> None:

@@ -129,6 +129,20 @@ def test_a_plan_is_never_slower_than_the_configuration(
     assert (again["calls"], again["step_seconds"]) == (found["calls"], found["step_seconds"])
 
 
+def test_pages_between_steps_count_in_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A plan is refused where training lacks the memory that pages keep, and a search finds one that leaves it."""
+    preset, out = str(CONFIGS / "presets" / "grpo_qwen2.5_7b_8gpu.yaml"), f"{tmp_path}/plan.yaml"
+    settings = ("cluster.nodes=1", "rollout.in_flight=384", "models.actor.activation_checkpointing=selective")
+    planned_by(capsys, *settings, "plan.fixed=config", f"plan.out={out}", config=preset)
+    keep = "models.actor.generation.kv_cache=keep"
+    with pytest.raises(SystemExit, match="2"):
+        planned_by(capsys, *settings, keep, f"plan.fixed={out}", config=preset)
+    refusal = json.loads(capsys.readouterr().out)["refusal"]
+    assert "pages between steps" in refusal and refusal.endswith("fit with models.actor.generation.kv_cache=offload")
+    searched = planned_by(capsys, *settings, keep, config=preset)
+    assert searched["refusal"] is None and searched["optimal"] is False
+
+
 def test_all_calls_of_a_role_in_few_bits_are_at_home(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     grpo, lora = str(CONFIGS / "quickstart_grpo.yaml"), "models.actor.lora={rank: 16, bits: 4}"
     settings = *large("actor", "reference")[:-1], lora, "sampling.n=8", "data.train_batch_size=64"

@@ -24,6 +24,7 @@ from rlhf_spmd.planner.cluster import waits
 from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.device_times import CallTimes
 from rlhf_spmd.planner.machine import GIB, GPUS, ClusterConfig, Gpu, Machine
+from rlhf_spmd.planner.memory import HOST_RESERVE, RESERVE
 from rlhf_spmd.planner.model_call import ModelCall
 from rlhf_spmd.planner.placement import PlacementConfig
 from rlhf_spmd.planner.plan_file import PlacedCall, PlanFile, apply_plan
@@ -193,7 +194,8 @@ def checked_plan(
     """Return the best plan that training accepts. ``time_limit_s``: of all searches together. ``search``: see :func:`best_plan`.
 
     The planner estimates the fullest rank of each call; training checks each rank with everything that it holds. If training
-    would refuse a plan, the search runs again on a machine with less memory, and the plan does not count as proved optimal.
+    would refuse a plan, the search runs again on a machine with less memory, by the planner's estimate too little for it by as much.
+    Then no plan counts as proved optimal.
     Raises ValueError if no plan is accepted, and with ``proved`` if a part of a search ran out of time.
     """
     ahead = config.steps_ahead
@@ -218,7 +220,7 @@ def checked_plan(
             if reduced_machine is machine:
                 return planned
             return replace(planned, search=replace(planned.search, optimal=False, lower_bound=0.0))
-        device_reduction = max(device_excess, 0.0) * SLACK
+        device_reduction = SLACK * device_excess + _least_left(planned.file, reduced_machine) if device_excess > 0 else 0.0
         host_reduction = max(host_excess, 0.0) * SLACK
         memory = tuple(size - device_reduction for size in reduced_machine.memory)
         reduced_machine = replace(reduced_machine, memory=memory, host_memory=reduced_machine.host_memory - host_reduction)
@@ -226,18 +228,38 @@ def checked_plan(
     raise ValueError(f"no plan was found that fits: the last one needs {excess / GIB:.1f} GiB more than {where} has")
 
 
+def _least_left(file: PlanFile, machine: Machine) -> float:
+    """Return the bytes that the fullest call of a plan leaves on a device by the planner's estimate."""
+    reserve = HOST_RESERVE if machine.device.on_host else RESERVE
+    lefts = [
+        min(machine.memory[rank] for rank in call.rank_range.ranks) - call.memory_gb * GIB - reserve
+        for call in file.calls.values()
+    ]
+    return max(min(lefts), 0.0)
+
+
+def planned_run(
+    config: Any, file: PlanFile, unplaced_roles: RolePlans, step: StepFacts
+) -> tuple[dict[str, RolePlan], StepFacts]:
+    """Return the roles of a run that follows the plan, and the facts of its step.
+
+    Raises ValueError for batch sizes that the plan's layouts do not allow, and as :func:`roles_on_pools`.
+    """
+    role_plans = placed_roles(unplaced_roles, file, lambda: step.graph, config.steps_ahead)
+    check_batches(config, role_plans)
+    budget = file.algorithm.get(step.limits.where.removeprefix("algorithm."), step.limits.max_tokens)
+    speeds = RankSpeeds(file.speeds, file.generation_speeds)
+    return role_plans, replace(step, limits=replace(step.limits, max_tokens=budget), speeds=speeds)
+
+
 def _excess_bytes(
     config: Any, file: PlanFile, unplaced_roles: RolePlans, step: StepFacts, machine: Machine
 ) -> tuple[float, float]:
     """Return the bytes that a device, and a host, lack for a plan by training's estimate; negative where bytes are left.
 
-    Raises ValueError for batch sizes that the plan's layouts do not allow.
+    Raises ValueError as :func:`planned_run`.
     """
-    role_plans = placed_roles(unplaced_roles, file, lambda: step.graph, config.steps_ahead)
-    check_batches(config, role_plans)
-    budget = next(iter(file.algorithm.values()), step.limits.max_tokens)
-    speeds = RankSpeeds(file.speeds, file.generation_speeds)
-    report = estimate_memory(role_plans, replace(step, limits=replace(step.limits, max_tokens=budget), speeds=speeds))
+    report = estimate_memory(*planned_run(config, file, unplaced_roles, step))
     device_memory = report.memory_of_kinds(machine.memory)
     host_bytes = 0.0 if report.host is None else float(report.host.by_host(machine.local_size).max())
     return (max(float(report.peaks[kind]) - memory for kind, memory in device_memory.items()), host_bytes - machine.host_memory)
