@@ -119,6 +119,24 @@ def test_stages_work_at_the_same_time(path: str) -> None:
     assert run_ranks(2, wait_for_other_stage, path, uuid.uuid4().hex) == [24, 24]
 
 
+def micro_batches_of_calls(world: World, path: str) -> list[tuple[int, int]]:
+    """Micro-batches, and those with rows, after calls over reserved pages that bring one row each, as of a server or an agent."""
+    mesh = build_mesh(world, list(range(world.size)), Layout(pp=2))
+    generator = Generator(load(path, mesh), mesh, SMALL, ())
+    generator.reserve_pages(64)
+    counts = []
+    for row_id in range(2):
+        generator.generate_until([Request(row_id, row_id, [3], 12)], SamplingConfig(), 0, 0, GenerationLimits(tokens=2), 0)
+        assert generator._micro_batches is not None
+        micro_batches = generator._micro_batches.micro_batches
+        counts.append((len(micro_batches), sum(bool(each.rows) for each in micro_batches)))
+    return counts
+
+
+def test_a_first_call_of_one_row_leaves_later_rows_a_micro_batch(path: str) -> None:
+    assert run_ranks(2, micro_batches_of_calls, path) == [[(2, 1), (2, 2)]] * 2
+
+
 @given(groups=st.lists(st.integers(0, 9), max_size=40), number=st.integers(1, 4), data=st.data())
 def test_groups_stay_together_and_where_they_were(groups: list[int], number: int, data: st.DataObject) -> None:
     rows = [SequenceState(Request(i, group, [1] * (1 + group), 1 + i % 5), 0) for i, group in enumerate(groups)]

@@ -272,7 +272,8 @@ class Generator:
     def _build_micro_batches(self, rows: Sequence[SequenceState]) -> list[DecodeMicroBatch]:
         """Build as many micro-batches as there are pipeline stages.
 
-        There are fewer where one would lack a group, a row in flight or pages for the longest row.
+        There are fewer where one would lack a group, a row in flight or pages for the longest row. Where pages are reserved, later
+        calls bring groups.
 
         Together they have the pages that the rows which can run at once may need, as far as memory allows.
         Collective over the replica: every rank of it must call, in program order.
@@ -283,7 +284,7 @@ class Generator:
         if num_affordable < num_rows:
             config = replace(config, max_num_seqs=num_affordable)
         pages_of = {row: -(-(row.limit - 1) // config.page_size) for row in rows}
-        num_groups = len({row.request.group_id for row in rows})
+        num_groups = config.max_num_seqs if self.reserved else len({row.request.group_id for row in rows})
         number = min(self.mesh.layout.pp, num_groups, config.max_num_seqs, total_pages // max(pages_of.values()))
         number = max(number, 1)
         num_seqs = config.max_num_seqs // number
