@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,9 +18,11 @@ from rlhf_spmd.parallel.layout import Layout
 from rlhf_spmd.planner.costs import FormulaTimes
 from rlhf_spmd.planner.device_times import DeviceTimes, KindSpeeds, measured_speeds
 from rlhf_spmd.planner.machine import ClusterConfig, Machine
-from rlhf_spmd.planner.memory import RoleSettings
+from rlhf_spmd.planner.memory import RESERVE, RankMemory, RoleSettings
 from rlhf_spmd.planner.model_call import ModelCall
-from rlhf_spmd.planner.problem import RankRange, extent_of, runs_of_equals
+from rlhf_spmd.planner.plan_file import PlacedCall, PlanFile
+from rlhf_spmd.planner.planning import ProblemBuilder
+from rlhf_spmd.planner.problem import Choice, RankRange, extent_of, runs_of_equals, simulate
 from rlhf_spmd.planner.shapes import CallSettings, ModelShape, Numbers, Workload, call_settings, shape_of
 
 SPEC = ModelSpec("llama", 128256, 4096, 14336, 32, 32, 8, 128)
@@ -74,7 +77,7 @@ def test_a_call_takes_as_long_as_its_slowest_replica(seed: int) -> None:
         call = model_call(kind)
         settings = call_settings([(1, 1, size), (pp, tp, dp)])
         extent = extent_of(runs_of_equals(kinds), RankRange(0, size))
-        seconds = DeviceTimes(times, speeds).seconds(call, settings, extent, 0.0)[1]
+        seconds = DeviceTimes(times, speeds).seconds(call, settings, extent, {})[1]
         pool = ResourcePool("all", tuple(range(size)))
         ranks = ProtocolRanks(protocol, GroupShape(Layout(pp, tp, dp)), pool, RankSpeeds([of_kinds[kind] for kind in kinds]))
         part_speeds = ranks.speeds or (1.0,) * ranks.num_parts
@@ -85,8 +88,49 @@ def test_a_call_takes_as_long_as_its_slowest_replica(seed: int) -> None:
                 kind_times = times[kinds[rank]]
                 expected = max(expected, kind_times.fixed + kind_times.per_row * rows * (2 if kind == "generate" else 1))
         assert seconds == pytest.approx(expected)
-        largest = DeviceTimes(times, speeds).largest_share(call, settings, extent)
-        assert np.broadcast_to(largest, 2)[1] == pytest.approx(max(part_speeds) * ranks.num_parts / sum(part_speeds))
+        works = DeviceTimes(times, speeds).works(call, settings, extent)
+        largest = max(np.broadcast_to(work.row_share, 2)[1] for work in works.values())
+        assert largest == pytest.approx(max(part_speeds) * ranks.num_parts / sum(part_speeds))
+
+
+def fits_on_two_kinds(kind: str, memory: Sequence[float], speeds: tuple[float, float]) -> bool:
+    """Whether a plan of one call fits on two ranks, one of each kind, with a replica each."""
+    device = ClusterConfig().machine().device
+    machine = Machine(2, 1, device, tuple(memory), 1e9, devices=(device, device), kinds=(0, 1))
+    call = replace(model_call(kind, rows=40), home=True, settings=RoleSettings(trained=kind == "train"))
+    placed = PlacedCall("0-1", dp=2, home=True, zero=3 * (kind == "train"), activation_checkpointing="full")
+    placed = replace(placed, max_num_seqs=256, gpu_memory_utilization=0.9)
+    file = PlanFile(2, 1, {}, {call.name: placed}, speeds=speeds)
+    problem = ProblemBuilder([call], machine, [LinearTimes(0.0, 1.0)] * 2, budget=1 << 20, fixed=file).problem()
+    return simulate(problem, (Choice(RankRange(0, 2), 0),)).fits
+
+
+@pytest.mark.parametrize("kind", ["generate", "infer", "train"])
+def test_each_rank_is_judged_by_its_own_rows_and_memory(kind: str) -> None:
+    """Of 40 rows the fast rank has 32. A plan fits if and only if both ranks have enough, whichever has less memory."""
+    zero = 3 * (kind == "train")
+    settings = call_settings([(1, 1, 2)], micro_tokens=(1 << 20,), checkpointing=(2,), zero=(zero,))
+    rank = RankMemory(shape_of(SPEC, "lm"), settings, RoleSettings(trained=kind == "train"), 0)
+    needed = []
+    for share in (1.6, 0.4):
+        work = replace(model_call(kind, rows=40).work, row_share=share, largest_share=1.6)
+        if kind == "generate":
+            generation = rank.generate(work, GenerationConfig())
+            parts = generation.parts | {"cache": generation.all_rows_bytes}
+        else:
+            parts = rank.train(work) if kind == "train" else rank.infer(work)
+        amounts = (*rank.resident().values(), rank.communicators(), *parts.values())
+        needed.append(RESERVE + float(sum(np.max(amount) for amount in amounts)))
+    fast, slow = needed
+    assert fast > 1.05 * slow
+    for memory, expected in (
+        ((1.01 * fast, 1.01 * slow), True),  # the faster has more memory
+        ((1.01 * fast, 10 * slow), True),  # the slower has
+        ((10 * fast, 0.99 * slow), False),
+        ((0.99 * fast, 10 * slow), False),
+    ):
+        assert fits_on_two_kinds(kind, memory, (1.0, 0.25)) == expected, memory
+        assert fits_on_two_kinds(kind, memory[::-1], (0.25, 1.0)) == expected, memory
 
 
 def test_speeds_are_those_of_the_times() -> None:

@@ -78,7 +78,8 @@ def draw_problem(rng: random.Random, ahead: int) -> Problem:
 
 
 def with_kinds(problem: Problem, rng: random.Random) -> Problem:
-    """The problem with ranks of two or three kinds: an option takes longer the more its slowest rank's kind, and some kinds lack it."""
+    """The problem with ranks of two or three kinds: an option takes longer the more its slowest rank's kind, needs bytes of each kind,
+    and some kinds lack it."""
     borders = sorted(rng.sample(range(1, problem.size), k=min(rng.choice([1, 1, 2]), problem.size - 1)))
     kinds = tuple(sum(rank >= border for border in borders) for rank in range(problem.size))
     slower = [rng.randint(0, 9) for _ in range(len(borders) + 1)]
@@ -98,11 +99,17 @@ def with_kinds(problem: Problem, rng: random.Random) -> Problem:
             for option, extent in ways:
                 same = problem.calls[index].options[option]
                 seconds = same.seconds + max(slower[kind] for kind, _ in extent) + rng.randint(0, 2)
-                options.append(replace(same, seconds=seconds, devices=extent))
+                kinds_of = {kind for kind, _ in extent}
+                kind_bytes = tuple(float(rng.randint(0, 30 // same.size)) for _ in kinds_of)
+                options.append(
+                    replace(same, seconds=seconds, call_bytes=max(kind_bytes), kind_bytes=kind_bytes, devices=extent)
+                )
             calls[index] = replace(problem.calls[index], options=tuple(options))
     if not all(call.options for call in calls.values()):
         return problem
-    return replace(problem, calls=tuple(calls[index] for index in range(len(calls))), kinds=kinds)
+    of_kind = [float(rng.randint(14, 28)) for _ in slower]
+    memory = tuple(of_kind[kind] for kind in kinds) if rng.random() < 0.5 else problem.memory
+    return replace(problem, calls=tuple(calls[index] for index in range(len(calls))), kinds=kinds, memory=memory)
 
 
 def all_plans(problem: Problem) -> list[Plan]:

@@ -6,7 +6,7 @@ rank. So a call takes as long as the slowest of its replicas, each with its shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -50,23 +50,23 @@ class DeviceTimes:
         """Return the tensor-parallel sizes for which there are times of all kinds."""
         return sorted(set.intersection(*(set(times.tp_sizes(shape)) for times in self.times)))
 
-    def largest_share(self, call: ModelCall, settings: CallSettings, extent: Extent) -> Numbers:
-        """Return the rows of the fastest replica as a multiple of the mean, [n]."""
+    def works(self, call: ModelCall, settings: CallSettings, extent: Extent) -> dict[int, Workload]:
+        """Return kind -> the rows of its replicas with most rows, for the kinds of ``extent``, ascending."""
         if len(extent) == 1:
-            return 1.0
-        return np.maximum.reduce([share for _, share, _ in row_shares(settings, extent, self.speeds.of(call))])
+            return {extent[0][0]: call.work}
+        shares = row_shares(settings, extent, self.speeds.of(call))
+        largest = np.maximum.reduce([*shares.values()])
+        return {kind: replace(call.work, row_share=share, largest_share=largest) for kind, share in shares.items()}
 
-    def seconds(self, call: ModelCall, settings: CallSettings, extent: Extent, kv_bytes: Numbers) -> np.ndarray:
-        """Return seconds [n] of a call on ranks of ``extent``. ``kv_bytes``: for keys and values on each rank, if it generates."""
-        if len(extent) == 1:
-            return _seconds(self.times[extent[0][0]], call, call.work, settings, kv_bytes)
-        slowest = np.zeros(len(settings))
-        largest = self.largest_share(call, settings, extent)
-        for kind, share, has_kind in row_shares(settings, extent, self.speeds.of(call)):
-            work = replace(call.work, row_share=np.maximum(share, 1e-9), largest_share=largest)
-            seconds = _seconds(self.times[kind], call, work, settings, kv_bytes)
-            slowest = np.maximum(slowest, np.where(has_kind, seconds, 0.0))
-        return slowest
+    def seconds(self, call: ModelCall, settings: CallSettings, extent: Extent, kv_bytes: Mapping[int, Numbers]) -> np.ndarray:
+        """Return seconds [n] of a call on ranks of ``extent``.
+
+        ``kv_bytes``: for keys and values on a rank of each kind, if the call generates.
+        """
+        works = self.works(call, settings, extent)
+        return np.maximum.reduce(
+            [_seconds(self.times[kind], call, work, settings, kv_bytes.get(kind, 0.0)) for kind, work in works.items()]
+        )
 
 
 def _seconds(times: CallTimes, call: ModelCall, work: Workload, settings: CallSettings, kv_bytes: Numbers) -> np.ndarray:
@@ -75,9 +75,9 @@ def _seconds(times: CallTimes, call: ModelCall, work: Workload, settings: CallSe
     return (times.train_seconds if call.kind == "train" else times.infer_seconds)(call.shape, work, settings)
 
 
-def row_shares(settings: CallSettings, extent: Extent, speeds: Sequence[float]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield for each kind of an extent: the kind; the most rows of a replica that has ranks of this kind, as a multiple of the mean
-    [n]; and True where there are such replicas [n].
+def row_shares(settings: CallSettings, extent: Extent, speeds: Sequence[float]) -> dict[int, np.ndarray]:
+    """Return for each kind of an extent, ascending, the most rows of a replica that has ranks of this kind, as a multiple of the mean
+    [n].
 
     A replica's stages lie one behind the other on the ranks, as ``parallel/layout.py`` has them.
     """
@@ -92,8 +92,7 @@ def row_shares(settings: CallSettings, extent: Extent, speeds: Sequence[float]) 
         slowest = np.where(has_kind, np.array([speeds[kind] for kind in kinds])[:, None], np.inf).min(axis=0)
         share = slowest * dp / slowest.sum()
         shares[:, index_of.reshape(-1) == index] = np.where(has_kind, share, 0.0).max(axis=1)[:, None]
-    for kind, share in zip(kinds, shares, strict=True):
-        yield kind, share, share > 0
+    return dict(zip(kinds, shares, strict=True))
 
 
 def measured_speeds(calls: Sequence[ModelCall], machine: Machine, times: Sequence[CallTimes], budget: int) -> KindSpeeds:

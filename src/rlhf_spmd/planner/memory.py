@@ -447,10 +447,17 @@ def fullest(shape: ModelShape, settings: CallSettings, role: RoleSettings, parts
 
 
 def _micro_batches(work: Workload, settings: CallSettings) -> tuple[Numbers, Numbers]:
-    """Return the tokens of the largest micro-batch on a rank, and the micro-batches of a replica's mini-batch."""
-    rows = np.ceil(work.rows * work.row_share / work.mini_batches / settings.dp)
-    tokens = np.minimum(np.maximum(settings.micro_tokens * settings.cp, work.longest), rows * work.longest)
-    return tokens / settings.cp, np.clip(np.ceil(rows * work.length / tokens), 1, rows)
+    """Return the tokens of the largest micro-batch on a rank, and the micro-batches of a replica's mini-batch.
+
+    These are as many as the replica with most rows has, and a micro-batch may have no rows.
+    """
+    rows, most_rows = (
+        np.ceil(work.rows * share / work.mini_batches / settings.dp)
+        for share in (work.row_share, np.maximum(work.row_share, work.largest_share))
+    )
+    budget = np.maximum(settings.micro_tokens * settings.cp, work.longest)
+    tokens, most_tokens = (np.minimum(budget, number * work.longest) for number in (rows, most_rows))
+    return tokens / settings.cp, np.clip(np.ceil(most_rows * work.length / most_tokens), 1, most_rows)
 
 
 assert CHECKPOINTING == ("none", "selective", "full"), "np.choose above goes by this order"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlhf_spmd.generation.config import GenerationConfig
 from rlhf_spmd.models.activations import CHECKPOINTING
 from rlhf_spmd.planner import memory
 from rlhf_spmd.planner.device_times import DeviceTimes
@@ -19,16 +19,16 @@ from rlhf_spmd.planner.model_call import ModelCall, layouts
 from rlhf_spmd.planner.plan_file import PlacedCall, PlanFile
 from rlhf_spmd.planner.problem import SHARDING_OF_ZERO, Extent, Option, RankRange, device_runs, extent_of, num_ranks
 from rlhf_spmd.planner.search.candidates import range_extents, undominated
-from rlhf_spmd.planner.shapes import CallSettings, Numbers, call_settings
+from rlhf_spmd.planner.shapes import CallSettings, Numbers, Workload, call_settings
 
 IN_FLIGHT = tuple(1 << n for n in range(11))  # rows in flight that are tried
 
 
 class _Estimate(NamedTuple):
-    """Predictions for a call with settings [n]; bytes are those of the fullest rank.
+    """Predictions for a call with settings [n]; bytes are those of the fullest rank, or of that of each kind of device.
 
     - resident: bytes during the entire step, if the call is a home
-    - call_bytes: bytes in addition while the call runs
+    - call_bytes: bytes [kinds, n] in addition while the call runs
     - cache: the part of ``call_bytes`` that a KV cache takes
     """
 
@@ -94,8 +94,7 @@ class OptionBuilder:
             weights_and_states = None
             if tied_call.kind == "generate" and plan.calls[tied_call.name].gpu_memory_utilization is None:
                 weights_and_states = self._weights_and_states(tied_call, settings, calls, plan)
-            limit = min(self.machine.memory[rank] for rank in placed.rank_range.ranks)
-            estimate = self._estimate_call(tied_call, settings, role, extent, weights_and_states, limit)
+            estimate = self._estimate_call(tied_call, settings, role, extent, weights_and_states)
             options.append(self._build_options(tied_call, settings, role, estimate, [0], extent))
         return options
 
@@ -120,7 +119,7 @@ class OptionBuilder:
         ep = settings.ep * (not call.home)  # a home takes its best ep, which movable calls must meet
         sharding = np.asarray(SHARDING_OF_ZERO)[settings.zero]
         kinds = np.stack([settings.pp, settings.tp, ep, sharding], axis=1).tolist()
-        rows = np.stack([seconds, estimates[0].resident, call_bytes], axis=1).tolist()
+        rows = np.stack([seconds, estimates[0].resident, *call_bytes], axis=1).tolist()
         indices = sorted(undominated(rows, list(map(tuple, kinds))))
         if not call.home:
             return indices
@@ -183,43 +182,50 @@ class OptionBuilder:
         role: RoleSettings,
         extent: Extent,
         weights_and_states: Numbers | None = None,
-        limit: float = math.inf,
     ) -> _Estimate:
         """Return the predictions for a call on ranks of ``extent``.
 
-        - weights_and_states: their bytes on the call's ranks, if the KV cache takes what the configured
-          ``gpu_memory_utilization`` leaves beside them; None: the cache has all rows in flight
-        - limit: bytes of the smallest of these devices, which is then read
+        ``weights_and_states``: their bytes on the call's ranks, if the KV cache takes what the configured
+        ``gpu_memory_utilization`` leaves beside them; None: the cache has all rows in flight.
         """
         shape = call.shape
-        share = self.times.largest_share(call, settings, extent)
-        work = replace(call.work, row_share=share)  # of a replica of the fastest kind
+        works = self.times.works(call, settings, extent)
         device = self.machine.device
         buffers = RankMemory(shape, settings, role, 0).communicators()
         resident = _resident_bytes(call, settings, role)
         zeros = np.zeros(len(settings))
         if call.kind == "generate":
             config = replace(call.generation, num_pages=None)
-            cache = RankMemory(shape, settings, role, 0 * settings.pp).generate(work, config).all_rows_bytes
-            other_bytes = buffers + memory.fullest(
-                shape, settings, role, lambda rank: {"work": rank.generate(work, config).parts["work"]}
-            )
-            if weights_and_states is not None:
-                memory_share = config.memory_share(device.on_host)
-                on_gpu = memory_share * limit - other_bytes - weights_and_states
-                cache = np.minimum(cache, np.maximum(memory_share * (limit - other_bytes) if device.on_host else on_gpu, 0))
-            seconds = self.times.seconds(call, settings, extent, cache)
-            return _Estimate(seconds, resident, other_bytes + cache, cache + zeros)
+            caches: dict[int, Numbers] = {}
+            call_bytes = []
+            for kind, work in works.items():
+                cache = RankMemory(shape, settings, role, 0 * settings.pp).generate(work, config).all_rows_bytes
+                parts = partial(_generation_work, work, config)
+                other_bytes = buffers + memory.fullest(shape, settings, role, parts)
+                if weights_and_states is not None:
+                    memory_share = config.memory_share(device.on_host)
+                    limit = self._memory_of_kind[kind]
+                    on_gpu = memory_share * limit - other_bytes - weights_and_states
+                    cache = np.minimum(cache, np.maximum(memory_share * (limit - other_bytes) if device.on_host else on_gpu, 0))
+                caches[kind] = cache
+                call_bytes.append(other_bytes + cache)
+            seconds = self.times.seconds(call, settings, extent, caches)
+            largest_cache = np.maximum.reduce([cache + zeros for cache in caches.values()])
+            return _Estimate(seconds, resident, np.array(call_bytes), largest_cache)
         params = shape.rank_params(settings)
         transferred = device.itemsize * params * role.offload
-        seconds = self.times.seconds(call, settings, extent, 0.0)
-        if call.kind == "train":
-            call_bytes = memory.fullest(shape, settings, role, lambda rank: rank.train(work))
-            if role.optim_offload:
-                transferred = transferred + 2 * role.optimizer_bytes_per_param * params * work.mini_batches * work.epochs
-        else:
-            call_bytes = memory.fullest(shape, settings, role, lambda rank: rank.infer(work))
-        return _Estimate(seconds + transferred / device.host_link, resident, buffers + call_bytes, zeros)
+        seconds = self.times.seconds(call, settings, extent, {})
+        method = RankMemory.train if call.kind == "train" else RankMemory.infer
+        call_bytes = [buffers + memory.fullest(shape, settings, role, partial(method, work=work)) for work in works.values()]
+        if call.kind == "train" and role.optim_offload:
+            steps = call.work.mini_batches * call.work.epochs
+            transferred = transferred + 2 * role.optimizer_bytes_per_param * params * steps
+        return _Estimate(seconds + transferred / device.host_link, resident, np.array(call_bytes), zeros)
+
+    @cached_property
+    def _memory_of_kind(self) -> dict[int, float]:
+        """Return the bytes of each kind's devices."""
+        return {kind: self.machine.memory[run.first] for run, kind in self._device_runs}
 
     def _weights_and_states(
         self, call: ModelCall, settings: CallSettings, calls: Sequence[ModelCall], plan: PlanFile
@@ -276,7 +282,7 @@ class OptionBuilder:
                     tp=placed.tp,
                     seconds=float(estimate.seconds[index]),
                     resident=float(estimate.resident[index]),
-                    call_bytes=float(estimate.call_bytes[index]),
+                    call_bytes=float(estimate.call_bytes[:, index].max()),
                     zero=placed.zero,
                     zero_size=setting["zero_size"],
                     ep=placed.ep,
@@ -285,10 +291,16 @@ class OptionBuilder:
                     cache=float(estimate.cache[index]),
                     copies=call.versions,
                     devices=extent if self.machine.kinds else (),
+                    kind_bytes=tuple(estimate.call_bytes[:, index].tolist()),
                     settings=placed,
                 )
             )
         return options
+
+
+def _generation_work(work: Workload, config: GenerationConfig, rank: RankMemory) -> memory.Parts:
+    """Return the bytes of a generating call on a rank without the cache."""
+    return {"work": rank.generate(work, config).parts["work"]}
 
 
 def _resident_bytes(call: ModelCall, settings: CallSettings, role: RoleSettings) -> np.ndarray:

@@ -216,6 +216,9 @@ def _memory_share(machine: Machine, problem: Problem, ranks: RankRange, resident
         share = option.cache * CACHE_MARGIN / max(min(problem.memory[memory]) - resident, 1.0)
     else:
         # not less than the default: nothing else of this process needs memory meanwhile
-        share = (resident + option.call_bytes + (CACHE_MARGIN - 1) * option.cache) / min(machine.memory[memory])
+        share = max(
+            (resident + amount + (CACHE_MARGIN - 1) * option.cache) / machine.memory[parts[0].first]
+            for parts, amount in zip(problem.parts_of_kinds(ranks), option.bytes_of_kinds, strict=True)
+        )
         share = max(share, GenerationConfig().memory_share(on_host=False))
     return round(min(max(share, 0.05), 0.95), 3)

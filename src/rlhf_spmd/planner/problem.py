@@ -58,6 +58,9 @@ class RankRange:
 Extent = tuple[tuple[int, int], ...]
 
 
+KindBytes = tuple[float, ...]  # bytes on the ranks of each kind of device that a range or an option has, kinds ascending
+
+
 def num_ranks(extent: Extent) -> int:
     """Return the number of ranks of an extent."""
     return sum(count for _, count in extent)
@@ -71,7 +74,9 @@ class Option:
     """One way to run a call on ``size`` ranks.
 
     - resident: bytes on each rank during the entire step; counts only at the role's home
-    - call_bytes: bytes more on each rank while the call runs, without copies of weights, which :meth:`Problem.weight_copy_cost` counts
+    - call_bytes: bytes more on each rank while the call runs, without copies of weights, which :meth:`Problem.weight_copy_cost` counts;
+      of several kinds of devices on those that need most
+    - kind_bytes: ``call_bytes`` on the ranks of each kind of device, kinds ascending; empty: all ranks need as many
     - cache: the part of ``call_bytes`` that a KV cache takes
     - zero, zero_size: ZeRO stage, and ranks that share one copy of the weights; 0: all replicas. ep: ranks that share the experts
     - in_place: at home, the call uses the weights in the home's layout, so ``zero`` must be the home's
@@ -95,7 +100,13 @@ class Option:
     cache: float = 0.0
     copies: int = 1
     devices: Extent = ()
+    kind_bytes: tuple[float, ...] = ()
     settings: Any = None
+
+    @cached_property
+    def bytes_of_kinds(self) -> KindBytes:
+        """Return ``call_bytes`` on the ranks of each kind of device."""
+        return self.kind_bytes or (self.call_bytes,) * len({kind for kind, _ in self.extent})
 
     @property
     def extent(self) -> Extent:
@@ -212,6 +223,20 @@ class Problem:
     def extent(self) -> Callable[[RankRange], Extent]:
         """Return the function from a range to its ranks by kind of device."""
         return cache(partial(extent_of, self.device_runs))
+
+    @cached_property
+    def parts_of_kinds(self) -> Callable[[RankRange], tuple[tuple[RankRange, ...], ...]]:
+        """Return the function from a range to its parts with each kind of device, kinds ascending."""
+
+        def parts(ranks: RankRange) -> tuple[tuple[RankRange, ...], ...]:
+            by_kind: dict[int, list[RankRange]] = {}
+            first = ranks.first
+            for kind, count in self.extent(ranks):
+                by_kind.setdefault(kind, []).append(RankRange(first, count))
+                first += count
+            return tuple(tuple(by_kind[kind]) for kind in sorted(by_kind))
+
+        return cache(parts)
 
     @cached_property
     def options_by_extent(self) -> list[dict[Extent, list[int]]]:
@@ -335,7 +360,7 @@ class Schedule:
 def simulate(problem: Problem, plan: Plan) -> Schedule:
     """Return when the calls of a plan run, and what each rank needs."""
     seconds = []
-    call_bytes = []
+    call_bytes: list[tuple[RankRange, float]] = []
     resident = []
     for call, choice in zip(problem.calls, plan, strict=True):
         ranks = choice.rank_range
@@ -347,7 +372,8 @@ def simulate(problem: Problem, plan: Plan) -> Schedule:
             resident.append((ranks, option.resident))
         copy_seconds, copy_bytes = problem.weight_copy_cost(call, home, choice)
         seconds.append(option.seconds + copy_seconds)
-        call_bytes.append((ranks, option.call_bytes + copy_bytes))
+        for parts, amount in zip(problem.parts_of_kinds(ranks), option.bytes_of_kinds, strict=True):
+            call_bytes += [(part, amount + copy_bytes) for part in parts]
     call_indices = range(len(plan))
     starts, period = start_times(problem, call_indices, [choice.rank_range for choice in plan], seconds)
     peaks = rank_peaks(problem.size, resident, call_bytes)

@@ -9,9 +9,10 @@ from itertools import pairwise
 from operator import le
 from types import MappingProxyType
 
-from rlhf_spmd.planner.problem import Choice, Extent, Plan, Problem, RankRange, WeightLayout, extent_of, num_ranks
+from rlhf_spmd.planner.problem import Choice, Extent, KindBytes, Plan, Problem, RankRange, WeightLayout, extent_of, num_ranks
 
 DeviceRuns = Sequence[tuple[RankRange, int]]  # ranges of ranks with equal devices, and their kind
+NO_OPTION = (float("inf"), -1)  # seconds and index where no option fits
 ResidentBytes = tuple[tuple[RankRange, float], ...]  # bytes of homes between calls, on each rank of a range
 
 
@@ -122,21 +123,29 @@ def _clip(ranks: RankRange, rank_range: RankRange) -> tuple[int, int]:
 class FastestWithin:
     """A table of the fastest option within a number of bytes, built from (bytes, seconds, option) of each option."""
 
-    def __init__(self, options: Iterable[tuple[float, float, int]]) -> None:
-        self._bytes: list[float] = []  # ascending
+    def __init__(self, options: Iterable[tuple[KindBytes, float, int]]) -> None:
+        self._bytes: list[KindBytes] = []  # each fits where no later one does, or is slower
         self._fastest: list[tuple[float, int]] = []
-        for amount, seconds, option in sorted(options):
-            if not self._fastest or seconds < self._fastest[-1][0]:
-                self._bytes.append(amount)
+        for amounts, seconds, option in sorted(options):
+            if not any(fits(other, amounts) and self._fastest[i][0] <= seconds for i, other in enumerate(self._bytes)):
+                self._bytes.append(amounts)
                 self._fastest.append((seconds, option))
 
-    def within(self, room: float) -> tuple[float, int]:
+    def within(self, room: KindBytes) -> tuple[float, int]:
         """Return (seconds, option) of the fastest option within ``room`` bytes, or (inf, -1) if none fits."""
-        index = bisect_right(self._bytes, room) - 1
-        return self._fastest[index] if index >= 0 else (float("inf"), -1)
+        if len(room) == 1:
+            index = bisect_right(self._bytes, room) - 1
+            return self._fastest[index] if index >= 0 else NO_OPTION
+        fitting = (each for amounts, each in zip(self._bytes, self._fastest, strict=True) if fits(amounts, room))
+        return min(fitting, default=NO_OPTION)
 
 
 NO_OPTIONS = FastestWithin(())
+
+
+def fits(needed: KindBytes, room: KindBytes) -> bool:
+    """Return True if the ranks of each kind have room for what they need."""
+    return all(map(le, needed, room))
 
 
 class CandidateTables:
@@ -163,31 +172,49 @@ class CandidateTables:
             rooms.append((RankRange(first, end - first), self.problem.memory[first] - resident_bytes))
         return rooms
 
-    def room(self, resident: ResidentBytes, ranks: RankRange) -> float:
-        """Return bytes left on the fullest of these ranks."""
-        return min(left for run, left in self.rooms(resident) if run.overlaps(ranks))
-
-    def largest_room(self, resident: ResidentBytes, ranges: RankRanges) -> dict[Extent, float]:
-        """Return, by extent, bytes left in the emptiest range; for extents with many ranges, on the emptiest rank."""
+    def room(self, resident: ResidentBytes, ranks: RankRange) -> KindBytes:
+        """Return bytes left on the fullest of these ranks that have the same kind of device."""
         rooms = self.rooms(resident)
-        emptiest = max(left for _, left in rooms)
+        return tuple(
+            min(left for run, left in rooms if any(run.overlaps(part) for part in parts))
+            for parts in self.problem.parts_of_kinds(ranks)
+        )
+
+    def largest_room(self, resident: ResidentBytes, ranges: RankRanges) -> dict[Extent, KindBytes]:
+        """Return, by extent, the most bytes that a range leaves each kind; for extents with many ranges, those of the emptiest rank.
+
+        No range has more room on any kind. So what does not fit here fits nowhere, and seconds that are found here are lower bounds.
+        """
+        emptiest = max(left for _, left in self.rooms(resident))
         by_extent = {}
         for extent, same_extent in ranges.by_extent.items():
-            fullest = (min(left for run, left in rooms if run.overlaps(ranks)) for ranks in same_extent)
-            by_extent[extent] = max(fullest) if len(same_extent) <= 8 else emptiest
+            if len(same_extent) <= 8:
+                rooms = [self.room(resident, ranks) for ranks in same_extent]
+                by_extent[extent] = tuple(map(max, zip(*rooms, strict=True)))
+            else:
+                by_extent[extent] = (emptiest,) * len(self.problem.parts_of_kinds(same_extent[0]))
         return by_extent
 
-    def _home_bytes(self, role: str, option: int) -> tuple[float, float]:
+    def _home_bytes(self, role: str, option: int) -> tuple[float, KindBytes]:
         """Return bytes on each rank of the role's home: resident bytes, and the largest call bytes of the tied calls."""
         problem = self.problem
         resident = problem.calls[problem.homes[role]].options[option].resident
-        return resident, max(problem.calls[call_index].options[option].call_bytes for call_index in problem.tied[role])
+        amounts = [problem.calls[call_index].options[option].bytes_of_kinds for call_index in problem.tied[role]]
+        return resident, tuple(map(max, zip(*amounts, strict=True)))
+
+    def fits_home(self, resident: ResidentBytes, role: str, home: Choice) -> bool:
+        """Return True if the tied calls of a role fit at its home. ``resident``: of all homes, this one among them."""
+        return fits(self.home_bytes(role, home.option)[1], self.room(resident, home.rank_range))
 
     def _tied_table(self, call_index: int, extent: Extent) -> FastestWithin:
         """Return the table of a tied call."""
         call = self.problem.calls[call_index]
         indices = self.problem.options_by_extent[call_index].get(extent, ())
-        return FastestWithin((sum(self.home_bytes(call.role, index)), call.options[index].seconds, index) for index in indices)
+        rows = []
+        for index in indices:
+            resident, amounts = self.home_bytes(call.role, index)
+            rows.append((tuple(resident + amount for amount in amounts), call.options[index].seconds, index))
+        return FastestWithin(rows)
 
     def _home_options(self, role: str, extent: Extent) -> list[int]:
         """Return options of a role's home, the fastest first, without dominated ones.
@@ -199,7 +226,10 @@ class CandidateTables:
         problem = self.problem
         indices = problem.options_by_extent[problem.homes[role]].get(extent, [])
         tied_calls = [problem.calls[call_index] for call_index in problem.tied[role]]
-        rows = [[*(call.options[i].seconds for call in tied_calls), *self.home_bytes(role, i)] for i in indices]
+        rows = []
+        for i in indices:
+            resident, amounts = self.home_bytes(role, i)
+            rows.append([*(call.options[i].seconds for call in tied_calls), resident, *amounts])
         has_movable = any(problem.calls[call_index].role == role for call_index in problem.movable)
         home = problem.calls[problem.homes[role]]
         kinds = [home.options[i].layout if has_movable else None for i in indices]
@@ -220,14 +250,15 @@ class CandidateTables:
             if num_home_ranks:
                 cost = self.problem.weight_copy_cost_between(call.role, layout, num_home_ranks, option, on_one_host)
                 copy_seconds, copy_bytes = cost
-            rows.append((option.call_bytes + copy_bytes, option.seconds + copy_seconds, index))
+            amounts = tuple(amount + copy_bytes for amount in option.bytes_of_kinds)
+            rows.append((amounts, option.seconds + copy_seconds, index))
         return FastestWithin(rows)
 
     def _find_undominated_options(self, call_index: int, extent: Extent) -> list[int]:
         """Return options of a movable call, without those that another one with the same layout beats."""
         indices = self.problem.options_by_extent[call_index].get(extent, [])
         options = [self.problem.calls[call_index].options[index] for index in indices]
-        rows = [[option.seconds, option.call_bytes] for option in options]
+        rows = [[option.seconds, *option.bytes_of_kinds] for option in options]
         return [indices[i] for i in undominated(rows, [option.layout for option in options])]
 
     def movable_table(self, call_index: int, home: Choice, ranks: RankRange) -> FastestWithin:
@@ -303,14 +334,15 @@ def _choose_homes(
         least_resident[role] = min(tables.home_bytes(role, option)[0] for option in options[role])
     order = sorted(homes, key=lambda role: (role not in decided_options, -seconds[role], least_resident[role]))
     resident: list[tuple[RankRange, float]] = []
-    call_bytes: dict[str, float] = {}
+    chosen: dict[str, Choice] = {}
     choices: dict[int, Choice] = {}
     for index, role in enumerate(order):
         later = [(homes[other], least_resident[other]) for other in order[index + 1 :]]
         for option in options[role]:
-            home_bytes, call_bytes[role] = tables.home_bytes(role, option)
+            home_bytes = tables.home_bytes(role, option)[0]
+            chosen[role] = Choice(homes[role], option)
             all_resident = (*resident, (homes[role], home_bytes), *later)
-            if all(amount <= tables.room(all_resident, homes[other]) for other, amount in call_bytes.items()):
+            if all(tables.fits_home(all_resident, other, home) for other, home in chosen.items()):
                 break
         else:
             return None

@@ -37,9 +37,10 @@ def search(problem: Problem, limit: float = 60.0, seed: int = 0) -> SearchResult
         if choices is None:
             return None
         seconds = {i: problem.calls[i].options[choice.option].seconds for i, choice in choices.items()}
+        unlimited = (float("inf"),) * len(problem.parts_of_kinds(ranks))
         for call_index in movable:
             home = choices[problem.homes[problem.calls[call_index].role]]
-            seconds[call_index] = tables.movable_table(call_index, home, ranks).within(float("inf"))[0]
+            seconds[call_index] = tables.movable_table(call_index, home, ranks).within(unlimited)[0]
         return choices, [sum(seconds.get(i, 0.0) for i in phase) for phase in step_phases]
 
     best: tuple[float, Sequence[Group], tuple[Extent, ...]] | None = None

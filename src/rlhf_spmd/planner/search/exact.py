@@ -199,10 +199,7 @@ class _ExactSearch:
     def fits(self, homes: Homes) -> bool:
         """Return True if all tied calls fit into the memory of these homes."""
         resident = self.resident(homes)
-        for role, home in self.homes_by_role(homes).items():
-            if self.tables.home_bytes(role, home.option)[1] > self.tables.room(resident, home.rank_range):
-                return False
-        return True
+        return all(self.tables.fits_home(resident, role, home) for role, home in self.homes_by_role(homes).items())
 
     def home_assignments(self, homes: Homes) -> dict[int, tuple[RankRange, float]]:
         """Return ranks and seconds of the calls that run at these homes."""

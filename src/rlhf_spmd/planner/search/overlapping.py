@@ -99,9 +99,8 @@ class OverlappingPlans:
         self.spend()
         problem = self.problem
         resident = tuple((home.rank_range, self.tables.home_bytes(role, home.option)[0]) for role, home in homes.items())
-        for role, home in homes.items():
-            if self.tables.home_bytes(role, home.option)[1] > self.tables.room(resident, home.rank_range):
-                return None
+        if not all(self.tables.fits_home(resident, role, home) for role, home in homes.items()):
+            return None
         at_home = {index: homes[role] for role in homes for index in problem.tied[role]}
         return choose_movable(self.tables, at_home, movable)
 
