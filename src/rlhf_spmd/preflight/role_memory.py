@@ -242,7 +242,8 @@ class RoleMemory:
 
     def keeps_pages(self, call: CallRecord) -> bool:
         """Return True if pages of a call stay on the device until the next step. On CPUs they do with ``offload``, too."""
-        return call.spec.kind == "generate" and self.config.generation.kv_cache in ("keep", "offload" * self.step.on_host)
+        staying = ("keep", "offload") if self.step.on_host else ("keep",)
+        return call.spec.kind == "generate" and self.config.generation.kv_cache in staying
 
     def largest_cache(self, call: CallRecord) -> np.ndarray:
         """Return bytes of a generating call's cache if there is memory for all rows in flight."""
