@@ -38,7 +38,7 @@ from rlhf_spmd.planner.profile import ProfileTimes, read_profile, write_profile
 from rlhf_spmd.planner.search import SearchResult
 from rlhf_spmd.planner.shapes import Workload
 from rlhf_spmd.preflight import plan_stand_ins
-from rlhf_spmd.preflight.checks import BATCH_RULES, RunSettings
+from rlhf_spmd.preflight.checks import BATCH_RULES, RunSettings, check_batches
 from rlhf_spmd.preflight.exactness import exact_rollouts
 from rlhf_spmd.preflight.memory_check import check_memory, decide_checkpointing, with_checkpointing
 from rlhf_spmd.preflight.memory_estimate import facts_of
@@ -255,6 +255,7 @@ def evaluate_configuration(request: PlanRequest) -> PlanResult:
         lambda: request.graph,
         config.steps_ahead,
     )
+    check_batches(config, role_plans)
     step = request.step()
     role_plans = with_checkpointing(role_plans, decide_checkpointing(role_plans, step, machine.memory))
     speeds = (tuple(config.placement.speeds), tuple(config.placement.generation_speeds))
