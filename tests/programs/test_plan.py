@@ -36,7 +36,7 @@ STRATEGIES = ("colocate", "split", "standalone", "interleave", "separate")
 SIZES = "hidden_size=4096 intermediate_size=14336 num_hidden_layers=32 num_attention_heads=32 num_key_value_heads=8 vocab_size=128256"
 PPO = str(CONFIGS / "quickstart_ppo.yaml")
 RECOMPUTED = "models.actor.generation.reuse_rollout_log_probs=false"
-KEYS = {"ranks", "pp", "tp", "dp", "micro_batches", "seconds", "memory_gb"}
+KEYS = {"ranks", "pp", "tp", "dp", "micro_batches", "seconds", "memory_gb", "room_gb"}
 
 
 def large(*roles: str) -> list[str]:

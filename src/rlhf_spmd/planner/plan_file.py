@@ -36,7 +36,8 @@ class PlacedCall:
 
     - ranks: "first-last", or one rank
     - home: the role's weights stay here between calls, in this layout
-    - micro_batches (of a mini-batch), start, seconds, memory_gb (GiB on each rank): predictions, which are not read back
+    - micro_batches (of a mini-batch), start, seconds, memory_gb (GiB on the rank that has least left), room_gb (GiB of its device):
+      predictions, which are not read back
 
     Fields that do not concern a call keep their defaults.
     """
@@ -61,6 +62,7 @@ class PlacedCall:
     start: float = 0.0
     seconds: float = 0.0
     memory_gb: float = 0.0
+    room_gb: float = 0.0
 
     @property
     def rank_range(self) -> RankRange:

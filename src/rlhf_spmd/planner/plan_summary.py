@@ -69,7 +69,7 @@ class PlanSummary:
 
         ``memory_gb``: GiB of the fullest rank in its largest call, of ``room_gb`` that it has. ``hours``: of the entire run.
         """
-        memory_gb, room_gb = max(map(self._memory, self.planned.file.calls.values()), key=lambda pair: pair[0] / pair[1])
+        fullest = max(self.planned.file.calls.values(), key=lambda call: call.memory_gb / call.room_gb)
         planned = self.planned
         search = planned.search
         configured: dict[str, Any] | None = None
@@ -88,16 +88,12 @@ class PlanSummary:
             "warning": planned.warning,
             "algorithm": dict(planned.file.algorithm),
             "cluster": self.cluster,
-            "memory_gb": memory_gb,
-            "room_gb": room_gb,
+            "memory_gb": fullest.memory_gb,
+            "room_gb": fullest.room_gb,
             "tokens_per_second": self.tokens / planned.seconds,
             "hours": None if self.steps is None else self.steps * planned.seconds / 3600,
             "configuration": configured,
         }
-
-    def _memory(self, call: PlacedCall) -> tuple[float, float]:
-        """Return the GiB of a call on each of its ranks, and the GiB of the smallest of them."""
-        return call.memory_gb, min(self.machine.memory[rank] for rank in call.rank_range.ranks) / GIB
 
     def _refusal(self) -> str | None:
         """Return why the configuration as it is does not fit, if it does not."""

@@ -183,13 +183,15 @@ def to_file(
         share = (
             _memory_share(builder.machine, problem, choice.rank_range, resident + copy_bytes, option) if is_planned else None
         )
+        needed, room = _fullest_rank(builder.machine, problem, choice.rank_range, resident + copy_bytes, option)
         placed[call.name] = replace(
             option.settings,
             ranks=str(choice.rank_range),
             gpu_memory_utilization=share,
             start=round(start, 4),
             seconds=round(end - start, 4),
-            memory_gb=round((resident + option.call_bytes + copy_bytes) / GIB, 2),
+            memory_gb=round(needed / GIB, 2),
+            room_gb=round(room / GIB, 2),
         )
     machine = builder.machine
     if builder.fixed is None:
@@ -207,6 +209,17 @@ def _fullest_resident(problem: Problem, plan: Plan, ranks: RankRange) -> float:
     homes = [(plan[i].rank_range, problem.calls[i].options[plan[i].option].resident) for i in problem.homes.values()]
     edges = {ranks.first, *(edge for home, _ in homes for edge in (home.first, home.end))}
     return max(sum(amount for home, amount in homes if rank in home.ranks) for rank in sorted(edges) if rank in ranks.ranks)
+
+
+def _fullest_rank(machine: Machine, problem: Problem, ranks: RankRange, held: float, option: Option) -> tuple[float, float]:
+    """Return the bytes of the rank that has least left in a call on ``ranks``, with the bytes ``held``, and those of its device."""
+    return min(
+        (
+            (held + amount, min(machine.memory[rank] for part in parts for rank in part.ranks))
+            for parts, amount in zip(problem.parts_of_kinds(ranks), option.bytes_of_kinds, strict=True)
+        ),
+        key=lambda pair: pair[1] - pair[0],
+    )
 
 
 def _memory_share(machine: Machine, problem: Problem, ranks: RankRange, resident: float, option: Option) -> float:

@@ -144,11 +144,11 @@ def _add_kept_pages(
     that has just enough for both cache and call. A larger device has a larger cache, and still more memory for the call.
     """
     held = total(resident)
-    for keeping in step.graph.nodes:
-        role = keeping.role.name
-        if role not in memories or not memories[role].keeps_pages(keeping):
+    nodes = {(node.role.name, node.spec.name): node for node in step.graph.nodes if node.role.name in memories}
+    for (role, method), keeping in nodes.items():
+        if not memories[role].keeps_pages(keeping):
             continue
-        name = f"{role}.{keeping.spec.name}"
+        name = f"{role}.{method}"
         generating = call_bytes[name]
         share = memories[role].config.generation.memory_share(step.on_host)
         weights = generating.get("weights", 0.0) + generating.get("merged weights", 0.0)
@@ -161,7 +161,7 @@ def _add_kept_pages(
             else:  # all that generation has on the device is this share of it
                 cache = share * (step.reserve + held + needed) - held - weights - generating["work"]
             cache = np.maximum(cache / max(1 - share, 1e-9), generating["cache"])
-            parts["pages between steps"] = np.minimum(cache, memories[role].largest_cache(keeping))
+            parts[f"pages of {role} between steps"] = np.minimum(cache, memories[role].largest_cache(keeping))
 
 
 def _rank_kinds(

@@ -231,11 +231,8 @@ def checked_plan(
 def _least_left(file: PlanFile, machine: Machine) -> float:
     """Return the bytes that the fullest call of a plan leaves on a device by the planner's estimate."""
     reserve = HOST_RESERVE if machine.device.on_host else RESERVE
-    lefts = [
-        min(machine.memory[rank] for rank in call.rank_range.ranks) - call.memory_gb * GIB - reserve
-        for call in file.calls.values()
-    ]
-    return max(min(lefts), 0.0)
+    left_gb = min(call.room_gb - call.memory_gb for call in file.calls.values())
+    return max(left_gb * GIB - reserve, 0.0)
 
 
 def planned_run(
