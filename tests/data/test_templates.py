@@ -356,5 +356,29 @@ def test_arguments_are_encoded_once(tokenizer: Any, asked: str, written: str, te
 def test_results_of_tools_follow_the_end_of_their_call(tokenizer: Any, template: str) -> None:
     encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=template))
     result = {"role": "tool", "name": "look", "content": "sun"}
-    written = encoder.between_turns([result])
+    written, _ = encoder.between_turns([result])
     assert written == "<|call|><|start|>functions.look to=assistant<|message|>sun<|end|><|start|>assistant"
+
+
+ROLES_END_TURNS = (  # as GLM's, where the next message's role is drawn as a turn's end
+    "{% for m in messages %}{{ '<|observation|>' if m.role == 'tool' else '<|' + m.role + '|>' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("last", "role", "text"),
+    [
+        ("<|user|>", "user", "hi<|assistant|>"),
+        ("<|observation|>", "tool", "hi<|assistant|>"),
+        ("<|endoftext|>", "user", "<|user|>hi<|assistant|>"),
+        ("<|user|>", "tool", "<|observation|>hi<|assistant|>"),
+        ("<|observation|>", "user", "<|user|>hi<|assistant|>"),
+    ],
+)
+def test_a_message_keeps_its_role_behind_any_end_of_a_turn(tokenizer: Any, last: str, role: str, text: str) -> None:
+    encoder = PromptEncoder(tokenizer, EncodingConfig(chat_template=ROLES_END_TURNS))
+    end_ids = [tokenizer.convert_tokens_to_ids(token) for token in ("<|user|>", "<|observation|>", "<|endoftext|>")]
+    message = {"role": role, "content": "hi"}
+    ids = encoder.ids_between_turns(tokenizer.convert_tokens_to_ids(last), [message], end_ids)
+    assert tokenizer.decode(ids) == text

@@ -9,13 +9,14 @@ import pytest
 
 from rlhf_spmd.agents.dialect import Dialect, read_chat_request
 from rlhf_spmd.agents.forest import Draws, Forest
+from rlhf_spmd.data import encoding
 from rlhf_spmd.data.encoding import EncodingConfig
 from rlhf_spmd.data.tokenizer import load_tokenizer
 from rlhf_spmd.inference import conversations as module
 from rlhf_spmd.inference import service as services
 from rlhf_spmd.inference.conversations import Conversations
-from serving import ask, choices_of, program, service_of
-from tool_models import ANSWER, CALL, END, TEXT, THINK, THOUGHT, TOOL, forced, write_tool_model
+from serving import arrive, ask, choices_of, program, service_of
+from tool_models import ANSWER, CALL, END, OPEN, TEXT, THINK, THOUGHT, TOOL, forced, write_tool_model
 
 TALK: list[dict[str, Any]] = [{"role": "user", "content": "2 and 3?"}]
 ASKED: dict[str, Any] = {"tools": [TOOL], "ignore_eos": False, "return_token_ids": True}
@@ -113,19 +114,83 @@ def test_streams_thoughts_and_branches(service: services.Service) -> None:
         assert branch[: len(ids)] == ids
 
 
-def test_an_answer_that_a_stop_text_cut_is_not_kept(service: services.Service) -> None:
-    _, choice = chat(service, **ASKED, messages=TALK, stop=["see"], **forced(TEXT, END))
-    assert choice["stop_reason"] == "see"
+@pytest.mark.parametrize("stop", [{"stop": ["see"]}, {"stop_token_ids": [TEXT]}])
+def test_an_answer_that_a_stop_cut_is_not_kept(service: services.Service, stop: dict[str, Any]) -> None:
+    _, choice = chat(service, **ASKED, messages=TALK, **stop, **forced(TEXT, END))
+    assert choice["stop_reason"] in ("see", TEXT)
     talk = [*TALK, choice["message"], *TALK]
     assert chat(service, **ASKED, messages=talk, **forced(END))[0] == service.processor.encode([talk], tools=[TOOL])[0][0]
 
 
+def test_thoughts_of_others_are_not_read(service: services.Service) -> None:
+    """Two clients get one answer after different thoughts. Who sends them back reads their own; who does not, none."""
+    service.reasoning_tags = ("<think>", "</think>")
+    talks = []
+    for thought in (TEXT, OPEN):
+        _, choice = chat(service, **ASKED, messages=TALK, **forced(THINK, thought, THOUGHT, ANSWER, END))
+        assert choice["token_ids"] == [THINK, thought, THOUGHT, ANSWER, END]
+        talks.append(([*TALK, choice["message"], *TALK], thought))
+    for talk, thought in talks:
+        assert thought in chat(service, **ASKED, messages=talk, **forced(END))[0]
+    plain = {key: value for key, value in talks[0][0][1].items() if key != "reasoning_content"}
+    talk = [*TALK, plain, *TALK]
+    assert chat(service, **ASKED, messages=talk, **forced(END))[0] == service.processor.encode([talk], tools=[TOOL])[0][0]
+    edited = [*TALK, plain | {"reasoning_content": "x"}, *TALK]
+    assert THINK not in chat(service, **ASKED, messages=edited, **forced(END))[0]
+
+
+WANTS_CALLS = (
+    "{% set ns = namespace(call=none) %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}{% if ns.call is none %}{{ raise_exception('a result without a call') }}{% endif %}"
+    "<|{{ ns.call }}|>{{ m.content }}{% else %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% set ns.call = c.function.name %}<tool_call>{{ c.function | tojson }}</tool_call>"
+    "{% endfor %}{% endif %}{% endfor %}{% if tools and add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("more", [[], TALK])
+def test_a_result_has_the_name_of_its_function(service: services.Service, more: list[dict[str, Any]]) -> None:
+    """Also where the template refuses a result without its call, and writes the call's name before it."""
+    service.processor.tokenizer.chat_template = WANTS_CALLS
+    prompt, choice = chat(service, **ASKED, messages=TALK, **forced(*CALL, END))
+    talk = [*behind(choice["message"]), *more]
+    ids = chat(service, **ASKED, messages=talk, **forced(END))[0]
+    drawn = [*prompt, *CALL, END]
+    rendered = service.processor.encode([talk], tools=[TOOL])[0][1]
+    assert ids[: len(drawn)] == drawn and rendered is not None
+    text = service.processor.tokenizer.decode(ids)
+    assert text.endswith(rendered.partition("</tool_call>")[2]) and "<|add|>5" in text
+
+
+def test_a_long_message_is_refused_at_once(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, choice = chat(service, **ASKED, messages=TALK, **forced(ANSWER, END))
+    lengths = list[int]()
+    encode = encoding.encode_continued
+    monkeypatch.setattr(
+        encoding, "encode_continued", lambda tokenizer, text: lengths.append(len(text)) or encode(tokenizer, text)
+    )
+    with pytest.raises(ValueError, match="characters"):
+        service.read(
+            {"messages": [*TALK, choice["message"], {"role": "user", "content": "x" * 1_000_000}], "tools": [TOOL]}, "chat"
+        )
+    assert max(lengths, default=0) < 1_000_000
+
+
+def test_a_stream_is_kept_before_its_end_is_sent(service: services.Service) -> None:
+    reply = arrive(service, 0, "chat", **{**ASKED, "messages": TALK, "stream": True, **forced(ANSWER, END)})
+    known = []
+    service.replies[0] = lambda part: known.append(bool(service.conversations and service.conversations._ids))
+    while service.running or service.waiting or not service.arrivals.empty():
+        service.turn()
+    assert reply.empty() and known[-2:] == [True, True]  # the part with the finish reason, and the end
+
+
 def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_TOKENS", 10)
+    monkeypatch.setattr(module, "MAX_TOKENS", 12)
     conversations, answer = Conversations(), {"role": "assistant", "content": "x"}
 
     def ids_of(name: str) -> list[int]:
-        return conversations.attach([{"role": "user", "content": name}, answer, *TALK], [])[1]
+        return conversations.attach([{"role": "user", "content": name}, answer, *TALK], [])[2]
 
     for name in "abab":  # the second time in place of the first
         request = conversations.attach([{"role": "user", "content": name}], [])[0]

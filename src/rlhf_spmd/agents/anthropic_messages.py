@@ -11,7 +11,7 @@ from rlhf_spmd.agents.request_parts import chat_tools, joined_text, kind_of
 from rlhf_spmd.config.words import check_keys, listed
 
 # fields that a chat has under the same name
-SAME = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs")
+SAME = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs", "cache_salt")
 OTHER = ("messages", "system", "tools", "tool_choice", "stop_sequences")
 # fields that clients send and that change nothing here
 NO_EFFECT = ("metadata", "service_tier", "thinking", "cache_control", "context_management", "output_config", "inference_geo")

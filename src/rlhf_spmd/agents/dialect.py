@@ -129,7 +129,8 @@ class Dialect:
         if parent is None:
             text = self.encoder.apply_template(messages, options=options)
             return next(self.encoder.tokenize([text], special_tokens=False))
-        return self.encoder.ids_between_turns(parent.ids[-1], messages, self.end_ids, options)
+        calls = (parent.answer or {}).get("tool_calls") or ()
+        return self.encoder.ids_between_turns(parent.ids[-1], messages, self.end_ids, options, calls)
 
     def answer(self, turn: Turn, request: ChatRequest) -> Message:
         """Return the message that the agent gets for a turn: with ``tool_calls`` if the model may call tools and does."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
@@ -224,8 +225,30 @@ class PromptEncoder:
             length = shared_length(prompt_ids[prompt], ids)
             yield (ids[:length], ids[length:]) if length else (prompt_ids[prompt], encode(self.tokenizer, response))
 
-    def between_turns(self, messages: Sequence[Any], options: ChatOptions = NO_OPTIONS) -> str:
-        """Return what the template writes between two texts of the assistant, with ``messages`` in between.
+    def ids_between_turns(
+        self,
+        last: int,
+        messages: Sequence[Any],
+        end_ids: Collection[int],
+        options: ChatOptions = NO_OPTIONS,
+        calls: Sequence[Message] = (),
+    ) -> list[int]:
+        """Return the tokens between a turn of the assistant, whose last token is ``last``, and the next one.
+
+        A template's end-of-message token is left out if the turn has it already. ``calls``: of tools, in the turn.
+        Raises DataError as :meth:`between_turns`.
+        """
+        text, text_without = self.between_turns(messages, options, calls)
+        ids = encode_continued(self.tokenizer, text) or [last]  # a template may leave nothing of the messages
+        # a token that the template writes behind each turn; others that end turns, as GLM's ``<|user|>``, begin the next message
+        closes = ids[:1] == encode_continued(self.tokenizer, text_without)[:1]
+        has_ended = ids[0] == last or (closes and {ids[0], last} <= set(end_ids))
+        return ids[has_ended:]
+
+    def between_turns(
+        self, messages: Sequence[Any], options: ChatOptions = NO_OPTIONS, calls: Sequence[Message] = ()
+    ) -> tuple[str, str]:
+        """Return what the template writes between two texts of the assistant, with ``messages`` in between and without them.
 
         Raises DataError, also if the template leaves the messages out.
         """
@@ -235,45 +258,38 @@ class PromptEncoder:
             text = self.apply_template([*probe, *between], options=options).partition(PROBE)[2]
             text_without = self.apply_template(probe, options=options).partition(PROBE)[2]
         except DataError:
-            if all(message["role"] == "tool" for message in between):
+            if between[0]["role"] == "tool":
                 with suppress(DataError):
-                    return self._behind_calls(between, options)
+                    return self._behind_calls(between, options, calls)
             raise
         if text == text_without:
             roles = ", ".join(sorted({repr(message["role"]) for message in between}))
             raise RowError(f"the chat template leaves out messages of the role {roles}")
-        return text
+        return text, text_without
 
-    def ids_between_turns(
-        self, last: int, messages: Sequence[Any], end_ids: Collection[int], options: ChatOptions = NO_OPTIONS
-    ) -> list[int]:
-        """Return the tokens between a turn of the assistant, whose last token is ``last``, and the next one.
+    def _behind_calls(self, between: Sequence[Message], options: ChatOptions, calls: Sequence[Message]) -> tuple[str, str]:
+        """Return the text from the token that ends the assistant's calls on, with messages behind them and without.
 
-        A template's end-of-message token is left out if the turn has it already. Raises DataError as :meth:`between_turns`.
+        It is for templates that refuse results without calls. The messages begin with results of tools, whose functions ``calls``
+        name. Raises DataError if the template refuses the calls too, or if no added token ends them.
         """
-        text = self.between_turns(messages, options=options)
-        ids = encode_continued(self.tokenizer, text) or [last]  # a template may leave nothing of the messages
-        has_ended = ids[0] == last or {ids[0], last} <= set(end_ids)
-        return ids[has_ended:]
-
-    def _behind_calls(self, results: Sequence[Message], options: ChatOptions) -> str:
-        """Return the text from the token that ends the assistant's calls on, with ``results`` of tools behind them.
-
-        It is for templates that refuse results without calls. Raises DataError if the template refuses the calls too,
-        or if no added token ends them.
-        """
+        results = [*takewhile(lambda message: message["role"] == "tool", between)]
+        names = {call.get("id"): call["function"]["name"] for call in calls}
         ids = [f"call{number:05}" for number in range(len(results))]  # Mistral's templates want nine letters and digits
-        functions = [{"name": result.get("name") or "tool", "arguments": {PROBE: PROBE}} for result in results]
-        calls = [{"id": name, "type": "function", "function": call} for name, call in zip(ids, functions, strict=True)]
-        probe: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        functions = [
+            {"name": result.get("name") or names.get(result.get("tool_call_id"), "tool"), "arguments": {PROBE: PROBE}}
+            for result in results
+        ]
+        stand_ins = [{"id": name, "type": "function", "function": call} for name, call in zip(ids, functions, strict=True)]
+        probe: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": stand_ins}]
         answers = [{**result, "tool_call_id": name} for result, name in zip(results, ids, strict=True)]
         text_without = self.apply_template(probe, False, options).rpartition(PROBE)[2].rstrip()
-        text = self.apply_template([*probe, *answers], options=options).rpartition(PROBE)[2]
+        text = self.apply_template([*probe, *answers, *between[len(results) :]], options=options).rpartition(PROBE)[2]
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.content.strip()]
         ending = max((token for token in added if text_without.endswith(token)), key=len, default="")
         if not ending or not text.startswith(text_without):
             raise RowError("the end of the assistant's calls cannot be told")
-        return text[len(text_without) - len(ending) :]
+        return text[len(text_without) - len(ending) :], ending
 
     def source(self, options: ChatOptions) -> str:
         """Return the template for a row's tools, with ``template_date`` in it. Raises DataError if there is none."""

@@ -174,16 +174,17 @@ class ClientAnswer:
         ]
         return self._body(choices, usage=usage)
 
-    def messages(self) -> Iterator[tuple[Message, list[int]]]:
-        """Yield the message of each response of a chat, and the tokens of the conversation up to its end. All have ended.
+    def message(self, row: int) -> tuple[Message, list[int]] | None:
+        """Return the message of a response that has ended, and the tokens of the conversation up to its end.
 
-        A response that a stop text ended is left out: its message does not have all that was drawn.
+        None: the message does not have all that was drawn, because a stop text or token cut it, or it has no end.
         """
-        for row, response in self.responses.items():
-            if not isinstance(response.stop_reason, str):
-                delta = self._new_progress(row).advance(self._text_so_far(row, None), response.token_ids, None, response)
-                ids = [*self.prompt_requests[self.rows[row]].prompt_ids, *response.token_ids]
-                yield choice_of(0, delta, "chat", None)["message"], ids
+        response = self.responses[row]
+        if response.stop_reason is not None or response.finish_reason == "error":
+            return None
+        delta = self._new_progress(row).advance(self._text_so_far(row, None), response.token_ids, None, response)
+        ids = [*self.prompt_requests[self.rows[row]].prompt_ids, *response.token_ids]
+        return choice_of(0, delta, "chat", None)["message"], ids
 
     def _ids_so_far(self, row: int, state: SequenceState | None) -> Sequence[int]:
         if row in self.responses:

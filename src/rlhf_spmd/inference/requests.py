@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from rlhf_spmd.config.constraints import Range, Seed
 from rlhf_spmd.config.rules import Rule, Rules
 from rlhf_spmd.data.encoding import EncodingConfig, PromptEncoder, check_ids
-from rlhf_spmd.data.files import named_row
-from rlhf_spmd.data.messages import ChatOptions
+from rlhf_spmd.data.files import DataError, named_row
+from rlhf_spmd.data.messages import ChatOptions, Message
 from rlhf_spmd.data.reasoning import begins_reasoning
 from rlhf_spmd.data.tokenizer import decode, encode_continued, load_tokenizer, longest_token
 from rlhf_spmd.generation import Request, SamplingConfig
@@ -146,15 +146,26 @@ class RequestProcessor:
         return [encoded[i] for i in range(len(inputs))]
 
     def encode_behind(
-        self, ids: list[int], messages: Sequence[Any], variables: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
-    ) -> Prompt:
-        """Return the prompt of a chat that goes on from the tokens ``ids``, the last of which ends an answer, with ``messages``.
+        self,
+        ids: list[int],
+        answer: Message,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> Prompt | None:
+        """Return the prompt of a chat that goes on from the tokens ``ids``, which end with an ``answer``, with ``messages`` behind it.
 
-        Local; any thread may call. Raises ValueError or DataError, one line.
+        None: the template cannot write them alone, or they are too long. Local; any thread may call. Raises ValueError.
         """
+        if sum(len(message["content"]) for message in messages) > self.longest * longest_token(self.tokenizer):
+            return None  # tokenising megabytes would take minutes
         encoder = PromptEncoder(self.tokenizer, EncodingConfig(chat_template_kwargs=dict(variables)), "")
         options = ChatOptions([*tools] or None)
-        behind = encoder.ids_between_turns(ids[-1], messages, self.engine.generator.eos_ids, options)
+        calls = answer.get("tool_calls") or ()
+        try:
+            behind = encoder.ids_between_turns(ids[-1], messages, self.engine.generator.eos_ids, options, calls)
+        except DataError:
+            return None
         ((prompt_ids, _),) = self.encode([[*ids, *behind]])
         return prompt_ids, decode(self.tokenizer, [prompt_ids], skip_special_tokens=False)[0]
 

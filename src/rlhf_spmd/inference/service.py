@@ -19,7 +19,7 @@ import torch
 from rlhf_spmd.agents.answer_calls import forced_text
 from rlhf_spmd.agents.http import HttpError, error_answer
 from rlhf_spmd.config.words import counted
-from rlhf_spmd.data.messages import Message, check_messages
+from rlhf_spmd.data.messages import check_messages
 from rlhf_spmd.environments.tool_calls import detect_format
 from rlhf_spmd.generation import Completion, GenerationLimits, NotFinite, Request, SamplingConfig
 from rlhf_spmd.generation.sequence import SequenceState
@@ -162,13 +162,16 @@ class Service:
             num_ids = self.engine.generator.num_drawable
             check_characters(forced_text(tools), self.processor.tokenizer, num_ids, f"tool_choice={format.tool_choice!r}")
         variables = {**self.variables, **format.variables}
-        conversation, ids, messages = None, list[int](), list[Message]()
+        conversation, prompt = None, None
         if dialect == "chat" and self.conversations is not None:
-            options = [model, format.cache_salt, format.tools, variables]
-            conversation, ids, messages = self.conversations.attach(check_messages(prompts[0]), options)
-        if ids and messages[-1]["role"] != "assistant":  # which is continued, as the template writes it
-            encoded = [self.processor.encode_behind(ids, messages, variables, format.tools)]
-        else:
+            messages = check_messages(prompts[0])
+            options = [model, format.cache_salt, format.tools, format.tool_choice, format.parallel_tool_calls, variables]
+            conversation, number, ids = self.conversations.attach(messages, options)
+            if ids and messages[-1]["role"] != "assistant":  # which is continued, as the template writes it
+                behind = messages[number - 1], messages[number:]
+                prompt = self.processor.encode_behind(ids, *behind, variables, format.tools)
+        encoded = [prompt] if prompt else None
+        if encoded is None:
             encoded = self.processor.encode(prompts, variables=variables, generates=format.generates, tools=format.tools)
         fields = {key: value for key, value in body.items() if key not in OTHER}
         if self.names_by_id:
@@ -427,6 +430,8 @@ class Service:
         answer = request.answer
         for row in answer.rows.keys() & completions.keys():
             answer.add_response(completions[row])
+            if self.conversations is not None and answer.conversation is not None and (message := answer.message(row)):
+                self.conversations.add(answer.conversation, *message)
             self.num_ended[answer.responses[row].finish_reason] += 1
         if request.unscored:
             return
@@ -435,9 +440,6 @@ class Service:
         if len(answer.responses) < len(answer.rows):
             return
         del self.running[request.number]
-        if self.conversations is not None and answer.conversation is not None:
-            for message, ids in answer.messages():
-                self.conversations.add(answer.conversation, message, ids)
         if (last_chunk := answer.last_chunk()) is not None:
             self._put(request.number, (200, last_chunk))
         self._put(request.number, None)

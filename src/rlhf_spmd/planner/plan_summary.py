@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from rlhf_spmd.config.json_input import parse_json
-from rlhf_spmd.planner.machine import GIB, Machine
+from rlhf_spmd.planner.machine import Machine
 from rlhf_spmd.planner.plan_file import PlacedCall, PlanFile
 from rlhf_spmd.planner.planning import PlanResult
 
