@@ -208,6 +208,23 @@ def test_pages_wait_and_are_the_same_again(path: str, kv_cache: str) -> None:
     assert generator._micro_batches is None and live_bytes() < before + 100_000
 
 
+@pytest.mark.parametrize("kv_cache", ["keep", "offload"])
+def test_other_rows_have_the_memory_of_rows_that_wait(path: str, kv_cache: str) -> None:
+    """A validation, say: the cache of the rows in flight may have taken all there is. They go on without a token computed twice."""
+    requests, other = ragged_requests(samples=2, max_new_tokens=20), [Request(1000, 1000, [5, 6, 7], 8)]
+    expected, others = build(path).generate(requests, S, 3, 5), build(path).generate(other, S, 3, 5)
+    generator = build(path, kv_cache=kv_cache, num_pages=300)
+    ended = generator.generate_until(requests, S, 3, 5, GenerationLimits(steps=4), 1)
+    generator.before_training()
+    assert generator._micro_batches is not None
+    cache, sizes = generator._micro_batches.micro_batches[0].cache, list[int]()
+    assert_same(generator.generate(other, S, 3, 5, lambda: sizes.append(cache.pages.nbytes)), others)
+    assert sizes and not any(sizes)
+    ended += generator.generate_until([], S, 3, 5, GenerationLimits(), 1)
+    assert generator.stats.prefill_tokens == 0
+    assert_same(sorted(ended, key=lambda row: row.row_id), expected)
+
+
 @pytest.mark.parametrize("name", [None, "gemma4"])  # whose layers have pages of two shapes
 def test_rows_go_on_from_what_older_weights_computed(paths: list[str], name: str | None, tmp_path: Path) -> None:
     """Under other weights: only the last token of a row is new to them, and rows of a prompt that begin later share nothing."""

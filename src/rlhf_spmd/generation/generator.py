@@ -100,6 +100,8 @@ class Generator:
         call = self._check(requests, sampling, seed, step if version is None else version, tick)
         call = replace(call, environments=environments, finished_groups=finished_groups)
         rows = [SequenceState(request, step) for request in requests]
+        if rows and self._micro_batches is not None:
+            self._micro_batches.offload()  # or the pages of kept rows would leave no room
         if rows:
             self._advance(rows, None, call)
         self.stats.seconds = time.perf_counter() - started

@@ -143,7 +143,12 @@ class KVCache:
             self.global_head_cache.copy_pages(copies)
 
     def offload(self, used: Sequence[int]) -> None:
-        """Free the memory. The pages ``used`` wait in host memory, pinned where the cache is on a GPU."""
+        """Free the memory. The pages ``used`` wait in host memory, pinned where the cache is on a GPU.
+
+        Does nothing if they wait already.
+        """
+        if self._on_host is not None:
+            return
         for part in self._parts:
             part.offload(used)
         index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)

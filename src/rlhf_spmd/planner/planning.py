@@ -181,7 +181,9 @@ def to_file(
         is_configured = builder.fixed is not None and builder.fixed.calls[call.name].gpu_memory_utilization is None
         is_planned = call.kind == "generate" and not is_configured
         share = (
-            _memory_share(builder.machine, problem, choice.rank_range, resident + copy_bytes, option) if is_planned else None
+            _memory_share(builder.machine, problem, choice.rank_range, resident + copy_bytes, option, call.generation.kv_cache)
+            if is_planned
+            else None
         )
         needed, room = _fullest_rank(builder.machine, problem, choice.rank_range, resident + copy_bytes, option)
         placed[call.name] = replace(
@@ -222,16 +224,18 @@ def _fullest_rank(machine: Machine, problem: Problem, ranks: RankRange, held: fl
     )
 
 
-def _memory_share(machine: Machine, problem: Problem, ranks: RankRange, resident: float, option: Option) -> float:
+def _memory_share(
+    machine: Machine, problem: Problem, ranks: RankRange, resident: float, option: Option, kv_cache: str
+) -> float:
     """Return ``gpu_memory_utilization`` of a generating call on ``ranks`` beside ``resident`` bytes of weights and states."""
     memory = slice(ranks.first, ranks.end)
     if machine.device.on_host:
         share = option.cache * CACHE_MARGIN / max(min(problem.memory[memory]) - resident, 1.0)
     else:
-        # not less than the default: nothing else of this process needs memory meanwhile
         share = max(
             (resident + amount + (CACHE_MARGIN - 1) * option.cache) / machine.memory[parts[0].first]
             for parts, amount in zip(problem.parts_of_kinds(ranks), option.bytes_of_kinds, strict=True)
         )
-        share = max(share, GenerationConfig().memory_share(on_host=False))
+        if kv_cache != "keep":  # nothing else of this process needs memory meanwhile
+            share = max(share, GenerationConfig().memory_share(on_host=False))
     return round(min(max(share, 0.05), 0.95), 3)

@@ -127,9 +127,15 @@ class FastestWithin:
         self._bytes: list[KindBytes] = []  # each fits where no later one does, or is slower
         self._fastest: list[tuple[float, int]] = []
         for amounts, seconds, option in sorted(options):
-            if not any(fits(other, amounts) and self._fastest[i][0] <= seconds for i, other in enumerate(self._bytes)):
+            if not self._is_beaten(amounts, seconds):
                 self._bytes.append(amounts)
                 self._fastest.append((seconds, option))
+
+    def _is_beaten(self, amounts: KindBytes, seconds: float) -> bool:
+        """Return True if an option in the table needs no more, and is as fast."""
+        if len(amounts) == 1:  # all in the table need less, and the last is the fastest
+            return bool(self._fastest) and self._fastest[-1][0] <= seconds
+        return any(fits(other, amounts) and self._fastest[i][0] <= seconds for i, other in enumerate(self._bytes))
 
     def within(self, room: KindBytes) -> tuple[float, int]:
         """Return (seconds, option) of the fastest option within ``room`` bytes, or (inf, -1) if none fits."""
