@@ -268,7 +268,14 @@ def evaluate_file(request: PlanRequest, path: str) -> PlanResult:
     machine, _ = request.target
     file = read_plan(path, "plan.fixed")
     check_calls(file, request.calls, machine, path)
-    return _evaluate(request, file, *planned_run(request.config, file, request.unplaced_roles, request.step()))
+    result = _evaluate(request, file, *planned_run(request.config, file, request.unplaced_roles, request.step()))
+    if result.refusal is not None:  # its remedies are keys
+        return replace(result, refusal=f"{result.refusal}; what {path} says comes before keys of the command line")
+    if result.warning is None and any(call.memory_gb > call.room_gb for call in result.file.calls.values()):
+        return replace(
+            result, warning="not all rows in flight have room in the cache, so generation takes longer than this says"
+        )
+    return result
 
 
 def _evaluate(request: PlanRequest, file: PlanFile, role_plans: RolePlans, step: StepFacts) -> PlanResult:

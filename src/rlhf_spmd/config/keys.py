@@ -51,7 +51,8 @@ class Key:
     def lines(self, width: int) -> str:
         """Return the key as ``--help`` shows it."""
         default = "must be given" if self.default is None else f"= {self.default}"
-        text = re.sub(r"\[[^]]*\]\(([^)#]*)[^)]*\)", r"docs/\1", self.text)
+        text = re.sub(r"\[([^]]*)\]\(([^)#]*)[^)]*\)", r"\1 (docs/\2)", self.text)
+        text = re.sub(r"(\S+) \(docs/\1\)", r"docs/\1", text)  # a link that is called as its file
         return f"  {self.name} {default} ({self.kind})\n{_indented(text, width)}".rstrip()
 
 

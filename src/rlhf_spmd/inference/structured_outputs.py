@@ -189,8 +189,9 @@ class GrammarMask:
         masked = logits.where(on_device(allowed, logits.device), -math.inf)
         if bits[-1]:
             masked[self.stop_ids] = logits[self.stop_ids]
-        if masked.amax() == -math.inf:  # no token goes on, or other rules, as ``min_tokens``, keep out all that may follow
-            masked[self.stop_ids] = 0.0
+        # no token goes on, or other rules, as ``min_tokens``, keep out all that may follow; a condition would wait for the device
+        is_dead_end = masked.amax() == -math.inf
+        masked[self.stop_ids] = masked[self.stop_ids].masked_fill(is_dead_end, 0.0)
         return masked
 
     def allows(self, token_ids: list[int]) -> bool:

@@ -115,8 +115,8 @@ class QueueConfig:
     - in_flight: prompts that are answered at a time, of which a step takes `data.train_batch_size`, those whose responses ended
       first; null: as many. See [generation.md](generation.md#responses-that-take-several-steps)
     - max_staleness: by how many steps the weights that drew a token may be older than those that learn it; older tokens are read and
-      not learned. Prompts in flight use `in_flight / train_batch_size` - 1 of these steps, rounded up. By the others generation,
-      on ranks of its own, runs [ahead of training](placement.md#one-step-ahead). null: rows may take any number of steps, and
+      not learned. Prompts in flight use `in_flight / train_batch_size` - 1 of these steps, rounded up. Generation on ranks of its
+      own runs [ahead of training](placement.md#one-step-ahead) by the rest. null: rows may take any number of steps, and
       generation and training take turns
     - chunks: chunks in which rows leave generation for roles on other ranks, see [Streaming](placement.md#streaming); 1: all together
     """
