@@ -161,7 +161,8 @@ def _add_kept_pages(
             else:  # all that generation has on the device is this share of it
                 cache = share * (step.reserve + held + needed) - held - weights - generating["work"]
             cache = np.maximum(cache / max(1 - share, 1e-9), generating["cache"])
-            parts[f"pages of {role} between steps"] = np.minimum(cache, memories[role].largest_cache(keeping))
+            pages = np.minimum(cache, memories[role].largest_cache(keeping))
+            parts["pages between steps"] = parts.get("pages between steps", 0.0) + pages
 
 
 def _rank_kinds(
