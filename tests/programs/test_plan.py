@@ -485,7 +485,7 @@ def test_a_plan_replaces_the_speeds_of_the_configuration() -> None:
 def test_a_thousand_ranks_of_three_kinds_are_proved(capsys: pytest.CaptureFixture[str]) -> None:
     groups = "cluster.groups=[{nodes: 64, gpu: h100}, {nodes: 32, gpu: a100}, {nodes: 32, gpu: h200}]"
     rows = ("data.train_batch_size=8192", "algorithm.ppo_mini_batch_size=1024", "sampling.n=1")
-    planned = planned_by(capsys, *large("actor", "reward"), groups, *rows)
+    planned = planned_by(capsys, *large("actor", "reward"), groups, *rows, "plan.time_limit_s=600")
     assert planned["optimal"] is True and planned["fits"] is True
     assert len({rank for call in planned["calls"].values() for rank in call["ranks"]}) == 1024
 
