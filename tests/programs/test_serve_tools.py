@@ -512,5 +512,5 @@ def test_a_call_that_the_tokenizer_cannot_spell_is_refused(service: services.Ser
     assert part is not None and part[0] == 400
     assert (
         part[1]["error"]["message"]
-        == "tool_choice='required': no token of the model has the character '\u00e9', which a call needs"
+        == "tool_choice='required': no token of the model has the character '\u00e9', which the response needs"
     )
