@@ -148,6 +148,14 @@ WANTS_CALLS = (
 )
 
 
+def test_the_first_call_may_be_forced(service: services.Service) -> None:
+    prompt, choice = chat(service, **ASKED, messages=TALK, tool_choice="required", max_tokens=200, temperature=1.0, seed=1)
+    assert choice["finish_reason"] == "tool_calls", choice
+    drawn = [*prompt, *choice["token_ids"]]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "5"} for call in choice["message"]["tool_calls"]]
+    assert chat(service, **ASKED, messages=[*TALK, choice["message"], *results], **forced(END))[0][: len(drawn)] == drawn
+
+
 @pytest.mark.parametrize("more", [[], TALK])
 def test_a_result_has_the_name_of_its_function(service: services.Service, more: list[dict[str, Any]]) -> None:
     """Also where the template refuses a result without its call, and writes the call's name before it."""

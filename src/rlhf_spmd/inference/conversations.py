@@ -11,9 +11,8 @@ from typing import Any
 from rlhf_spmd.agents.forest import canonical, digest
 from rlhf_spmd.data.messages import Message, thoughts_of
 
-MAX_TOKENS = (
-    1 << 24
-)  # of all conversations, with one more for each; those that were not used for the longest time are forgotten
+# of all conversations, with one more for each; those that were not used for the longest time are forgotten
+MAX_TOKENS = 1 << 24
 
 
 class Conversations:

@@ -165,14 +165,12 @@ class Service:
         conversation, prompt = None, None
         if dialect == "chat" and self.conversations is not None:
             messages = check_messages(prompts[0])
-            options = [model, format.cache_salt, format.tools, format.tool_choice, format.parallel_tool_calls, variables]
+            options = [model, format.cache_salt, format.tools, variables]
             conversation, number, ids = self.conversations.attach(messages, options)
             if ids and messages[-1]["role"] != "assistant":  # which is continued, as the template writes it
                 behind = messages[number - 1], messages[number:]
                 prompt = self.processor.encode_behind(ids, *behind, variables, format.tools)
-        encoded = [prompt] if prompt else None
-        if encoded is None:
-            encoded = self.processor.encode(prompts, variables=variables, generates=format.generates, tools=format.tools)
+        encoded = [prompt] if prompt else self.processor.encode(prompts, None, variables, format.generates, format.tools)
         fields = {key: value for key, value in body.items() if key not in OTHER}
         if self.names_by_id:
             fields["return_tokens_as_token_ids"] = True
