@@ -270,7 +270,7 @@ def evaluate_file(request: PlanRequest, path: str) -> PlanResult:
     check_calls(file, request.calls, machine, path)
     result = _evaluate(request, file, *planned_run(request.config, file, request.unplaced_roles, request.step()))
     if result.refusal is not None:  # its remedies are keys
-        return replace(result, refusal=f"{result.refusal}; what {path} says comes before keys of the command line")
+        return replace(result, refusal=f"{result.refusal}; what {path} sets must be changed there")
     if result.warning is None and any(call.memory_gb > call.room_gb for call in result.file.calls.values()):
         return replace(
             result, warning="not all rows in flight have room in the cache, so generation takes longer than this says"

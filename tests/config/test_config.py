@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -367,6 +367,11 @@ def test_keys_of_a_piece_are_keys_of_its_section() -> None:
         load(Whole, None, ["clp=0.1"])
     with pytest.raises(ConfigError, match=r"^clip=2\.0: must be above 0 and at most 1$"):
         check_tree(load(Whole, None, ["clip=2"]))
+
+
+def test_help_keeps_the_words_of_links() -> None:
+    key = replace(next(iter(list_keys(Whole, {}))), text="runs [ahead](a.md#b) of it, see [c.md](c.md#d)")
+    assert "runs ahead (docs/a.md) of it, see docs/c.md" in key.lines(80)
 
 
 def test_help_shows_ranges_and_the_defaults_of_a_piece() -> None:

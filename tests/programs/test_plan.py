@@ -141,6 +141,19 @@ def test_pages_between_steps_count_in_plans(capsys: pytest.CaptureFixture[str], 
     assert "pages between steps" in refusal and "fit with models.actor.generation.kv_cache=offload" in refusal
     searched = planned_by(capsys, *settings, keep, config=preset)
     assert searched["refusal"] is None and searched["optimal"] is False
+    assert searched["room_gb"] == pytest.approx(79.2, abs=0.1), "of the device, not of the smaller one that was searched"
+    assert 0 < searched["calls"]["actor.generate_sequences"]["gpu_memory_utilization"] < 0.9, "training needs the rest"
+
+
+def test_a_cache_that_lacks_rows_in_flight_is_warned_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    preset, out = str(CONFIGS / "presets" / "grpo_qwen2.5_7b_8gpu.yaml"), tmp_path / "plan.yaml"
+    settings = ("cluster.nodes=1", "rollout.in_flight=1536", "models.actor.activation_checkpointing=selective")
+    planned_by(capsys, *settings, "plan.fixed=config", f"plan.out={out}", config=preset)
+    text = re.sub(r"max_num_seqs: \d+", "max_num_seqs: 2048\n    gpu_memory_utilization: 0.5", out.read_text())
+    (tmp_path / "more.yaml").write_text(text)
+    planned = planned_by(capsys, *settings, f"plan.fixed={tmp_path / 'more.yaml'}", config=preset)
+    assert planned["refusal"] is None and "not all rows in flight have room" in planned["warning"]
+    assert planned["memory_gb"] > planned["room_gb"]
 
 
 def test_all_calls_of_a_role_in_few_bits_are_at_home(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -223,14 +223,17 @@ def canonical(message: Message) -> list[Any]:
     return [message["role"], message.get("content") or "", calls, message.get("name"), message.get("tool_call_id")]
 
 
-def conversation_digests(messages: Sequence[Message], options: Any) -> list[str]:
+def conversation_digests(
+    messages: Sequence[Message], options: Any, identity: Callable[[Message], Any] | None = None
+) -> list[str]:
     """Return a digest of each beginning of a conversation: of no message, of one, and so on.
 
-    ``options``: what decides the text of a conversation beside its messages, as values that JSON can have.
+    - options: what decides the text of a conversation beside its messages, as values that JSON can have
+    - identity: what two messages must have in common to be the same one; None: :func:`canonical`
     """
     digests = [digest(options)]
     for message in messages:
-        digests.append(digest(digests[-1], canonical(message)))
+        digests.append(digest(digests[-1], (identity or canonical)(message)))
     return digests
 
 

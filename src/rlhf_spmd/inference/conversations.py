@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
-from rlhf_spmd.agents.forest import canonical, digest
+from rlhf_spmd.agents.forest import canonical, conversation_digests, digest
 from rlhf_spmd.data.messages import Message, thoughts_of
 
 # of all conversations, with one more for each; those that were not used for the longest time are forgotten
@@ -32,9 +32,7 @@ class Conversations:
 
         There are none if no conversation is a prefix. ``options``: what decides the text beside the messages.
         """
-        digests = [digest(options)]
-        for message in messages:
-            digests.append(digest(digests[-1], canonical(message), thoughts_of(message)))
+        digests = conversation_digests(messages, options, lambda message: [canonical(message), thoughts_of(message)])
         with self._lock:
             for number in range(len(messages) - 1, 0, -1):
                 if ids := self._ids.get(digests[number]):
@@ -44,7 +42,7 @@ class Conversations:
 
     def add(self, request: str, answer: Message, ids: Sequence[int]) -> None:
         """Keep the tokens of a conversation: of the request with this digest and of its ``answer``."""
-        names = {digest(request, canonical(answer), thoughts) for thoughts in ("", thoughts_of(answer))}
+        names = {digest(request, [canonical(answer), thoughts]) for thoughts in ("", thoughts_of(answer))}
         with self._lock:
             for name in names:
                 old = self._ids.pop(name, None)

@@ -213,15 +213,11 @@ def _fullest_resident(problem: Problem, plan: Plan, ranks: RankRange) -> float:
     return max(sum(amount for home, amount in homes if rank in home.ranks) for rank in sorted(edges) if rank in ranks.ranks)
 
 
-def _fullest_rank(machine: Machine, problem: Problem, ranks: RankRange, held: float, option: Option) -> tuple[float, float]:
-    """Return the bytes of the rank that has least left in a call on ``ranks``, with the bytes ``held``, and those of its device."""
-    return min(
-        (
-            (held + amount, min(machine.memory[rank] for part in parts for rank in part.ranks))
-            for parts, amount in zip(problem.parts_of_kinds(ranks), option.bytes_of_kinds, strict=True)
-        ),
-        key=lambda pair: pair[1] - pair[0],
-    )
+def _fullest_rank(machine: Machine, problem: Problem, ranks: RankRange, resident: float, option: Option) -> tuple[float, float]:
+    """Return the bytes of the rank that has least left in a call on ``ranks`` beside ``resident`` bytes, and its device's."""
+    by_kind = zip(problem.parts_of_kinds(ranks), option.bytes_of_kinds, strict=True)
+    needs = [(resident + amount, machine.memory[parts[0].first]) for parts, amount in by_kind]
+    return min(needs, key=lambda need: need[1] - need[0])
 
 
 def _memory_share(

@@ -143,7 +143,7 @@ def _add_kept_pages(
     The generator's cache grows with the memory of the device, up to that of all rows in flight. Counted is the cache on a device
     that has just enough for both cache and call. A larger device has a larger cache, and still more memory for the call.
     """
-    held = total(resident)
+    resident_bytes = total(resident)
     nodes = {(node.role.name, node.spec.name): node for node in step.graph.nodes if node.role.name in memories}
     for (role, method), keeping in nodes.items():
         if not memories[role].keeps_pages(keeping):
@@ -159,7 +159,7 @@ def _add_kept_pages(
             if step.on_host:  # the cache is this share of what is free beside the weights
                 cache = share * (needed - weights)
             else:  # all that generation has on the device is this share of it
-                cache = share * (step.reserve + held + needed) - held - weights - generating["work"]
+                cache = share * (step.reserve + resident_bytes + needed) - resident_bytes - weights - generating["work"]
             cache = np.maximum(cache / max(1 - share, 1e-9), generating["cache"])
             pages = np.minimum(cache, memories[role].largest_cache(keeping))
             parts["pages between steps"] = parts.get("pages between steps", 0.0) + pages

@@ -219,13 +219,20 @@ def checked_plan(
         if device_excess <= 0 and host_excess <= 0:
             if reduced_machine is machine:
                 return planned
-            return replace(planned, search=replace(planned.search, optimal=False, lower_bound=0.0))
+            file = _on_devices_with(planned.file, machine.memory[0] - reduced_machine.memory[0])
+            return replace(planned, file=file, search=replace(planned.search, optimal=False, lower_bound=0.0))
         device_reduction = SLACK * device_excess + _least_left(planned.file, reduced_machine) if device_excess > 0 else 0.0
         host_reduction = max(host_excess, 0.0) * SLACK
         memory = tuple(size - device_reduction for size in reduced_machine.memory)
         reduced_machine = replace(reduced_machine, memory=memory, host_memory=reduced_machine.host_memory - host_reduction)
     excess, where = (device_excess, "a rank") if device_excess > 0 else (host_excess, "a host")
     raise ValueError(f"no plan was found that fits: the last one needs {excess / GIB:.1f} GiB more than {where} has")
+
+
+def _on_devices_with(file: PlanFile, more: float) -> PlanFile:
+    """Return a plan whose devices have so many more bytes than those for which it was searched."""
+    calls = {name: replace(call, room_gb=round(call.room_gb + more / GIB, 2)) for name, call in file.calls.items()}
+    return replace(file, calls=calls)
 
 
 def _least_left(file: PlanFile, machine: Machine) -> float:
