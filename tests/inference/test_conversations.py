@@ -50,9 +50,11 @@ def behind(message: dict[str, Any], content: str = "5") -> list[dict[str, Any]]:
     return [*TALK, message, {"role": "tool", "tool_call_id": call["id"], "content": content}]
 
 
-def in_training(model: Path, prompt: list[int], drawn: list[int], messages: list[dict[str, Any]]) -> list[int]:
+def in_training(
+    model: Path, prompt: list[int], drawn: list[int], messages: list[dict[str, Any]], template: str | None = None
+) -> list[int]:
     """The tokens that an agent's next turn reads in training, behind a turn that drew ``drawn``."""
-    dialect = Dialect(load_tokenizer(str(model)), EncodingConfig(), [END])
+    dialect = Dialect(load_tokenizer(str(model)), EncodingConfig(chat_template=template), [END])
     request = read_chat_request({"messages": TALK, "tools": [TOOL]})
     forest, options = Forest("an attempt"), request.conversation_options
     turn = forest.add(None, request.messages, dialect.read_ids(None, request.messages, request.options), options)
@@ -157,7 +159,7 @@ def test_the_first_call_may_be_forced(service: services.Service) -> None:
 
 
 @pytest.mark.parametrize("more", [[], TALK])
-def test_a_result_has_the_name_of_its_function(service: services.Service, more: list[dict[str, Any]]) -> None:
+def test_a_result_has_the_name_of_its_function(service: services.Service, model: Path, more: list[dict[str, Any]]) -> None:
     """Also where the template refuses a result without its call, and writes the call's name before it."""
     service.processor.tokenizer.chat_template = WANTS_CALLS
     prompt, choice = chat(service, **ASKED, messages=TALK, **forced(*CALL, END))
@@ -168,6 +170,7 @@ def test_a_result_has_the_name_of_its_function(service: services.Service, more: 
     assert ids[: len(drawn)] == drawn and rendered is not None
     text = service.processor.tokenizer.decode(ids)
     assert text.endswith(rendered.partition("</tool_call>")[2]) and "<|add|>5" in text
+    assert ids == in_training(model, prompt, [*CALL, END], talk, WANTS_CALLS)
 
 
 def test_a_long_message_is_refused_at_once(service: services.Service, monkeypatch: pytest.MonkeyPatch) -> None:
