@@ -109,12 +109,12 @@ def test_a_run_whose_episodes_nobody_fetches_ends_and_says_so(root: Path, tmp_pa
 
 @pytest.mark.long
 def test_a_run_that_cannot_listen_ends(root: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = tasks.free_port()
+    with socket.create_server(("127.0.0.1", port)):
         overrides = settings(root, tmp_path, 1, f"agent.external=127.0.0.1:{port - 1}")
         assert Program(2, overrides, tmp_path / "output.txt", tasks.environment()).wait() == 2
     status = json.loads((tmp_path / "exit_status.json").read_text())
-    assert (status["class"], status["rank"]) == ("config", 1)
+    assert (status["class"], status["rank"]) == ("config", 1), status["message"]
     assert f"agent.external='127.0.0.1:{port - 1}': replica 1 cannot listen at port {port}: " in status["message"]
 
 

@@ -257,8 +257,7 @@ uvicorn.run(create_fastapi_app(Digits, Say, Heard, max_concurrent_envs=64), port
 @pytest.fixture
 def openenv_server() -> Iterator[str]:
     pytest.importorskip("openenv", reason="openenv is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = tasks.free_port()
     process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)])
     for _ in range(600):
         with socket.socket() as probe:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import tasks
 from rlhf_spmd.config.load import check_tree, load, to_yaml
 from rlhf_spmd.config.schema import ConfigError
 from rlhf_spmd.telemetry import trackers
@@ -73,12 +74,6 @@ def run_steps(run_dir: Path, config: GlobalReduce, started_at: int = 0, steps: i
 
 def steps_of(run_dir: Path) -> list[int]:
     return [line["step"] for line in read_jsonl(run_dir / "metrics.jsonl")]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_without_a_tracker_no_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +154,7 @@ def test_wandb_online_goes_on_offline(
     trouble: str,
     line: str,
 ) -> None:
-    home.setenv("WANDB_BASE_URL", silent_server if trouble == "no answer" else f"http://127.0.0.1:{free_port()}")
+    home.setenv("WANDB_BASE_URL", silent_server if trouble == "no answer" else f"http://127.0.0.1:{tasks.free_port()}")
     if trouble == "no network":
         home.setenv("WANDB_API_KEY", "0" * 40)
     run_steps(tmp_path / "run", tracked_by("wandb", "logger.timeout_s=2"))
