@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from threading import BoundedSemaphore
+from threading import BoundedSemaphore, Event
 from typing import Any, ClassVar
 
 import pytest
@@ -292,10 +292,19 @@ def test_calls_of_a_turn_run_together_and_the_model_reads_which_took_too_long() 
 def test_calls_that_never_return_fail_their_rows_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their threads cannot be ended; without them no call would have an answer, for the rest of the run."""
     monkeypatch.setattr(tools_module, "RUNNING_CALLS", BoundedSemaphore(1))
-    tools, turn = Tools(["test_several:nap"], format="llama3_json"), '{"name": "nap", "parameters": {"seconds": 100}}'
+    tools, turn = Tools(["test_several:stay"], format="llama3_json"), '{"name": "stay", "parameters": {}}'
     assert tools.step(turn, TurnContext(timeout_s=0.1))[0][0]["content"] == "error: no result within 0.09 s"  # type: ignore[index]
     with pytest.raises(RuntimeError, match="512 calls of tools have not returned; give the tools time limits of their own"):
         tools.step(turn, TurnContext(timeout_s=0.1))
+    MAY_RETURN.set()
+    assert tools_module.RUNNING_CALLS.acquire(timeout=60), "a call that returns leaves its thread to others"
+
+
+MAY_RETURN = Event()
+
+
+def stay() -> None:
+    MAY_RETURN.wait()
 
 
 LATE = "error: no result within 0.45 s"
