@@ -59,6 +59,12 @@ async def tool_user(base_url: str, row: Mapping[str, Any]) -> float:
     return total / 3
 
 
+async def tool_user_of_chats(base_url: str, row: Mapping[str, Any]) -> float:
+    """The same for data whose prompts are messages."""
+    (message,) = row["prompt"]
+    return await tool_user(base_url, {"prompt": message["content"]})
+
+
 async def tool_user_of_responses(base_url: str, row: Mapping[str, Any]) -> float:
     """The same over OpenAI's Responses."""
     items: list[Any] = [{"role": "user", "content": row["prompt"]}]

@@ -24,7 +24,7 @@ from rlhf_spmd.generation.multi_turn import Environments
 from rlhf_spmd.generation.sequence import Completion, Request
 from rlhf_spmd.objectives.rollout_correction import mismatch_sums
 from rlhf_spmd.telemetry.progress import say
-from rlhf_spmd.workers.agent_rollouts import AgentRollouts, AgentRow
+from rlhf_spmd.workers.agent_rollouts import AgentRollouts, agent_row
 from rlhf_spmd.workers.critic import CriticWorker
 from rlhf_spmd.workers.model_worker import ModelWorker
 from rlhf_spmd.workers.objective import (
@@ -181,7 +181,7 @@ class ActorWorker(ModelWorker):
         assert self.rollout_engine is not None
         columns = decode_json(batch["row"]) if len(batch) else []
         ids = zip(batch.row_ids.tolist(), batch.group_ids.tolist(), columns, strict=True)
-        rows = {row: AgentRow(group, values) for row, group, values in ids if row % config.max_rows == 0}
+        rows = {row: agent_row(group, values) for row, group, values in ids if row % config.max_rows == 0}
         tick = self.rollout_engine.tick_together
         ended = self.agents.run(rows, sampling, global_step, version, tick, num_groups)
         failures = [row.failure for row in ended.rows if row.failure is not None]

@@ -32,6 +32,7 @@ from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request
+from rlhf_spmd.rewards.row_values import chat_messages
 from rlhf_spmd.telemetry.progress import say
 
 RUN_STEPS = 16  # steps of the generator after which turns that have come meanwhile join
@@ -40,10 +41,18 @@ WAIT_S = 0.02  # between looks for requests while none is generated
 
 
 class AgentRow(NamedTuple):
-    """A row that an agent answers: its group, and its columns."""
+    """A row that an agent answers: its group, and its columns as the data have them."""
 
     group_id: int
     columns: Mapping[str, Any]
+
+
+def agent_row(group_id: int, row: Mapping[str, Any]) -> AgentRow:
+    """Return what an agent reads of ``row``, which is as rewards see it.
+
+    A prompt of messages is the messages, not the text that a template makes of them.
+    """
+    return AgentRow(group_id, {**row, "prompt": chat_messages(row, row["prompt"]) or row["prompt"]})
 
 
 @dataclass
