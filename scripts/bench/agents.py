@@ -44,7 +44,7 @@ def ask(base_url, messages):
     return message
 
 async def run(base_url, row):
-    messages, total = [{"role": "user", "content": row["prompt"]}], 0.0
+    messages, total = row["prompt"], 0.0
     for _ in range(4):
         message = ask(base_url, messages)
         total += len(message["content"]) / 100
@@ -67,7 +67,7 @@ def write_task(root: Path, hidden: int, prompts: int) -> None:
     inner.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE)
     tokenizer.save_pretrained(root / "model")
-    rows = [{"prompt": f"{number:03d} what is it"} for number in range(prompts)]
+    rows = [{"prompt": [{"role": "user", "content": f"{number:03d} what is it"}]} for number in range(prompts)]
     (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "programs.py").write_text(PROGRAMS)
 
@@ -103,10 +103,11 @@ def agents(episodes: int = 256, steps: int = 3, hidden: int = 256, out: Path | N
             "in_process": one["tokens_per_s"],
             "over_http": two["tokens_per_s"],
             "share": two["tokens_per_s"] / one["tokens_per_s"],
+            "tokens": two["tokens"] / one["tokens"],  # about 1: the same work, with other draws
         }
         for step, (one, two) in enumerate(zip(inside, over_http, strict=True), 1)
     ]
-    print(table(rows, "step in_process over_http share"))
+    print(table(rows, "step in_process over_http share tokens"))
     save({"bench": "agents", "machine": machine_facts(), "episodes": episodes, "steps": rows}, out)
 
 
