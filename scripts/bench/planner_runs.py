@@ -1,6 +1,6 @@
 """Plans beside real runs on this machine: seconds of a step as planned from a profile, and as measured.
 
-    python scripts/bench/planner_runs.py turns --model S --out planner_runs.json
+    python scripts/bench/planner_runs.py turns --model S --out planner_turns.json
     python scripts/bench/planner_runs.py ahead --model S --out planner_ahead.json
     python scripts/bench/planner_runs.py unequal --model S --out planner_unequal.json
 
