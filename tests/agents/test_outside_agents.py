@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import pytest
@@ -325,6 +326,27 @@ def test_connections_are_bounded_and_those_that_ask_nothing_end(dialect: Dialect
             assert slow.recv(12) == b"HTTP/1.1 403", "the body is not waited for"
     finally:
         served.close()
+
+
+def test_100_mb_are_refused_and_the_episode_goes_on(dialect: Dialect) -> None:
+    with Replica(dialect, 1) as replica:
+        base_url = replica.fetch()
+        address = urlsplit(base_url)
+        for name, value in (("Content-Length", "100000000"), ("Transfer-Encoding", "chunked")):
+            client = HTTPConnection(str(address.hostname), address.port, timeout=30)
+            client.putrequest("POST", f"{address.path}/chat/completions")
+            client.putheader(name, value)
+            client.endheaders()
+            if value == "chunked":
+                for _ in range(100):
+                    client.send(b"100000\r\n" + b"x" * (1 << 20) + b"\r\n")
+                client.send(b"0\r\n\r\n")
+            response = client.getresponse()
+            message = json.load(response)["error"]["message"]
+            assert (response.status, message) == (413, "a request has at most 8388608 bytes")
+            client.close()
+        post(f"{base_url}/reward", {"reward": 1.0})
+        assert [(episode.ending, episode.turns) for episode in replica.end()] == [("done", 1)]
 
 
 def test_an_episode_without_an_answer_says_why(dialect: Dialect) -> None:

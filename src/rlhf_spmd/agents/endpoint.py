@@ -150,7 +150,7 @@ class AgentEndpoint:
 
     async def _answer(self, form: Form, request: Request) -> Response:
         self._forest(request)  # who knows no secret sends no bytes
-        body = read_body(await read_bytes(request, MAX_BODY_BYTES, "bytes of a request"))
+        body = read_body(await read_bytes(request, MAX_BODY_BYTES))
         forest = self._forest(request)
         try:
             chat = read_chat_request(form.chat_of(body), form.names)

@@ -92,10 +92,13 @@ HANDLERS: dict[Any, ExceptionHandler] = {
 }  # of a Starlette application
 
 
-async def read_bytes(request: Request, max_bytes: int, key: str) -> bytes:
-    """Return the body of a request. Raises HttpError if it is too slow, or longer than ``max_bytes``, the setting ``key``."""
+async def read_bytes(request: Request, max_bytes: int, key: str | None = None) -> bytes:
+    """Return the body of a request. Raises HttpError if it is too slow, or longer than ``max_bytes``.
+
+    ``key``: the setting that says how long; None: there is none.
+    """
     body = bytearray()
-    too_long = HttpError(413, f"a request has at most {key}={max_bytes} bytes")
+    too_long = HttpError(413, f"a request has at most {f'{key}=' if key else ''}{max_bytes} bytes")
     if int(request.headers.get("content-length", "0")) > max_bytes:  # h11 has seen that it is a number
         raise too_long
     try:

@@ -95,7 +95,7 @@ class OutsideAgents:
 
     async def _reward(self, request: Request) -> Response:
         secret = request.path_params["secret"]
-        result = _read_result(read_body(await read_bytes(request, MAX_REWARD_BYTES, "bytes of a reward")))
+        result = _read_result(read_body(await read_bytes(request, MAX_REWARD_BYTES)))
         if (posted := self._posted.get(secret, result)) != result:
             raise HttpError(409, f"the episode has ended with {json.dumps(posted)}")
         if secret not in self._posted:
