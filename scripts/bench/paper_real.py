@@ -147,7 +147,8 @@ def real_option(call: CallNode, option: Option, weights: Mapping[str, float]) ->
     if kind_of(call) != "train":
         return option
     gradients = 2 * weights[call.role] / option.pp / option.tp
-    return replace(option, resident=option.resident + gradients, call_bytes=max(option.call_bytes - gradients, 0.0))
+    call_bytes = tuple(max(amount - gradients, 0.0) for amount in option.call_bytes)
+    return replace(option, resident=option.resident + gradients, call_bytes=call_bytes)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def with_generation_from_shards(problem: Problem, calls: Sequence[ModelCall], ma
             options[number] = replace(
                 option,
                 seconds=max(option.seconds, (1 + call.work.response) * token),
-                call_bytes=option.call_bytes + float(np.max(gathered)),
+                call_bytes=tuple(amount + float(np.max(gathered)) for amount in option.call_bytes),
                 zero=3,
                 settings=replace(option.settings, zero=3),
             )

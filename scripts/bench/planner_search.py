@@ -68,7 +68,7 @@ def train(model: Model, ranks: int, rows: int, mini_batches: int = 8) -> Iterato
             tp,
             compute + sync,
             held,
-            kept + (part * 2 if zero == 3 else 0),
+            (kept + (part * 2 if zero == 3 else 0),),
             settings={"zero": zero, "micro_tokens": micro, "full": full},
         )
 
@@ -86,7 +86,7 @@ def infer(model: Model, ranks: int, rows: int) -> Iterator[Option]:
                 tp,
                 seconds,
                 2 * model.params / (tp * pp),
-                micro * model.hidden * 34 / tp,
+                (micro * model.hidden * 34 / tp,),
                 settings={"micro_tokens": micro},
             )
 
@@ -106,7 +106,7 @@ def generate(model: Model, ranks: int, rows: int) -> Iterator[Option]:
                 tp,
                 seconds,
                 0.0,
-                cache * (1.1 if graphs else 1.0),
+                (cache * (1.1 if graphs else 1.0),),
                 settings={"max_num_seqs": flying, "graphs": graphs},
             )
 

@@ -65,7 +65,7 @@ def draw_problem(rng: random.Random, ahead: int) -> Problem:
         for n, pp, tp in shapes[role]:
             seconds = work // n + rng.randint(0, 6)
             held = rng.randint(0, 14) if node == homes[role] else 0
-            options.append(Option(n, pp, tp, seconds, held, rng.randint(0, 30 // n)))
+            options.append(Option(n, pp, tp, seconds, held, (rng.randint(0, 30 // n),)))
         style = rng.random()
         after = range(node) if style < 0.4 else [n for n in range(node) if rng.random() < 0.5]
         calls.append(CallNode(f"c{node}", role, frozenset(after), tuple(options), node == homes[role], node in at_home))
@@ -100,10 +100,8 @@ def with_kinds(problem: Problem, rng: random.Random) -> Problem:
                 same = problem.calls[index].options[option]
                 seconds = same.seconds + max(slower[kind] for kind, _ in extent) + rng.randint(0, 2)
                 kinds_of = {kind for kind, _ in extent}
-                kind_bytes = tuple(float(rng.randint(0, 30 // same.size)) for _ in kinds_of)
-                options.append(
-                    replace(same, seconds=seconds, call_bytes=max(kind_bytes), kind_bytes=kind_bytes, devices=extent)
-                )
+                call_bytes = tuple(float(rng.randint(0, 30 // same.size)) for _ in kinds_of)
+                options.append(replace(same, seconds=seconds, call_bytes=call_bytes, devices=extent))
             calls[index] = replace(problem.calls[index], options=tuple(options))
     if not all(call.options for call in calls.values()):
         return problem
@@ -199,9 +197,9 @@ def test_other_searches_find_plans_that_fit_and_none_that_is_better(other: str) 
 def test_mcmc_descends_from_a_start_whose_weights_cannot_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve models with thirty options each, of 10 s and more; one has a call whose fastest option is impossible, as it shards
     weights unlike its home. A walk that accepts every plan ends at 228 s."""
-    options = tuple(Option(1, 1, 1, 10.0 + n, 0.0, 0.0) for n in range(30))
+    options = tuple(Option(1, 1, 1, 10.0 + n, 0.0, (0.0,)) for n in range(30))
     calls = [CallNode(f"home{n}", f"r{n}", frozenset(range(n)), options, home=True) for n in range(12)]
-    movable = (*options, Option(1, 1, 1, 1.0, 0.0, 0.0, zero=1))
+    movable = (*options, Option(1, 1, 1, 1.0, 0.0, (0.0,), zero=1))
     calls.append(CallNode("movable", "r0", frozenset(range(12)), movable))
     problem = Problem(tuple(calls), 1, (1.0,), {f"r{n}": 0.0 for n in range(12)}, 1.0, 1.0)
     clock = iter(range(10_000))
@@ -255,7 +253,7 @@ def test_time_that_is_up_leaves_a_plan_and_its_bound(ranks: int, ahead: int, lim
 
 
 def one(size: int, seconds: float, held: float = 0, active: float = 0, tp: int = 1) -> Option:
-    return Option(size, 1, tp, seconds, held, active)
+    return Option(size, 1, tp, seconds, held, (active,))
 
 
 def call(name: str, after: set[int], *options: Option, role: str = "", home: bool = True) -> CallNode:
@@ -360,7 +358,7 @@ def step_of_ppo(ranks: int, ahead: int = 0) -> Problem:
                 dp = size // (tp * pp)
                 seconds = work / size * (1 + 0.05 * math.log2(tp) + 0.02 * pp + 0.03 * zero) + 0.01 * math.log2(dp)
                 held = (weights + (kept / dp if zero else kept)) / (tp * pp)
-                result.append(Option(size, pp, tp, seconds, held, active / tp))
+                result.append(Option(size, pp, tp, seconds, held, (active / tp,)))
         return tuple(result)
 
     large, small, scored = 141 * GIB, 14 * GIB, frozenset({0, 1, 2, 3})

@@ -282,7 +282,7 @@ class OptionBuilder:
                     tp=placed.tp,
                     seconds=float(estimate.seconds[index]),
                     resident=float(estimate.resident[index]),
-                    call_bytes=float(estimate.call_bytes[:, index].max()),
+                    call_bytes=tuple(estimate.call_bytes[:, index].tolist()),
                     zero=placed.zero,
                     zero_size=setting["zero_size"],
                     ep=placed.ep,
@@ -291,7 +291,6 @@ class OptionBuilder:
                     cache=float(estimate.cache[index]),
                     copies=call.versions,
                     devices=extent if self.machine.kinds else (),
-                    kind_bytes=tuple(estimate.call_bytes[:, index].tolist()),
                     settings=placed,
                 )
             )

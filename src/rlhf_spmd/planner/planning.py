@@ -215,7 +215,7 @@ def _fullest_resident(problem: Problem, plan: Plan, ranks: RankRange) -> float:
 
 def _fullest_rank(machine: Machine, problem: Problem, ranks: RankRange, resident: float, option: Option) -> tuple[float, float]:
     """Return the bytes of the rank that has least left in a call on ``ranks`` beside ``resident`` bytes, and its device's."""
-    by_kind = zip(problem.parts_of_kinds(ranks), option.bytes_of_kinds, strict=True)
+    by_kind = zip(problem.parts_of_kinds(ranks), option.call_bytes, strict=True)
     needs = [(resident + amount, machine.memory[parts[0].first]) for parts, amount in by_kind]
     return min(needs, key=lambda need: need[1] - need[0])
 
@@ -230,7 +230,7 @@ def _memory_share(
     else:
         share = max(
             (resident + amount + (CACHE_MARGIN - 1) * option.cache) / machine.memory[parts[0].first]
-            for parts, amount in zip(problem.parts_of_kinds(ranks), option.bytes_of_kinds, strict=True)
+            for parts, amount in zip(problem.parts_of_kinds(ranks), option.call_bytes, strict=True)
         )
         if kv_cache != "keep":  # nothing else of this process needs memory meanwhile
             share = max(share, GenerationConfig().memory_share(on_host=False))

@@ -74,9 +74,8 @@ class Option:
     """One way to run a call on ``size`` ranks.
 
     - resident: bytes on each rank during the entire step; counts only at the role's home
-    - call_bytes: bytes more on each rank while the call runs, without copies of weights, which :meth:`Problem.weight_copy_cost` counts;
-      of several kinds of devices on those that need most
-    - kind_bytes: ``call_bytes`` on the ranks of each kind of device, kinds ascending; empty: all ranks need as many
+    - call_bytes: bytes more while the call runs, on a rank of each kind of device, kinds ascending; without copies of weights, which
+      :meth:`Problem.weight_copy_cost` counts
     - cache: the part of ``call_bytes`` that a KV cache takes
     - zero, zero_size: ZeRO stage, and ranks that share one copy of the weights; 0: all replicas. ep: ranks that share the experts
     - in_place: at home, the call uses the weights in the home's layout, so ``zero`` must be the home's
@@ -91,7 +90,7 @@ class Option:
     tp: int
     seconds: float
     resident: float
-    call_bytes: float
+    call_bytes: KindBytes
     zero: int = 0
     zero_size: int = 0
     ep: int = 1
@@ -100,13 +99,7 @@ class Option:
     cache: float = 0.0
     copies: int = 1
     devices: Extent = ()
-    kind_bytes: tuple[float, ...] = ()
     settings: Any = None
-
-    @cached_property
-    def bytes_of_kinds(self) -> KindBytes:
-        """Return ``call_bytes`` on the ranks of each kind of device."""
-        return self.kind_bytes or (self.call_bytes,) * len({kind for kind, _ in self.extent})
 
     @property
     def extent(self) -> Extent:
@@ -372,7 +365,7 @@ def simulate(problem: Problem, plan: Plan) -> Schedule:
             resident.append((ranks, option.resident))
         copy_seconds, copy_bytes = problem.weight_copy_cost(call, home, choice)
         seconds.append(option.seconds + copy_seconds)
-        for parts, amount in zip(problem.parts_of_kinds(ranks), option.bytes_of_kinds, strict=True):
+        for parts, amount in zip(problem.parts_of_kinds(ranks), option.call_bytes, strict=True):
             call_bytes += [(part, amount + copy_bytes) for part in parts]
     call_indices = range(len(plan))
     starts, period = start_times(problem, call_indices, [choice.rank_range for choice in plan], seconds)

@@ -61,7 +61,7 @@ def no_plan_error(problem: Problem, scope: str) -> NoPlanError:
     limit = max(problem.memory)
     needs = (  # (bytes on each rank, ranks) of each call's smallest option
         (
-            min((option.call_bytes + option.resident * call.home, option.size) for option in call.options),
+            min((max(option.call_bytes) + option.resident * call.home, option.size) for option in call.options),
             f"{call.name} of {call.role}",
         )
         for call in problem.calls

@@ -205,7 +205,7 @@ class CandidateTables:
         """Return bytes on each rank of the role's home: resident bytes, and the largest call bytes of the tied calls."""
         problem = self.problem
         resident = problem.calls[problem.homes[role]].options[option].resident
-        amounts = [problem.calls[call_index].options[option].bytes_of_kinds for call_index in problem.tied[role]]
+        amounts = [problem.calls[call_index].options[option].call_bytes for call_index in problem.tied[role]]
         return resident, tuple(map(max, zip(*amounts, strict=True)))
 
     def fits_home(self, resident: ResidentBytes, role: str, home: Choice) -> bool:
@@ -256,7 +256,7 @@ class CandidateTables:
             if num_home_ranks:
                 cost = self.problem.weight_copy_cost_between(call.role, layout, num_home_ranks, option, on_one_host)
                 copy_seconds, copy_bytes = cost
-            amounts = tuple(amount + copy_bytes for amount in option.bytes_of_kinds)
+            amounts = tuple(amount + copy_bytes for amount in option.call_bytes)
             rows.append((amounts, option.seconds + copy_seconds, index))
         return FastestWithin(rows)
 
@@ -264,7 +264,7 @@ class CandidateTables:
         """Return options of a movable call, without those that another one with the same layout beats."""
         indices = self.problem.options_by_extent[call_index].get(extent, [])
         options = [self.problem.calls[call_index].options[index] for index in indices]
-        rows = [[option.seconds, *option.bytes_of_kinds] for option in options]
+        rows = [[option.seconds, *option.call_bytes] for option in options]
         return [indices[i] for i in undominated(rows, [option.layout for option in options])]
 
     def movable_table(self, call_index: int, home: Choice, ranks: RankRange) -> FastestWithin:
