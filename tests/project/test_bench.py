@@ -160,7 +160,7 @@ SCRIPTS: dict[str, tuple[str, Callable[[Report], bool]]] = {
         lambda report: report["rows"][0]["measured"] > 0 < report["rows"][0]["planned"] and report["share"] == 0.5,
     ),
     "paper_real_calls.py": ("off: mean error 6.6%, 14 of 14 within 25 %", estimates_well),
-    "paper_real.py gain --actors 7B --contexts 2048": ("| 7B | 16 | 2048 |", gains),
+    "paper_real.py gain --actors 70B --contexts 8192": ("| 70B | 128 | 8192 | 788.3 | 518.3 | 335.2 |", gains),
     "paper_real.py algorithms --names remax dpo --actor 7B --gpus 16": ("| remax | 16 |", gains),
     "paper_real.py scaling --actors 7B --gpus 8 16": ("| 7B | 16 |", scales),
     "paper_real.py breakdown --actors 7B": ("| 7B | with CUDA graphs | 122.6 |", improves_step_by_step),
