@@ -252,6 +252,13 @@ def test_time_that_is_up_leaves_a_plan_and_its_bound(ranks: int, ahead: int, lim
         assert result.lower_bound <= best * (1 + 1e-9) and (ahead or best <= result.seconds * (1 + 1e-9))
 
 
+def test_an_option_has_bytes_for_each_kind() -> None:
+    option = replace(one(2, 1.0), devices=((0, 1), (1, 1)))
+    with pytest.raises(AssertionError, match="a needs bytes for each kind of device"):
+        Problem((call("a", set(), option),), 2, (1.0, 1.0), {"a": 0.0}, 1.0, 1.0, kinds=(0, 1))
+    Problem((call("a", set(), replace(option, call_bytes=(0.0, 0.0))),), 2, (1.0, 1.0), {"a": 0.0}, 1.0, 1.0, kinds=(0, 1))
+
+
 def one(size: int, seconds: float, held: float = 0, active: float = 0, tp: int = 1) -> Option:
     return Option(size, 1, tp, seconds, held, (active,))
 

@@ -196,6 +196,8 @@ class Problem:
             assert call.options and is_ordered, f"{call.name} needs options, and waits only for earlier calls"
             has_home_extents = [option.extent for option in call.options] == [option.extent for option in home.options]
             assert not call.shares_home or has_home_extents, f"{call.name} must have options of the same sizes as {home.name}"
+            has_all_kinds = all(len(option.call_bytes) == len({*dict(option.extent)}) for option in call.options)
+            assert has_all_kinds, f"{call.name} needs bytes for each kind of device"
 
     @property
     def size(self) -> int:
