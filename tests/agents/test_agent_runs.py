@@ -87,13 +87,13 @@ def test_the_same_numbers_in_any_form(root: Path, tmp_path: Path, form: str) -> 
 
 
 def test_a_prompt_of_messages_is_what_the_data_have(root: Path, tmp_path: Path) -> None:
-    """The agent's ``row["prompt"]`` is no rendered text. Another column with a whole conversation is no prompt."""
+    """The agent's ``row["prompt"]`` is no rendered text. Messages beside a text are no prompt."""
     texts = [json.loads(line)["prompt"] for line in (root / "train.jsonl").read_text().splitlines()]
     said = [[{"role": "user", "content": text}] for text in texts]
     chats = [{"prompt": messages} for messages in said]
-    whole = [{"prompt": chat[0]["content"], "messages": [*chat, {"role": "assistant", "content": "1"}]} for chat in said]
+    beside = [{"prompt": chat[0]["content"], "messages": [{"role": "user", "content": "other"}]} for chat in said]
     metrics = [train(1, root, tmp_path / "text", "tool_user", steps=1)]
-    for name, rows, agent in (("chats", chats, "tool_user_of_chats"), ("whole", whole, "tool_user")):
+    for name, rows, agent in (("chats", chats, "tool_user_of_chats"), ("beside", beside, "tool_user")):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         metrics.append(train(1, root, tmp_path / name, agent, f"data.path={tmp_path / name}.jsonl", steps=1))
     (text,), *others = [[{key: row[key] for key in EXACT} for row in rows] for rows in metrics]

@@ -21,6 +21,7 @@ from rlhf_spmd.data.messages import chat_options
 from rlhf_spmd.data.tokenizer import prompt_texts
 
 LIMITS = {"min_response_length": 0, "max_response_length": 1}  # columns with a row's own limits, and their lowest values
+IS_CHAT = "prompt_is_messages"  # column that rows have whose prompt is messages; another column ``messages`` is none
 NUM_FIRST = 100  # first rows that are always examples
 
 
@@ -223,7 +224,7 @@ def reward_row(row: Row, index: int, rendered: str, config: QuestionsConfig) -> 
         answer = row.get("reward_model.ground_truth", "data.answer_key")
     if not isinstance(prompt, str):
         if prompt is not None:
-            values["messages"] = prompt
+            values |= {"messages": prompt, IS_CHAT: True}
         prompt = rendered
     source = values.get("data_source")
     return {**values, "prompt": prompt, "answer": answer, "data_source": source, "id": values.get("id", index)}

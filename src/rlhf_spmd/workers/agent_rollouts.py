@@ -27,12 +27,12 @@ from rlhf_spmd.agents.forest import Draws, RowTokens, row_tokens
 from rlhf_spmd.agents.listener import write_addresses
 from rlhf_spmd.agents.server import AgentServer, EndedEpisode
 from rlhf_spmd.data.messages import Message
+from rlhf_spmd.data.prompts import IS_CHAT
 from rlhf_spmd.generation.call import GenerationLimits
 from rlhf_spmd.generation.config import SamplingConfig
 from rlhf_spmd.generation.generator import Generator
 from rlhf_spmd.generation.scheduler import GenerationStats
 from rlhf_spmd.generation.sequence import Completion, Request
-from rlhf_spmd.rewards.row_values import chat_messages
 from rlhf_spmd.telemetry.progress import say
 
 RUN_STEPS = 16  # steps of the generator after which turns that have come meanwhile join
@@ -52,7 +52,7 @@ def agent_row(group_id: int, row: Mapping[str, Any]) -> AgentRow:
 
     A prompt of messages is the messages, not the text that a template makes of them.
     """
-    return AgentRow(group_id, {**row, "prompt": chat_messages(row, row["prompt"]) or row["prompt"]})
+    return AgentRow(group_id, {**row, "prompt": row["messages"] if row.get(IS_CHAT) else row["prompt"]})
 
 
 @dataclass
